@@ -1,0 +1,175 @@
+"""Named points where a test makes a process die, stop or misbehave at an exact moment.
+
+Production cost is one test of a module global (:data:`ACTIVE`). A plan of faults is a JSON file
+named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with these keys.
+
+``id``       unique name of the fault; it fires once in the whole run, in whichever process wins
+``point``    name given to :func:`hit`
+``match``    object: context keys (role, node, iteration, epoch, section, op, group, ...) -> value
+``nth``      fire on the n-th matching hit of this process (default 1)
+``action``   ``signal`` (default) or ``mark``; ``mark`` does nothing itself, :func:`hit` answers the
+             fault and the call site acts on it (flip a byte, return junk)
+``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
+             ``vault`` or ``agent``
+``nodes``    for ``signal`` with another target than ``self``: node ids, default: the own node
+``signal``   KILL (default), STOP, SEGV, TERM
+``resume_after_seconds``  for STOP: send SIGCONT after this time, from a detached helper process
+
+Thread-safe. Nothing here sleeps in the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ENVIRONMENT_NAME = "DEADPOOL_FAULTS"
+
+
+class FaultPlanError(ValueError):
+    """The fault plan cannot be read; the message names the file and the entry."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault; see the module text for the keys."""
+
+    id: str
+    point: str
+    match: Mapping[str, object] = field(default_factory=dict)
+    nth: int = 1
+    action: str = "signal"
+    target: str = "self"
+    nodes: tuple[int, ...] = ()
+    signal: str = "KILL"
+    resume_after_seconds: float | None = None
+
+
+ACTIVE: bool = False
+_faults: list[Fault] = []
+_fired_directory = Path()
+_hits: dict[str, int] = {}
+_context: dict[str, object] = {}
+_lock = threading.Lock()
+
+
+def load(path: Path | None = None) -> None:
+    """Read the plan named by ``path`` or the environment; no plan switches every point off.
+
+    Raises FaultPlanError for a file that is not a list of known keys.
+    """
+    global ACTIVE, _faults, _fired_directory
+    name = str(path) if path is not None else os.environ.get(ENVIRONMENT_NAME, "")
+    _hits.clear()
+    if not name:
+        ACTIVE, _faults = False, []
+        return
+    try:
+        entries = json.loads(Path(name).read_text())
+        _faults = [Fault(**{**entry, "nodes": tuple(entry.get("nodes", ()))}) for entry in entries]
+    except (OSError, ValueError, TypeError) as error:
+        raise FaultPlanError(f"fault plan {name}: {error}") from error
+    _fired_directory = Path(name + ".fired")
+    _fired_directory.mkdir(exist_ok=True)
+    ACTIVE = bool(_faults)
+
+
+def set_context(**values: object) -> None:
+    """Merge facts about this process (role, node, iteration, section, run_dir, ...) for matching."""
+    _context.update(values)
+
+
+def hit(point: str, **details: object) -> Fault | None:
+    """Announce that the named point was reached; fires at most one planned fault.
+
+    Answers the fault when its action is ``mark``; does not return when it kills this process.
+    """
+    if not ACTIVE:
+        return None
+    facts = {**_context, **details}
+    for fault in _faults:
+        if fault.point != point or any(facts.get(k) != v for k, v in fault.match.items()):
+            continue
+        with _lock:
+            _hits[fault.id] = _hits.get(fault.id, 0) + 1
+            due = _hits[fault.id] == fault.nth
+        if not due or not _claim(fault, facts):
+            continue
+        if fault.action == "mark":
+            return fault
+        _send(fault)
+        return None
+    return None
+
+
+def fired(path: Path) -> set[str]:
+    """Identifiers of the faults of plan ``path`` that have fired so far."""
+    directory = Path(str(path) + ".fired")
+    return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
+
+
+def _claim(fault: Fault, facts: Mapping[str, object]) -> bool:
+    """Exactly one process of the run may fire a fault: the one that creates its marker file."""
+    try:
+        handle = os.open(_fired_directory / fault.id, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    known = {k: v for k, v in facts.items() if isinstance(v, str | int | float | bool)}
+    os.write(handle, json.dumps({"pid": os.getpid(), **known}).encode())
+    os.close(handle)
+    return True
+
+
+def _send(fault: Fault) -> None:
+    number = signal.Signals[f"SIG{fault.signal}"]
+    pids = _target_pids(fault)
+    if fault.resume_after_seconds is not None:
+        _resume_later(pids, fault.resume_after_seconds)
+    own = os.getpid()
+    for pid in [p for p in pids if p != own] + [p for p in pids if p == own]:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _target_pids(fault: Fault) -> list[int]:
+    if fault.target == "self":
+        return [os.getpid()]
+    nodes = fault.nodes or (int(str(_context["node"])),)
+    run_directory = Path(str(_context["run_dir"]))
+    pids: list[int] = []
+    for node in nodes:
+        listing = json.loads((run_directory / "nodes" / f"{node}.json").read_text())
+        # The agent first: it must not see its children die and report them.
+        if fault.target in ("agent", "node"):
+            pids.append(int(listing["agent"]))
+        if fault.target in ("vault", "node"):
+            pids.append(int(listing["vault"]))
+        if fault.target in ("members", "node"):
+            pids += [int(pid) for pid in listing["members"].values()]
+    return pids
+
+
+def _resume_later(pids: list[int], seconds: float) -> None:
+    program = (
+        "import os,sys,time,signal\n"
+        "time.sleep(float(sys.argv[1]))\n"
+        "for pid in map(int, sys.argv[2:]):\n"
+        "    try: os.kill(pid, signal.SIGCONT)\n"
+        "    except ProcessLookupError: pass\n"
+    )
+    subprocess.Popen(
+        [sys.executable, "-c", program, str(seconds), *map(str, pids)],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
