@@ -1,0 +1,101 @@
+"""Typed events: the only source for logs, metrics, the timeline and tests.
+
+An event is one line of JSON in ``events.jsonl`` of the run directory. The coordinator is the only
+writer of that file; other processes hand their events to it. Every event carries the wall clock
+(comparable between hosts, as far as clocks agree) and the monotonic clock (comparable within one
+host), the epoch, and where they apply the node, role, iteration and phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class Kind(StrEnum):
+    """What happened. The comment says which keys ``data`` holds."""
+
+    RUN_STARTED = "run-started"  # roles, nodes, spares, command
+    NODE_JOINED = "node-joined"  # host, spare
+    NODE_LOST = "node-lost"  # cause
+    MEMBER_STARTED = "member-started"  # slot, incarnation, pid
+    MEMBER_WARM = "member-warm"  # slot, incarnation, seconds
+    MEMBER_LOST = "member-lost"  # slot, incarnation, cause, exit_code or signal
+    VAULT_STARTED = "vault-started"  # pid, slots_found
+    VAULT_LOST = "vault-lost"  # cause
+    EPOCH_CLOSED = "epoch-closed"  # cause, culprits
+    EPOCH_DECIDED = "epoch-decided"  # generation, segment, changes, seconds
+    EPOCH_OPENED = "epoch-opened"  # every role restored; phases: seconds of each
+    PHASE = "phase"  # phase, seconds: one member's part of a recovery
+    RECOVERED = "recovered"  # cause, phases, steps_recomputed, seconds, exposed_seconds
+    STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
+    EVALUATION = "evaluation"  # loss (hexadecimal float)
+    STATE_HASH = "state-hash"  # sha256
+    SEALED = "sealed"  # lineage
+    COMMITTED = "committed"  # lineage
+    EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
+    GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
+    GATE_RELEASED = "gate-released"  # role runs with fewer copies for now
+    CORRUPTION = "corruption"  # where, expected, found
+    REFUSED = "refused"  # who, why: a message, connection, seal or commit that was not accepted
+    STALE_DIVERGENCE = "divergence"  # a replayed step gave other numbers than the first time
+    DURABLE = "durable"  # path: a durable checkpoint became valid
+    DUMPED = "dumped"  # path, generation: vaults wrote the common generation to disk
+    DRAIN = "drain"  # node asked to leave
+    LOG = "log"  # level, text: a line for people
+    MEMBER_DONE = "member-done"  # sha256, samples
+    RUN_ENDED = "run-ended"  # exit_status, reason
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event; ``data`` holds JSON values only."""
+
+    kind: Kind
+    epoch: int = 0
+    node: int | None = None
+    role: int | None = None
+    iteration: int | None = None
+    phase: str | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+    wall_seconds: float = field(default_factory=time.time)
+    monotonic_seconds: float = field(default_factory=time.monotonic)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON object without empty keys."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None and v != {}}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Event:
+        """Inverse of :meth:`to_dict`. Raises ValueError or TypeError for anything else."""
+        return Event(**{**values, "kind": Kind(values["kind"])})
+
+
+class EventLog:
+    """Appends events to a file, one line each, flushed at once. Not thread-safe: one owner."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8")
+
+    def write(self, event: Event) -> None:
+        """Append one event; it is in the file (page cache) when this returns."""
+        self._file.write(json.dumps(event.to_dict(), separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run in order; a torn last line (a killed writer) is left out."""
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield Event.from_dict(json.loads(line))

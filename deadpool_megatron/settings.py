@@ -1,0 +1,152 @@
+"""The settings of a run: one frozen dataclass, checked as a whole before anything starts.
+
+Each field carries its help text; :mod:`deadpool_megatron.arguments` derives the ``--deadpool-*``
+flags from it, so a setting has one definition. The launcher passes the settings to every process as
+JSON in the environment variable :data:`ENVIRONMENT_NAME`.
+
+The idea of asserting the order of all time limits at construction is NVRx's (``inprocess/wrap.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
+
+
+class SettingsError(ValueError):
+    """A setting, or the relation of two, cannot work; the message says which to change and how."""
+
+
+def _setting(default: Any, help_text: str) -> Any:
+    return field(default=default, metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything a user can choose; all times in seconds."""
+
+    replicas: int = _setting(1, "copies of each role's unique state kept on other nodes")
+    max_lag: int = _setting(0, "iterations that commits may trail behind training (more slots)")
+    domains_file: str = _setting(
+        "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
+    )
+    communicator: str = _setting("auto", "communication library: auto, gloo, nccl or fake-nccl")
+    interface: str = _setting("127.0.0.1", "address on which vaults and communicators listen")
+    start_method: str = _setting(
+        "auto", "how members start: auto, fork (from a preloaded agent) or exec (fresh process)"
+    )
+
+    beat_interval_seconds: float = _setting(0.1, "period of the beats of members and agents")
+    freeze_seconds: float = _setting(
+        3.0, "a member whose process shows no sign of life for this long is taken for frozen"
+    )
+    node_silence_seconds: float = _setting(
+        5.0, "an agent that is connected but silent for this long is taken for lost"
+    )
+    hang_seconds: float = _setting(
+        300.0, "no progress of any role for this long, outside announced long sections, is a hang"
+    )
+    first_step_seconds: float = _setting(
+        1200.0, "limit for the first iteration, evaluation, save and load instead of hang_seconds"
+    )
+    start_seconds: float = _setting(300.0, "limit from start of a member until it is warm")
+
+    close_seconds: float = _setting(
+        10.0, "limit for members to leave a closed epoch; who is later is killed and replaced"
+    )
+    drain_seconds: float = _setting(
+        2.0, "limit for abandoned communication to finish before its process is replaced"
+    )
+    adopt_seconds: float = _setting(120.0, "limit for a spare to build its new role")
+    rebuild_seconds: float = _setting(60.0, "limit for connecting all groups of a new epoch")
+    restore_seconds: float = _setting(120.0, "limit for fetching, checking and loading state")
+    spare_timeout_seconds: float = _setting(
+        300.0, "how long to wait for a spare before the state is dumped and the run ends (75)"
+    )
+    gate_report_seconds: float = _setting(
+        5.0, "a wait at the commit gate is reported each time it lasts this long"
+    )
+    operation_timeout_seconds: float = _setting(
+        60.0, "time-out of one communication operation (also bounds what abandoned ones hold)"
+    )
+    connect_seconds: float = _setting(20.0, "limit for reaching the coordinator or another vault")
+
+    hash_interval: int = _setting(
+        0, "hash the whole state of each role every so many iterations (0: at the end only)"
+    )
+    chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
+    restarts_in_place: int = _setting(
+        20, "process restarts on one node before the node itself is put aside"
+    )
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            value = getattr(self, entry.name)
+            if entry.name.endswith("_seconds") and not value > 0:
+                raise SettingsError(f"{flag_name(entry.name)} must be positive, got {value}")
+        for name, least in (("replicas", 1), ("max_lag", 0), ("hash_interval", 0)):
+            if getattr(self, name) < least:
+                raise SettingsError(
+                    f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
+                )
+        if not 4096 <= self.chunk_bytes <= 1 << 30:
+            raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
+        self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
+        self._check_choice("start_method", ("auto", "fork", "exec"))
+        self._check_ladder()
+
+    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise SettingsError(
+                f"{flag_name(name)} must be one of {', '.join(allowed)},"
+                f" got {getattr(self, name)!r}"
+            )
+
+    def _check_ladder(self) -> None:
+        """Each limit must be longer than what has to fit in it, or an inner wait never reports."""
+        for shorter, longer, factor, reason in _LADDER:
+            low, high = getattr(self, shorter), getattr(self, longer)
+            if low * factor > high:
+                raise SettingsError(
+                    f"{flag_name(longer)} ({high:g} s) must be at least {factor:g} times"
+                    f" {flag_name(shorter)} ({low:g} s): {reason}"
+                )
+
+    def to_json(self) -> str:
+        """One line of JSON that :meth:`from_json` reads back to an equal object."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Settings:
+        """Read what :meth:`to_json` wrote. Raises SettingsError for unknown names or bad values."""
+        try:
+            return Settings(**json.loads(text))
+        except (ValueError, TypeError) as error:
+            raise SettingsError(f"settings not understood: {error}") from error
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> Settings:
+        """The settings the launcher passed on, or the defaults."""
+        return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
+
+
+# (inner limit, outer limit, factor, why the outer one has to be longer)
+_LADDER: tuple[tuple[str, str, float, str], ...] = (
+    ("beat_interval_seconds", "freeze_seconds", 5, "a few late beats are not a frozen process"),
+    ("freeze_seconds", "node_silence_seconds", 1, "a frozen member is found before its node"),
+    ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
+    ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),
+    ("drain_seconds", "close_seconds", 2, "draining is part of leaving the epoch"),
+    ("close_seconds", "operation_timeout_seconds", 1, "a survivor waits for the close in it"),
+    ("close_seconds", "rebuild_seconds", 1, "a failure during rebuild has to be closed in it"),
+)
+
+
+def flag_name(field_name: str) -> str:
+    """``close_seconds`` -> ``--deadpool-close-seconds``."""
+    return "--deadpool-" + field_name.replace("_", "-")

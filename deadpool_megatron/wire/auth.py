@@ -1,0 +1,147 @@
+"""Mutual challenge-response with the run secret, before any other message of a TCP connection.
+
+Each side proves that it knows the secret without sending it: HMAC-SHA256 over both nonces, both
+sides' announced purposes and a direction label, so that a recorded or reflected answer is useless.
+The run secret is made by the launcher (file ``secret`` in the run directory, mode 0600) or given in
+``DEADPOOL_SECRET``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.framing import WireError
+
+ENVIRONMENT_NAME = "DEADPOOL_SECRET"
+# A stranger's first frame may be no larger than a challenge needs.
+_HANDSHAKE_BYTES = 4096
+
+
+class AuthenticationError(WireError):
+    """The peer does not know the run secret, or belongs to another run."""
+
+
+def load_secret(run_directory: Path) -> bytes:
+    """The run secret from the environment or the run directory.
+
+    Raises AuthenticationError when there is none or its file can be read by others.
+    """
+    text = os.environ.get(ENVIRONMENT_NAME)
+    if text:
+        return text.encode()
+    path = run_directory / "secret"
+    try:
+        if path.stat().st_mode & 0o077:
+            raise AuthenticationError(f"{path} can be read by others: chmod 600 it")
+        return path.read_bytes()
+    except OSError as error:
+        raise AuthenticationError(
+            f"no run secret: set {ENVIRONMENT_NAME} or make {path} readable ({error.strerror})"
+        ) from error
+
+
+def create_secret(run_directory: Path) -> None:
+    """Write a fresh secret, mode 0600, unless one exists already."""
+    try:
+        handle = os.open(run_directory / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(handle, "wb") as file:
+        file.write(secrets.token_hex(32).encode())
+
+
+def _proof(secret: bytes, label: str, run_id: str, ours: str, theirs: str) -> str:
+    return hmac.new(secret, f"{label}|{run_id}|{ours}|{theirs}".encode(), "sha256").hexdigest()
+
+
+class Handshake:
+    """The three messages as pure data, shared by the blocking and the asyncio form."""
+
+    def __init__(self, secret: bytes, run_id: str) -> None:
+        self._secret = secret
+        self._run_id = run_id
+        self._nonce = secrets.token_hex(16)
+        self._peer_nonce = ""
+
+    def hello(self) -> dict[str, Any]:
+        """First message, of the connecting side."""
+        return {"t": "hello", "run": self._run_id, "nonce": self._nonce}
+
+    def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
+        """Second message, of the accepting side: its nonce and its proof."""
+        if hello.get("t") != "hello" or hello.get("run") != self._run_id:
+            raise AuthenticationError("peer belongs to another run")
+        self._peer_nonce = str(hello.get("nonce", ""))[:64]
+        proof = _proof(self._secret, "accept", self._run_id, self._nonce, self._peer_nonce)
+        return {"t": "challenge", "nonce": self._nonce, "proof": proof}
+
+    def answer(self, challenge: dict[str, Any]) -> dict[str, Any]:
+        """Third message, of the connecting side, after it has checked the other's proof."""
+        self._peer_nonce = str(challenge.get("nonce", ""))[:64]
+        self._check(challenge, "accept")
+        proof = _proof(self._secret, "connect", self._run_id, self._nonce, self._peer_nonce)
+        return {"t": "answer", "proof": proof}
+
+    def verify(self, answer: dict[str, Any]) -> None:
+        """The accepting side's check of the third message."""
+        self._check(answer, "connect")
+
+    def _check(self, message: dict[str, Any], label: str) -> None:
+        wanted = _proof(self._secret, label, self._run_id, self._peer_nonce, self._nonce)
+        if not hmac.compare_digest(wanted, str(message.get("proof", ""))):
+            raise AuthenticationError("peer does not know the run secret")
+
+
+def connect(
+    address: tuple[str, int], secret: bytes, run_id: str, timeout_seconds: float
+) -> socket.socket:
+    """Open an authenticated TCP connection; the timeout stays set on the socket.
+
+    Raises OSError when nobody listens and AuthenticationError for a stranger.
+    """
+    connection = socket.create_connection(address, timeout=timeout_seconds)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        handshake = Handshake(secret, run_id)
+        framing.send(connection, handshake.hello())
+        framing.send(connection, handshake.answer(framing.receive(connection, _HANDSHAKE_BYTES)))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def accept(connection: socket.socket, secret: bytes, run_id: str) -> None:
+    """Authenticate a connection just accepted; the caller has set its timeout."""
+    handshake = Handshake(secret, run_id)
+    framing.send(connection, handshake.challenge(framing.receive(connection, _HANDSHAKE_BYTES)))
+    handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
+
+
+async def connect_stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, run_id: str
+) -> None:
+    """Asyncio form of the connecting side; the caller bounds the time."""
+    handshake = Handshake(secret, run_id)
+    writer.write(framing.encode(handshake.hello()))
+    challenge = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    writer.write(framing.encode(handshake.answer(challenge)))
+    await writer.drain()
+
+
+async def accept_stream(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, run_id: str
+) -> None:
+    """Asyncio form of the accepting side; the caller bounds the time."""
+    handshake = Handshake(secret, run_id)
+    hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    writer.write(framing.encode(handshake.challenge(hello)))
+    await writer.drain()
+    handshake.verify(await framing.read_frame(reader, _HANDSHAKE_BYTES))

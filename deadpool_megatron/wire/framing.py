@@ -1,0 +1,118 @@
+"""Length-prefixed JSON frames over a stream socket, for blocking sockets and for asyncio.
+
+Frame: magic ``DPM1`` (4 bytes), length of the JSON text (4 bytes, big endian), JSON object (UTF-8).
+Bulk bytes follow a frame outside of it; the frame's ``nbytes`` says how many (see vault/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+MAGIC = b"DPM1"
+_HEADER = struct.Struct(">4sI")
+HEADER_BYTES = _HEADER.size
+MAXIMUM_FRAME_BYTES = 32 << 20
+
+
+class WireError(Exception):
+    """The peer sent something that is not a frame of ours; the connection must be closed."""
+
+
+class ConnectionClosed(WireError):
+    """The peer closed the connection at a frame boundary (or died)."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """One frame. Raises WireError when the message is over the size limit."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MAXIMUM_FRAME_BYTES:
+        raise WireError(f"message of {len(body)} bytes is over {MAXIMUM_FRAME_BYTES}")
+    return _HEADER.pack(MAGIC, len(body)) + body
+
+
+def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
+    """Length of the JSON text. Raises WireError for a wrong magic or an oversized frame."""
+    magic, length = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise WireError(f"not a deadpool frame: starts with {magic!r}")
+    if length > limit_bytes:
+        raise WireError(f"frame of {length} bytes is over {limit_bytes}")
+    return int(length)
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """The JSON object of a frame. Raises WireError for anything else."""
+    try:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"frame is not JSON: {error}") from error
+    if not isinstance(message, dict):
+        raise WireError("frame is not a JSON object")
+    return message
+
+
+class FrameBuffer:
+    """Cuts frames out of bytes that arrive in pieces; for non-blocking readers."""
+
+    def __init__(self, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> None:
+        self._bytes = bytearray()
+        self._limit_bytes = limit_bytes
+
+    def feed(self, piece: bytes) -> list[dict[str, Any]]:
+        """All frames completed by this piece, in order. Raises WireError for garbage."""
+        self._bytes += piece
+        messages = []
+        while len(self._bytes) >= HEADER_BYTES:
+            length = decode_header(bytes(self._bytes[:HEADER_BYTES]), self._limit_bytes)
+            end = HEADER_BYTES + length
+            if len(self._bytes) < end:
+                break
+            messages.append(decode_body(bytes(self._bytes[HEADER_BYTES:end])))
+            del self._bytes[:end]
+        return messages
+
+
+def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one frame; blocks up to the socket's own timeout."""
+    connection.sendall(encode(message))
+
+
+def receive(connection: socket.socket, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> dict[str, Any]:
+    """Receive one frame; blocks up to the socket's own timeout (TimeoutError).
+
+    Raises ConnectionClosed at end of stream and WireError for garbage.
+    """
+    length = decode_header(_receive_exactly(connection, HEADER_BYTES), limit_bytes)
+    return decode_body(_receive_exactly(connection, length))
+
+
+def receive_into(connection: socket.socket, target: memoryview) -> None:
+    """Fill ``target`` with the bulk bytes that follow a frame."""
+    filled = 0
+    while filled < len(target):
+        count = connection.recv_into(target[filled:])
+        if count == 0:
+            raise ConnectionClosed(f"connection closed {len(target) - filled} bytes early")
+        filled += count
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    target = bytearray(count)
+    receive_into(connection, memoryview(target))
+    return bytes(target)
+
+
+async def read_frame(
+    reader: asyncio.StreamReader, limit_bytes: int = MAXIMUM_FRAME_BYTES
+) -> dict[str, Any]:
+    """Receive one frame from an asyncio stream; same errors as :func:`receive`."""
+    try:
+        length = decode_header(await reader.readexactly(HEADER_BYTES), limit_bytes)
+        return decode_body(await reader.readexactly(length))
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionClosed("connection closed") from error
