@@ -82,7 +82,7 @@ def load(path: Path | None = None) -> None:
 
 
 def set_context(**values: object) -> None:
-    """Merge facts about this process (role, node, iteration, section, run_dir, ...) for matching."""
+    """Merge facts about this process (role, node, iteration, run_dir, ...) for matching."""
     _context.update(values)
 
 

@@ -4,7 +4,7 @@ Each field carries its help text; :mod:`deadpool_megatron.arguments` derives the
 flags from it, so a setting has one definition. The launcher passes the settings to every process as
 JSON in the environment variable :data:`ENVIRONMENT_NAME`.
 
-The idea of asserting the order of all time limits at construction is NVRx's (``inprocess/wrap.py``).
+Asserting the order of all time limits at construction is an idea of NVRx (``inprocess/wrap.py``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""The control plane: coordinator, journal, agents, liveness. No torch here."""

@@ -1,0 +1,1 @@
+"""Roles, failure domains, placement of copies, and the records of decisions. Pure; no torch."""

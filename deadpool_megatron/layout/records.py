@@ -1,0 +1,323 @@
+"""The data that decisions are made of, and the decision itself: plain, immutable, JSON-able.
+
+These types are shared by the coordinator, the agents, the vaults and the members; they hold no
+behaviour beyond their own encoding. Words are those of docs/design: role, node, epoch, generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Moments after training iteration k at which extras are captured, in the order they happen.
+BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save")
+
+
+def extras_part(boundary: str) -> str:
+    """Name of the part that holds the extras captured at ``boundary``."""
+    return f"extras@{boundary}"
+
+
+@dataclass(frozen=True, order=True)
+class Generation:
+    """State after iteration ``iteration``, computed in epoch ``lineage``; newest compares largest."""
+
+    lineage: int
+    iteration: int
+
+    def to_list(self) -> list[int]:
+        """JSON form."""
+        return [self.lineage, self.iteration]
+
+    @staticmethod
+    def from_list(values: Any) -> Generation:
+        """Inverse of :meth:`to_list`."""
+        lineage, iteration = values
+        return Generation(int(lineage), int(iteration))
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """One contiguous piece of a role's generation, e.g. the flat shard of one inner optimizer.
+
+    ``replicas``: all roles (this one included, ascending) whose bytes of this part are identical,
+    as on data-parallel peers without a distributed optimizer; ``(role,)`` for unique bytes.
+    """
+
+    name: str
+    nbytes: int
+    replicas: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"name": self.name, "nbytes": self.nbytes, "replicas": list(self.replicas)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> PartInfo:
+        """Inverse of :meth:`to_dict`."""
+        return PartInfo(str(values["name"]), int(values["nbytes"]), tuple(values["replicas"]))
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """What a role's generation consists of; equal ``layout_hash`` means interchangeable bytes.
+
+    ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
+    shard parts first and then one extras part per boundary; an extras part's ``nbytes`` is its
+    capacity. ``slots``: how many generations the owner's segment (and a copy) holds, 2+N or 3+N.
+    """
+
+    role: int
+    parts: tuple[PartInfo, ...]
+    peers: tuple[int, ...]
+    slots: int
+    layout_hash: str
+    stage_class: str = ""
+
+    @property
+    def shard_parts(self) -> tuple[str, ...]:
+        """Names of the parts that are not extras."""
+        return tuple(p.name for p in self.parts if not p.name.startswith("extras@"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "role": self.role,
+            "parts": [part.to_dict() for part in self.parts],
+            "peers": list(self.peers),
+            "slots": self.slots,
+            "layout_hash": self.layout_hash,
+            "stage_class": self.stage_class,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RoleLayout:
+        """Inverse of :meth:`to_dict`."""
+        return RoleLayout(
+            role=int(values["role"]),
+            parts=tuple(PartInfo.from_dict(part) for part in values["parts"]),
+            peers=tuple(values["peers"]),
+            slots=int(values["slots"]),
+            layout_hash=str(values["layout_hash"]),
+            stage_class=str(values.get("stage_class", "")),
+        )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Sealed parts of one role's generation on one node: promised not to be overwritten."""
+
+    role: int
+    generation: Generation
+    parts: frozenset[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "role": self.role,
+            "generation": self.generation.to_list(),
+            "parts": sorted(self.parts),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Holding:
+        """Inverse of :meth:`to_dict`."""
+        return Holding(
+            int(values["role"]),
+            Generation.from_list(values["generation"]),
+            frozenset(values["parts"]),
+        )
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Everything one node can produce, frozen after its vault closed epoch ``epoch``."""
+
+    node: int
+    epoch: int
+    holdings: tuple[Holding, ...] = ()
+    layouts: tuple[RoleLayout, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "node": self.node,
+            "epoch": self.epoch,
+            "holdings": [holding.to_dict() for holding in self.holdings],
+            "layouts": [layout.to_dict() for layout in self.layouts],
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Inventory:
+        """Inverse of :meth:`to_dict`."""
+        return Inventory(
+            int(values["node"]),
+            int(values["epoch"]),
+            tuple(Holding.from_dict(holding) for holding in values["holdings"]),
+            tuple(RoleLayout.from_dict(layout) for layout in values["layouts"]),
+        )
+
+
+@dataclass(frozen=True, order=True)
+class Seat:
+    """The member that plays a role: a process named by node, local slot and incarnation."""
+
+    node: int
+    slot: int
+    incarnation: int
+
+    def to_list(self) -> list[int]:
+        """JSON form."""
+        return [self.node, self.slot, self.incarnation]
+
+    @staticmethod
+    def from_list(values: Any) -> Seat:
+        """Inverse of :meth:`to_list`."""
+        node, slot, incarnation = values
+        return Seat(int(node), int(slot), int(incarnation))
+
+
+@dataclass(frozen=True)
+class NodeAddress:
+    """Where a live node's vault listens, and its failure domain."""
+
+    host: str
+    vault_port: int
+    domain: str
+    spare: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "host": self.host,
+            "vault_port": self.vault_port,
+            "domain": self.domain,
+            "spare": self.spare,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> NodeAddress:
+        """Inverse of :meth:`to_dict`."""
+        return NodeAddress(
+            str(values["host"]),
+            int(values["vault_port"]),
+            str(values["domain"]),
+            bool(values["spare"]),
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A node that holds the wanted bytes, sealed under ``role`` (another role for a replica)."""
+
+    node: int
+    role: int
+
+    def to_list(self) -> list[int]:
+        """JSON form."""
+        return [self.node, self.role]
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Where the state of an epoch comes from.
+
+    ``kind``: ``initial`` (build and start at iteration 0), ``memory`` (sealed slots; ``sources``
+    lists for every role and part the nodes to try, best first), ``durable`` (the torch_dist
+    checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
+    ``generation`` is what the roles have afterwards and ``boundary`` the last moment after that
+    iteration which all roles had reached.
+    """
+
+    kind: str
+    generation: Generation
+    boundary: str = "step"
+    path: str = ""
+    sources: Mapping[int, Mapping[str, tuple[Source, ...]]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "kind": self.kind,
+            "generation": self.generation.to_list(),
+            "boundary": self.boundary,
+            "path": self.path,
+            "sources": {
+                str(role): {name: [s.to_list() for s in found] for name, found in parts.items()}
+                for role, parts in self.sources.items()
+            },
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Restore:
+        """Inverse of :meth:`to_dict`."""
+        return Restore(
+            kind=str(values["kind"]),
+            generation=Generation.from_list(values["generation"]),
+            boundary=str(values["boundary"]),
+            path=str(values["path"]),
+            sources={
+                int(role): {
+                    name: tuple(Source(int(node), int(owner)) for node, owner in found)
+                    for name, found in parts.items()
+                }
+                for role, parts in values["sources"].items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One decision of the coordinator: immutable, journalled before anybody hears of it.
+
+    ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
+    may pass the commit gate with fewer copies than wanted, because no eligible node is left.
+    ``emitted_up_to``: last iteration whose log lines have been accepted. ``store``: address of the
+    store process in which the communicators of this epoch meet.
+    """
+
+    epoch: int
+    seats: Mapping[int, Seat]
+    nodes: Mapping[int, NodeAddress]
+    restore: Restore
+    store_host: str
+    store_port: int
+    replicas: int = 1
+    emitted_up_to: int = 0
+    fewer_copies: frozenset[int] = frozenset()
+    cause: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as it stands in the journal."""
+        return {
+            "epoch": self.epoch,
+            "seats": {str(role): seat.to_list() for role, seat in self.seats.items()},
+            "nodes": {str(node): address.to_dict() for node, address in self.nodes.items()},
+            "restore": self.restore.to_dict(),
+            "store": [self.store_host, self.store_port],
+            "replicas": self.replicas,
+            "emitted_up_to": self.emitted_up_to,
+            "fewer_copies": sorted(self.fewer_copies),
+            "cause": self.cause,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> EpochRecord:
+        """Inverse of :meth:`to_dict`."""
+        host, port = values["store"]
+        return EpochRecord(
+            epoch=int(values["epoch"]),
+            seats={int(role): Seat.from_list(seat) for role, seat in values["seats"].items()},
+            nodes={
+                int(node): NodeAddress.from_dict(address)
+                for node, address in values["nodes"].items()
+            },
+            restore=Restore.from_dict(values["restore"]),
+            store_host=str(host),
+            store_port=int(port),
+            replicas=int(values["replicas"]),
+            emitted_up_to=int(values["emitted_up_to"]),
+            fewer_copies=frozenset(values["fewer_copies"]),
+            cause=str(values["cause"]),
+        )
