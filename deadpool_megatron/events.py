@@ -81,7 +81,7 @@ class EventLog:
     """Appends events to a file, one line each, flushed at once. Not thread-safe: one owner."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, event: Event) -> None:
         """Append one event; it is in the file (page cache) when this returns."""

@@ -21,7 +21,7 @@ def extras_part(boundary: str) -> str:
 
 @dataclass(frozen=True, order=True)
 class Generation:
-    """State after iteration ``iteration``, computed in epoch ``lineage``; newest compares largest."""
+    """State after ``iteration``, computed in epoch ``lineage``; the newest compares largest."""
 
     lineage: int
     iteration: int

@@ -1,0 +1,254 @@
+"""Entering an epoch on Megatron: build, connect, restore, synchronise, verify one role."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch._C._distributed_c10d import TCPStore
+
+from deadpool_megatron.cluster.member_link import MemberLink
+from deadpool_megatron.comms import Communicators
+from deadpool_megatron.hooks import extras as megatron_extras
+from deadpool_megatron.hooks.data import DataHook
+from deadpool_megatron.hooks.dimension import DimensionHook
+from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
+from deadpool_megatron.hooks.optimizer import (
+    ShardState,
+    StepHooks,
+    complete_state,
+    statistics_span_the_world,
+)
+from deadpool_megatron.hooks.pipeline import PipelineHook
+from deadpool_megatron.hooks.protection import Protection, role_layout
+from deadpool_megatron.hooks.tensor import TensorHook
+from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.recovery.sequence import Stages
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.vault.client import VaultClient
+
+
+class EpochEntry(Stages):
+    """Holds what is built for the current role; implements the stages of a recovery on it."""
+
+    def __init__(
+        self,
+        program: Program,
+        link: MemberLink,
+        settings: Settings,
+        communicators: Communicators,
+        emit: Emit,
+        report_wait: Callable[[Generation, float, bool], None],
+    ) -> None:
+        self.program = program
+        self.role = -1
+        self.generation = Generation(0, 0)
+        self.boundary = "step"
+        self._link = link
+        self._settings = settings
+        self._communicators = communicators
+        self._emit = emit
+        self._report_wait = report_wait
+        self._platform = select_platform()
+        self._vault = VaultClient(
+            os.environ["DEADPOOL_VAULT_SOCKET"],
+            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            link.seat,
+            connect_seconds=settings.connect_seconds,
+        )
+        self._loop: ProtectedLoop | None = None
+        self._protection: Protection | None = None
+        self._shard: ShardState | None = None
+        self._dimensions: tuple[DimensionHook, ...] = ()
+        self._late: dict[str, object] = {}
+
+    @property
+    def loop(self) -> ProtectedLoop:
+        """The live training loop; only after a build."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def protection(self) -> Protection:
+        """The role's protection; only after a build."""
+        assert self._protection is not None
+        return self._protection
+
+    @property
+    def _shard_state(self) -> ShardState:
+        assert self._shard is not None
+        return self._shard
+
+    def build_detached(self, role: int, world_size: int) -> None:
+        """Make groups and loop for ``role`` without peers, dropping those of another role."""
+        self._make_groups(role, world_size)
+        self._make_loop()
+
+    def warm_up(self) -> None:
+        """One iteration without peers, so that kernels, allocator and schedules are warm.
+
+        Its results mean nothing; whatever it changes is replaced by a restore before it is used.
+        """
+        self.loop.train_step()
+        for dimension in self._dimensions:
+            dimension.reset_in_flight()
+
+    # Stages.
+
+    def adopt(self, record: EpochRecord, role: int) -> None:
+        """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
+        world_size = len(record.seats)
+        if record.restore.kind == "initial":
+            self._make_groups(role, world_size)
+        elif self._loop is None or self.role != role:
+            self.build_detached(role, world_size)
+
+    def rebuild(self, record: EpochRecord, role: int) -> None:
+        """Connect every group of the epoch through the store that the record names."""
+        store = TCPStore(
+            record.store_host,
+            record.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._settings.rebuild_seconds),
+        )
+        self._communicators.attach(
+            record.epoch, store, role, deadline_seconds=self._settings.rebuild_seconds
+        )
+        if record.restore.kind == "initial":
+            self._make_loop()
+
+    def restore(self, record: EpochRecord, role: int) -> None:
+        """Bring the state of the record's generation into the live objects."""
+        restore = record.restore
+        self.protection.enter(record.epoch)
+        self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
+        for dimension in self._dimensions:
+            dimension.reset_in_flight()
+        self.boundary = restore.boundary
+        if restore.kind in ("memory", "dump"):
+            self.generation = restore.generation
+            self._restore_from_vault(record)
+            self.protection.owe(self.generation, self.boundary)
+            return
+        self._late = {}
+        iteration = restore.generation.iteration
+        self.generation = Generation(record.epoch, iteration)
+        if restore.kind == "durable":
+            self.loop.load_checkpoint(Path(restore.path))
+            self._shard_state.readopt()
+            self._late = megatron_extras.capture(self.loop)
+
+    def synchronise(self, record: EpochRecord, role: int) -> None:
+        """Parameters from the peers, iterators from the counters, random states last."""
+        for dimension in self._dimensions:
+            dimension.rebuild_from_peers()
+        self.loop.reset_after_interrupt()
+        if self._late:
+            megatron_extras.restore_last(self._late)
+            self._late = {}
+        if record.restore.kind in ("initial", "durable"):
+            # The first generation of a new line; sealed and committed before the first update.
+            self.protection.begin(self.generation)
+            self.protection.complete(self.generation, self.capture_extras())
+
+    def verify(self, record: EpochRecord, role: int) -> None:
+        """Peers of every dimension hold equal what they must hold equal."""
+        for dimension in self._dimensions:
+            dimension.verify()
+
+    # Parts of the stages.
+
+    def capture_extras(self) -> bytes:
+        """The encoded extras of the loop as it stands."""
+        return extras_codec.encode(megatron_extras.capture(self.loop))
+
+    def quiesce(self, deadline_seconds: float) -> bool:
+        """After an interrupt: True when no copy reads the state any more."""
+        return self._protection is None or self._protection.quiesce(deadline_seconds)
+
+    def close(self) -> None:
+        """End threads and connections; the vault keeps the slots."""
+        if self._protection is not None:
+            self._protection.close()
+        self._vault.close()
+
+    def _restore_from_vault(self, record: EpochRecord) -> None:
+        restored = self._vault.restore(
+            self.protection.layout,
+            record.epoch,
+            self.generation,
+            self.boundary,
+            deadline_seconds=self._settings.restore_seconds,
+            interrupted=self._link.interrupt_fd,
+        )
+        try:
+            for part in self._shard_state.parts:
+                part.load(restored.part(part.name))
+            values = extras_codec.decode(restored.part(extras_part(self.boundary)))
+        finally:
+            restored.close()
+        megatron_extras.restore(self.loop, values)
+        self._late = values
+
+    def _make_groups(self, role: int, world_size: int) -> None:
+        self._drop()
+        os.environ["RANK"] = str(role)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["LOCAL_RANK"] = str(self._link.seat.slot)
+        self._communicators.detach()
+        self.program.make_groups()
+        self.role = role
+
+    def _make_loop(self) -> None:
+        self._loop = self.program.make_loop(self._emit)
+        optimizer = self._loop.optimizer
+        complete_state(optimizer)
+        self._shard = ShardState(optimizer)
+        parts = self._shard.parts
+        lag = self._settings.max_lag
+        slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        layout = role_layout(
+            self.role,
+            parts,
+            len(self.capture_extras()),
+            list(dist.get_process_group_ranks(group)),
+            slots,
+            self._loop.stage_class(),
+        )
+        self._protection = Protection(
+            vault=self._vault,
+            platform=self._platform,
+            settings=self._settings,
+            parts=parts,
+            layout=layout,
+            interrupt_fd=self._link.interrupt_fd,
+            closed_epoch=lambda: self._link.closed_epoch,
+            report_wait=self._report_wait,
+        )
+        protection = self._protection
+        StepHooks(optimizer, protection.gate, protection.fence, protection.updated)
+        self._dimensions = (
+            TensorHook(self._loop),
+            PipelineHook(self._loop),
+            DataHook(self._loop),
+        )
+
+    def _drop(self) -> None:
+        """Let go of the objects of another role before the new ones take memory."""
+        if self.role < 0:
+            return
+        if self._protection is not None:
+            self._protection.close()
+        self._loop, self._protection = None, None
+        self._shard, self._dimensions = None, ()
+        self.program.drop_groups()
+        gc.collect()

@@ -1,0 +1,284 @@
+"""Generations on the training side: start the copy, seal behind training's back, gate the update.
+
+One iteration, as this module sees it (design, section 4)::
+
+    gate()        entry of the outermost optimizer.step: the generation that the next slot write
+                  must not outrun is committed
+    fence()       before each inner update: the running copy has left the shard
+    updated(i)    after inner update i: its copy into the idle slot starts
+    complete(k)   the iteration is over: extras are captured, the rest of the copies started,
+                  and a helper thread hands the slot to the vault when the bytes have arrived
+
+The vault seals, checks, ships and commits. Nothing here touches the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    Generation,
+    PartInfo,
+    RoleLayout,
+    extras_part,
+)
+from deadpool_megatron.platform.base import CopyHandle, Platform
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.packing import Part
+from deadpool_megatron.vault.client import SlotWriter, VaultClient
+
+# Room for extras to grow after start: longer counters, sums of auxiliary losses that appear later.
+_EXTRAS_SLACK = 1.5
+_EXTRAS_STEP_BYTES = 64 << 10
+# Shorter waits are the price of looking, not a stall.
+_STALL_SECONDS = 0.001
+
+
+class ProtectionError(RuntimeError):
+    """A generation could not be handed to the vault; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A slot whose bytes are on their way."""
+
+    writer: SlotWriter
+    copies: tuple[CopyHandle, ...]
+    extras: bytes
+    generation: Generation
+
+
+def role_layout(
+    role: int, parts: list[Part], extras_bytes: int, peers: list[int], slots: int, stage_class: str
+) -> RoleLayout:
+    """The layout of a role's generations; extras get room to grow."""
+    wanted = int(extras_bytes * _EXTRAS_SLACK) + _EXTRAS_STEP_BYTES
+    capacity = -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
+    digest = hashlib.sha256("".join(part.signature() for part in parts).encode())
+    return RoleLayout(
+        role=role,
+        parts=(
+            *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
+            *(PartInfo(extras_part(boundary), capacity, (role,)) for boundary in BOUNDARIES),
+        ),
+        peers=tuple(sorted(peers)),
+        slots=slots,
+        layout_hash=digest.hexdigest(),
+        stage_class=stage_class,
+    )
+
+
+class Protection:
+    """Main-thread object of one role in one process; see the module text.
+
+    ``closed_epoch`` answers the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
+    ``report_wait(generation, seconds, over)`` tells of long waits. All waits end
+    by EpochClosed on an interrupt.
+    """
+
+    def __init__(
+        self,
+        vault: VaultClient,
+        platform: Platform,
+        settings: Settings,
+        parts: list[Part],
+        layout: RoleLayout,
+        interrupt_fd: int,
+        closed_epoch: Callable[[], int],
+        report_wait: Callable[[Generation, float, bool], None],
+    ) -> None:
+        self.layout = layout
+        self.stall_seconds = 0.0
+        self._vault = vault
+        self._platform = platform
+        self._settings = settings
+        self._parts = parts
+        self._interrupt_fd = interrupt_fd
+        self._closed_epoch = closed_epoch
+        self._report_wait = report_wait
+        self._epoch = 0
+        self._writer: SlotWriter | None = None
+        self._copies: dict[int, CopyHandle] = {}
+        # Newest last: (generation, boundary) that the gate may have to see committed.
+        self._pending: deque[tuple[Generation, str]] = deque(maxlen=settings.max_lag + 1)
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._failure: str | None = None
+        self._sealer: threading.Thread | None = None
+
+    def enter(self, epoch: int) -> None:
+        """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout."""
+        self._epoch = epoch
+        self._failure = None
+        self._pending.clear()
+        self._vault.register(self.layout, epoch)
+
+    def owe(self, generation: Generation, boundary: str) -> None:
+        """After a restore: the very next gate waits until ``generation`` is committed again."""
+        self._pending.extend([(generation, boundary)] * (self._settings.max_lag + 1))
+
+    def gate(self) -> None:
+        """Wait until the update about to come may overwrite what it will overwrite."""
+        if not self._epoch:
+            return  # warming up: nothing is protected yet
+        failpoints.hit("gate")
+        self._await_sealer()
+        if len(self._pending) > self._settings.max_lag:
+            self._await_commit(*self._pending[0])
+
+    def settle(self) -> None:
+        """Wait until the newest generation is committed (end of run, planned swap)."""
+        self._await_sealer()
+        if self._pending:
+            self._await_commit(*self._pending[-1])
+
+    def fence(self) -> None:
+        """Before an inner update: no copy may still read the shard, the epoch must be open."""
+        if not self._epoch:
+            return
+        if self._interrupted():
+            raise EpochClosed(self._epoch, "the update of the optimizer")
+        self._await_sealer()
+
+    def updated(self, index: int) -> None:
+        """Inner update ``index`` is done: start copying its part into the idle slot."""
+        if self._epoch and index not in self._copies:
+            self._start_copy(index)
+
+    def complete(self, generation: Generation, extras: bytes) -> None:
+        """The iteration of ``generation`` is over; ``extras`` are its encoded extras.
+
+        Starts the copies that no update has started (a skipped update changes nothing, but its
+        generation is sealed like any other) and returns without waiting for any.
+        """
+        self._check_room(extras, "step")
+        for index in range(len(self._parts)):
+            self.updated(index)
+        if self._writer is None:  # a role without optimizer state still has extras
+            self._writer = self._vault.begin(generation, self._epoch)
+        writer, self._writer = self._writer, None
+        copies, self._copies = tuple(self._copies.values()), {}
+        self._idle.clear()
+        self._start_sealer()
+        self._jobs.put(_Job(writer, copies, extras, generation))
+        self._pending.append((generation, "step"))
+
+    def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
+        """Add the extras as they are after segment ``boundary`` to a generation handed over."""
+        self._check_room(extras, boundary)
+        self._await_sealer()
+        self._vault.append(generation, extras_part(boundary), extras)
+        self._pending[-1] = (generation, boundary)
+
+    def begin(self, generation: Generation) -> None:
+        """Name the generation that the coming updates make; its slot is chosen now."""
+        self._writer = self._vault.begin(generation, self._epoch)
+
+    def quiesce(self, deadline_seconds: float) -> bool:
+        """After an interrupt: wait until no copy reads the shard; drop what was under way."""
+        done = self._idle.wait(deadline_seconds)
+        for copy in self._copies.values():
+            done = copy.wait(deadline_seconds) and done
+        self._copies = {}
+        if self._writer is not None:
+            self._writer.abandon()
+            self._writer = None
+        self._pending.clear()
+        return done
+
+    def close(self) -> None:
+        """End the helper thread."""
+        if self._sealer is not None:
+            self._jobs.put(None)
+            self._sealer.join(self._settings.drain_seconds)
+            self._sealer = None
+
+    def _await_commit(self, generation: Generation, boundary: str) -> None:
+        started = time.monotonic()
+        verdict = self._vault.wait_committed(
+            generation,
+            boundary,
+            deadline_seconds=self._settings.gate_report_seconds,
+            interrupted=self._interrupt_fd,
+            on_wait=lambda seconds: self._report_wait(generation, seconds, False),
+            report_every_seconds=self._settings.gate_report_seconds,
+        )
+        waited = time.monotonic() - started
+        if waited > _STALL_SECONDS:
+            self.stall_seconds += waited
+            self._report_wait(generation, waited, True)
+        if verdict == "interrupted" or self._interrupted():
+            raise EpochClosed(self._epoch, f"commit of iteration {generation.iteration}")
+
+    def _interrupted(self) -> bool:
+        return self._closed_epoch() >= self._epoch
+
+    def _start_copy(self, index: int) -> None:
+        assert self._writer is not None, "begin() names the generation before updates are copied"
+        part = self._parts[index]
+        target = part.views(self._writer.part(part.name))
+        self._copies[index] = self._platform.side_copy(target, part.tensors)
+
+    def _check_room(self, extras: bytes, boundary: str) -> None:
+        capacity = next(p.nbytes for p in self.layout.parts if p.name == extras_part(boundary))
+        if len(extras) > capacity:
+            raise ProtectionError(
+                f"extras have grown to {len(extras)} bytes, room for {capacity}: state that grows"
+                " without bound in counters, log sums or buffers cannot be protected"
+            )
+
+    def _await_sealer(self) -> None:
+        started = time.monotonic()
+        while not self._idle.wait(0.05):
+            if self._interrupted():
+                raise EpochClosed(self._epoch, "the copy of a generation into its slot")
+            if time.monotonic() - started > self._settings.operation_timeout_seconds:
+                raise ProtectionError("the copy of a generation into its slot does not finish")
+        waited = time.monotonic() - started
+        if waited > _STALL_SECONDS:
+            self.stall_seconds += waited
+        if self._failure is not None:
+            raise ProtectionError(self._failure)
+
+    def _start_sealer(self) -> None:
+        if self._sealer is None:
+            self._sealer = threading.Thread(
+                target=self._seal_jobs, name="deadpool-sealer", daemon=True
+            )
+            self._sealer.start()
+
+    def _seal_jobs(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._seal(job)
+            except Exception as error:
+                # Shown by the main thread at its next gate; nothing was sealed.
+                self._failure = f"generation {job.generation} was not handed over: {error}"
+            finally:
+                self._idle.set()
+
+    def _seal(self, job: _Job) -> None:
+        limit = self._settings.operation_timeout_seconds
+        failpoints.hit("snapshot.copy", generation=job.generation.iteration)
+        for copy in job.copies:
+            if not copy.wait(limit):
+                raise ProtectionError(f"copy not finished within {limit:g} s")
+        name = extras_part("step")
+        job.writer.part(name)[: len(job.extras)] = job.extras
+        if self._interrupted():
+            # Rule 11: the epoch may have been closed before the last byte was computed.
+            job.writer.abandon()
+            return
+        sizes = {part.name: part.nbytes for part in self._parts}
+        job.writer.fill({**sizes, name: len(job.extras)})
+        failpoints.hit("snapshot.filled", generation=job.generation.iteration)

@@ -1,0 +1,114 @@
+"""Parts: live tensors with fixed places in a flat buffer, copied by one foreach call each way."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+# Start of each tensor in a part. 64 is a cache line and enough for every dtype and vector width.
+ALIGNMENT_BYTES = 64
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to the alignment of tensors inside a part."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Part:
+    """The live tensors of one part, in a fixed order, and their places in a flat buffer.
+
+    ``tensors`` may have any dtype, shape and device; they are referenced, not copied, and must be
+    changed in place only. ``replicas`` are the roles whose bytes of this part are identical.
+    Not thread-safe; the views may be used from one other thread (the copier).
+    """
+
+    def __init__(self, name: str, tensors: Iterable[Tensor], replicas: Sequence[int]) -> None:
+        self.name = name
+        self.replicas = tuple(sorted(replicas))
+        # detach: an alias on the same storage that may be written in place without autograd.
+        self.tensors = [tensor.detach() for tensor in tensors]
+        self._offsets: list[int] = []
+        end = 0
+        for tensor in self.tensors:
+            self._offsets.append(end)
+            end += aligned(tensor.numel() * tensor.element_size())
+        self.nbytes = end
+
+    def views(self, buffer: memoryview) -> list[Tensor]:
+        """CPU tensors over ``buffer``, one per live tensor, with its dtype and shape.
+
+        Raises ValueError when the buffer is smaller than ``nbytes``.
+        """
+        if len(buffer) < self.nbytes:
+            raise ValueError(f"part {self.name}: buffer of {len(buffer)} bytes, {self.nbytes} used")
+        return [
+            _view(buffer, offset, tensor)
+            for offset, tensor in zip(self._offsets, self.tensors, strict=True)
+        ]
+
+    def load(self, buffer: memoryview) -> None:
+        """Copy the bytes of ``buffer`` into the live tensors, in place."""
+        if self.tensors:
+            with torch.no_grad():
+                torch._foreach_copy_(self.tensors, self.views(buffer))
+
+    def signature(self) -> str:
+        """Hex digest of order, places, dtypes and shapes: equal means interchangeable bytes."""
+        digest = hashlib.sha256(self.name.encode())
+        for offset, tensor in zip(self._offsets, self.tensors, strict=True):
+            digest.update(f"{offset}|{tensor.dtype}|{tuple(tensor.shape)};".encode())
+        return digest.hexdigest()
+
+
+def _view(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
+    count = like.numel()
+    if count == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    # A slot mapped for reading gives a read-only buffer; these views are then only read from.
+    flat = torch.frombuffer(buffer, dtype=like.dtype, count=count, offset=offset)
+    return flat.view(like.shape)
+
+
+def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Re-point tensors that own their storage to slices of one flat arena per dtype and device.
+
+    Thousands of small optimizer tensors become a few large ones, so that a snapshot is a few copies
+    and no loop. Returns what now covers the same bytes: the arenas, then the tensors that are views
+    of somebody else's storage (an fp32 distributed optimizer's shards of the parameter buffer) and
+    stay where they are. The tensor objects stay the same; only their storage changes.
+    """
+    movable: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    rest: list[Tensor] = []
+    for tensor in tensors:
+        if _owns_storage(tensor):
+            movable.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        else:
+            rest.append(tensor)
+    arenas = [_fill_arena(group) for group in movable.values()]
+    return [*arenas, *rest]
+
+
+def _owns_storage(tensor: Tensor) -> bool:
+    size = tensor.numel() * tensor.element_size()
+    return (
+        tensor.is_contiguous()
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == size
+    )
+
+
+def _fill_arena(tensors: Sequence[Tensor]) -> Tensor:
+    item = tensors[0].element_size()
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end // item)
+        end += aligned(tensor.numel() * item)
+    arena = torch.zeros(end // item, dtype=tensors[0].dtype, device=tensors[0].device)
+    for start, tensor in zip(starts, tensors, strict=True):
+        place = arena[start : start + tensor.numel()].view(tensor.shape)
+        place.copy_(tensor.detach())
+        tensor.data = place
+    return arena

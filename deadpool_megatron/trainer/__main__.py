@@ -1,0 +1,65 @@
+"""``deadpool run ... -- -m deadpool_megatron.trainer ARGS``: the embedded trainer, protected.
+
+This file is also the example of how any Megatron loop takes the hooks: say how groups and loop are
+made, hand that to a session, and leave everything else to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from deadpool_megatron.hooks import Emit, Session
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
+
+if TYPE_CHECKING:
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+
+class GptProgram:
+    """Makes the groups and the loop of :mod:`deadpool_megatron.trainer` for any role."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self._config = config
+
+    def make_groups(self) -> None:
+        """WORLD and Megatron's groups, for the RANK that the session has set."""
+        from deadpool_megatron.trainer.model import initialize_parallel_state
+
+        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        initialize_parallel_state(self._config)
+
+    def make_loop(self, emit: Emit) -> TrainingLoop:
+        """Model, optimizer, scheduler and data."""
+        from deadpool_megatron.trainer.loop import TrainingLoop
+
+        return TrainingLoop(self._config, emit)
+
+    def drop_groups(self) -> None:
+        """Undo :meth:`make_groups`."""
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+    def checkpoint_directory(self) -> Path | None:
+        """Where ``--save`` points."""
+        return self._config.save
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play a role, or wait as a spare, until the run is over."""
+    config = parse_args(argv)
+    torch.set_num_threads(1)
+    select_platform().install()
+    Session.join().run(GptProgram(config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""Extras: encoding without pickle, and random states that go on where they were."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.state.extras import (
+    ExtrasError,
+    capture_random_states,
+    decode,
+    encode,
+    restore_random_states,
+)
+from deadpool_megatron.state.fingerprint import fingerprint
+
+
+def test_values_come_back() -> None:
+    values = {
+        "counters": {"iteration": 3},
+        "blob": b"\x00\x01",
+        "scale": torch.tensor([65536.0]),
+        "flags": torch.tensor([[1, 0], [0, 1]], dtype=torch.bool),
+        "empty": torch.empty(0, 4, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "lr": 1e-3,
+    }
+    found = decode(encode(values))
+    assert found["counters"] == {"iteration": 3}
+    assert found["blob"] == b"\x00\x01"
+    assert found["lr"] == 1e-3
+    for key in ("scale", "flags", "empty", "scalar"):
+        assert found[key].dtype == values[key].dtype
+        assert found[key].shape == values[key].shape
+        assert torch.equal(found[key], values[key])
+
+
+def test_decoded_tensors_are_fresh() -> None:
+    payload = encode({"scale": torch.ones(2)})
+    first, second = decode(payload), decode(payload)
+    first["scale"].zero_()
+    assert second["scale"].tolist() == [1, 1]
+
+
+def test_what_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(ExtrasError, match="cannot be encoded"):
+        encode({"counters": object()})
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_not_executed(payload: bytes) -> None:
+    try:
+        decode(payload)
+    except ExtrasError:
+        pass
+
+
+@given(st.integers(1, 40))
+def test_truncated_extras_are_refused(cut: int) -> None:
+    payload = encode({"blob": bytes(100)})
+    with pytest.raises(ExtrasError):
+        decode(payload[:-cut])
+
+
+def test_random_states_go_on_where_they_were() -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), torch.rand(1).item(), random.gauss(0, 1)]
+
+    draw()
+    kept = decode(encode(capture_random_states()))
+    wanted = [draw(), draw()]
+    restore_random_states(kept)
+    assert [draw(), draw()] == wanted
+
+
+def test_fingerprint_sees_swaps_and_shifts() -> None:
+    cpu = torch.device("cpu")
+    one = torch.arange(20000, dtype=torch.float32)
+    swapped = one.clone()
+    swapped[3], swapped[4] = one[4], one[3]
+    shifted = one.roll(1)
+    prints = [tuple(fingerprint([t], cpu).tolist()) for t in (one, swapped, shifted)]
+    assert len(set(prints)) == 3
+    assert prints[0] == tuple(fingerprint([one.clone()], cpu).tolist())

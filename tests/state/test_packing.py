@@ -1,0 +1,97 @@
+"""Parts: what goes into a flat buffer comes back bit for bit, into the same tensor objects."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.state.packing import Part, move_into_arenas
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+
+
+def make_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 5), max_size=3).map(tuple),
+            st.sampled_from(DTYPES),
+            st.integers(0, 1000),
+        ),
+        max_size=8,
+    )
+)
+def test_round_trip_through_a_buffer(specs: list[tuple[tuple[int, ...], torch.dtype, int]]) -> None:
+    tensors = [make_tensor(*spec) for spec in specs]
+    wanted = [tensor.clone() for tensor in tensors]
+    part = Part("shard0", tensors, (0,))
+    buffer = memoryview(bytearray(part.nbytes))
+    for view, tensor in zip(part.views(buffer), part.tensors, strict=True):
+        view.copy_(tensor)
+    for tensor in tensors:
+        tensor.zero_()
+    part.load(buffer)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+
+
+def test_read_only_bytes_can_be_loaded() -> None:
+    tensor = torch.arange(10, dtype=torch.float32)
+    part = Part("shard0", [tensor], (0,))
+    saved = bytearray(part.nbytes)
+    part.views(memoryview(saved))[0].copy_(tensor)
+    tensor.zero_()
+    part.load(memoryview(bytes(saved)))
+    assert tensor.tolist() == list(range(10))
+
+
+def test_a_buffer_too_small_is_refused() -> None:
+    part = Part("shard0", [torch.zeros(100)], (0,))
+    with pytest.raises(ValueError, match="buffer of 10 bytes"):
+        part.views(memoryview(bytearray(10)))
+
+
+def test_arenas_keep_the_objects_and_move_the_storage() -> None:
+    owner = torch.arange(6.0).view(2, 3)
+    half = torch.arange(5, dtype=torch.bfloat16)
+    base = torch.arange(8.0)
+    view = base[2:5]
+    moved = move_into_arenas([owner, view, half])
+    assert len(moved) == 3
+    assert moved[2] is view
+    owner.mul_(2)
+    assert moved[0][:6].tolist() == [0, 2, 4, 6, 8, 10]
+    assert half.tolist() == list(range(5))
+    assert moved[1].dtype == torch.bfloat16
+    view.add_(1)
+    assert base[2].item() == 3
+
+
+def test_optimizer_goes_on_exactly_in_arenas() -> None:
+    def train(packed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [torch.nn.Parameter(torch.randn(7, 3)), torch.nn.Parameter(torch.randn(5))]
+        optimizer = torch.optim.AdamW(weights, lr=0.1)
+        for step in range(4):
+            if packed and step == 2:
+                states = [t for w in weights for t in optimizer.state[w].values()]
+                move_into_arenas([*weights, *states])
+            optimizer.zero_grad()
+            sum((w**2).sum() for w in weights).backward()
+            optimizer.step()
+        return [w.detach() for w in weights]
+
+    assert all(torch.equal(a, b) for a, b in zip(train(False), train(True), strict=True))
+
+
+def test_signature_tells_layouts_apart() -> None:
+    one = Part("shard0", [torch.zeros(4), torch.zeros(2)], (0,))
+    same = Part("shard0", [torch.ones(4), torch.ones(2)], (1,))
+    other = Part("shard0", [torch.zeros(2), torch.zeros(4)], (0,))
+    assert one.signature() == same.signature() != other.signature()
