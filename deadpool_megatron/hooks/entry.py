@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import TCPStore
 
 from deadpool_megatron.cluster.member_link import MemberLink
-from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms import Communicators, EpochClosed
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook
@@ -33,6 +33,7 @@ from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault.client import VaultClient
+from deadpool_megatron.vault.errors import Interrupted
 
 
 class EpochEntry(Stages):
@@ -156,8 +157,8 @@ class EpochEntry(Stages):
             self._late = {}
         if record.restore.kind in ("initial", "durable"):
             # The first generation of a new line; sealed and committed before the first update.
-            self.protection.begin(self.generation)
-            self.protection.complete(self.generation, self.capture_extras())
+            self.protection.announce(self.generation)
+            self.protection.complete(self.capture_extras())
 
     def verify(self, record: EpochRecord, role: int) -> None:
         """Peers of every dimension hold equal what they must hold equal."""
@@ -181,14 +182,17 @@ class EpochEntry(Stages):
         self._vault.close()
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
-        restored = self._vault.restore(
-            self.protection.layout,
-            record.epoch,
-            self.generation,
-            self.boundary,
-            deadline_seconds=self._settings.restore_seconds,
-            interrupted=self._link.interrupt_fd,
-        )
+        try:
+            restored = self._vault.restore(
+                self.protection.layout,
+                record.epoch,
+                self.generation,
+                self.boundary,
+                deadline_seconds=self._settings.restore_seconds,
+                interrupted=self._link.interrupt_fd,
+            )
+        except Interrupted as error:
+            raise EpochClosed(record.epoch, "restore") from error
         try:
             for part in self._shard_state.parts:
                 part.load(restored.part(part.name))

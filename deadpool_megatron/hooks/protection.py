@@ -19,7 +19,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from deadpool_megatron import failpoints
@@ -35,6 +36,7 @@ from deadpool_megatron.platform.base import CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.client import SlotWriter, VaultClient
+from deadpool_megatron.vault.errors import Frozen, Interrupted
 
 # Room for extras to grow after start: longer counters, sums of auxiliary losses that appear later.
 _EXTRAS_SLACK = 1.5
@@ -106,6 +108,7 @@ class Protection:
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
         self._epoch = 0
+        self._upcoming = Generation(0, 0)
         self._writer: SlotWriter | None = None
         self._copies: dict[int, CopyHandle] = {}
         # Newest last: (generation, boundary) that the gate may have to see committed.
@@ -155,8 +158,8 @@ class Protection:
         if self._epoch and index not in self._copies:
             self._start_copy(index)
 
-    def complete(self, generation: Generation, extras: bytes) -> None:
-        """The iteration of ``generation`` is over; ``extras`` are its encoded extras.
+    def complete(self, extras: bytes) -> None:
+        """The iteration announced last is over; ``extras`` are its encoded extras.
 
         Starts the copies that no update has started (a skipped update changes nothing, but its
         generation is sealed like any other) and returns without waiting for any.
@@ -164,25 +167,24 @@ class Protection:
         self._check_room(extras, "step")
         for index in range(len(self._parts)):
             self.updated(index)
-        if self._writer is None:  # a role without optimizer state still has extras
-            self._writer = self._vault.begin(generation, self._epoch)
-        writer, self._writer = self._writer, None
+        writer, self._writer = self._slot(), None
         copies, self._copies = tuple(self._copies.values()), {}
         self._idle.clear()
         self._start_sealer()
-        self._jobs.put(_Job(writer, copies, extras, generation))
-        self._pending.append((generation, "step"))
+        self._jobs.put(_Job(writer, copies, extras, self._upcoming))
+        self._pending.append((self._upcoming, "step"))
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
         """Add the extras as they are after segment ``boundary`` to a generation handed over."""
         self._check_room(extras, boundary)
         self._await_sealer()
-        self._vault.append(generation, extras_part(boundary), extras)
+        with self._closing("extras of a segment"):
+            self._vault.append(generation, extras_part(boundary), extras)
         self._pending[-1] = (generation, boundary)
 
-    def begin(self, generation: Generation) -> None:
-        """Name the generation that the coming updates make; its slot is chosen now."""
-        self._writer = self._vault.begin(generation, self._epoch)
+    def announce(self, generation: Generation) -> None:
+        """Name the generation that the coming updates make."""
+        self._upcoming = generation
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: wait until no copy reads the shard; drop what was under way."""
@@ -223,10 +225,24 @@ class Protection:
     def _interrupted(self) -> bool:
         return self._closed_epoch() >= self._epoch
 
+    def _slot(self) -> SlotWriter:
+        """The slot of the announced generation, taken at its first byte: after the gate."""
+        if self._writer is None:
+            with self._closing("the choice of a slot"):
+                self._writer = self._vault.begin(self._upcoming, self._epoch)
+        return self._writer
+
+    @contextmanager
+    def _closing(self, operation: str) -> Iterator[None]:
+        """The vault freezes before the member hears of the close: to the member that is a close."""
+        try:
+            yield
+        except (Frozen, Interrupted) as error:
+            raise EpochClosed(self._epoch, operation) from error
+
     def _start_copy(self, index: int) -> None:
-        assert self._writer is not None, "begin() names the generation before updates are copied"
         part = self._parts[index]
-        target = part.views(self._writer.part(part.name))
+        target = part.views(self._slot().part(part.name))
         self._copies[index] = self._platform.side_copy(target, part.tensors)
 
     def _check_room(self, extras: bytes, boundary: str) -> None:

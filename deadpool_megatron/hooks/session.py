@@ -33,7 +33,7 @@ from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import enter_epoch
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.client import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71
@@ -183,11 +183,11 @@ class Session:
             self._iteration = generation.iteration
             self._section = "first-step" if self._first_step(record) else "step"
             failpoints.set_context(iteration=generation.iteration)
-            protection.begin(generation)
+            protection.announce(generation)
             loop.train_step()
             self._communicators.finish_iteration()
             self._check(record.epoch)
-            protection.complete(generation, self._entry.capture_extras())
+            protection.complete(self._entry.capture_extras())
             self._hash_state(record.epoch, generation)
             self._run_segments(record, generation, list(loop.segments_after(generation.iteration)))
             self._pause_if_asked(record, generation)

@@ -1,0 +1,84 @@
+"""The ``deadpool`` command: one module per group of sub-commands, imported when it is asked for.
+
+Each module offers ``add_parser(subparsers)`` and ``run(args) -> int``; the sub-command's name is
+``args.subcommand``, and what follows the first ``--`` is ``args.command``. Whatever a user can get
+wrong ends in one clear line on standard error and exit status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
+from deadpool_megatron.cluster.run_directory import RunDirectoryError
+from deadpool_megatron.settings import SettingsError
+from deadpool_megatron.wire.auth import AuthenticationError
+
+# Sub-command -> module; the order is that of the help text.
+COMMANDS = {
+    "run": "run",
+    "status": "control",
+    "drain": "control",
+    "kill": "control",
+    "stop": "control",
+    "report": "report",
+    "compare": "compare",
+    "demo": "demo",
+    "clean": "clean",
+    "coordinator": "node",
+    "agent": "node",
+}
+_EXAMPLES = """\
+examples:
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
+      -- -m deadpool_megatron.trainer --iterations 50
+  deadpool status /tmp/first            what every role does right now
+  deadpool kill /tmp/first --node 1     as if its power cord was pulled
+  deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
+  deadpool clean                        remove what dead runs have left in memory
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command; answers the exit status."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    # Everything behind the first "--" is the user's command and not to be parsed here.
+    options, command = given, []
+    if "--" in given:
+        cut = given.index("--")
+        options, command = given[:cut], given[cut + 1 :]
+    args = _parser(options).parse_args(options)
+    args.command = command
+    try:
+        return int(_module(COMMANDS[args.subcommand]).run(args))
+    except (CommandError, RunDirectoryError, SettingsError, AuthenticationError) as error:
+        print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except BrokenPipeError:
+        return 0  # the reader of our output (head, less) has seen enough
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
+    """With one sub-command named, only its module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="deadpool",
+        description="Train with Megatron; lose nodes; keep training.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    named = options[0] if options else ""
+    modules = [COMMANDS[named]] if named in COMMANDS else list(dict.fromkeys(COMMANDS.values()))
+    for module in modules:
+        _module(module).add_parser(subparsers)
+    return parser
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"deadpool_megatron.cli.{name}")

@@ -1,0 +1,173 @@
+"""Everything that can be wrong before a run starts, found before anything is started.
+
+Each check raises CommandError with one line that says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.cleanup import run_processes
+from deadpool_megatron.cluster.run_directory import (
+    SEGMENT_ROOT,
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+)
+from deadpool_megatron.layout.domains import DomainsError, parse_domains
+
+_MIB = 1 << 20
+# What a process needs besides its model: interpreter, imports that are not shared, buffers.
+PROCESS_BYTES = 100 * _MIB
+# Header pages and the smallest useful slots of one role's generations, per copy.
+COPY_BYTES = 1 * _MIB
+_CGROUP_FILES = ("memory.max", "memory.current")
+
+
+def check_command(command: Sequence[str]) -> None:
+    """The user's command is ``-m MODULE ...`` or ``SCRIPT.py ...`` and is there."""
+    if not command:
+        raise CommandError(
+            "no command: end with '-- -m MODULE ARGS' or '-- SCRIPT.py ARGS',"
+            " e.g. -- -m deadpool_megatron.trainer"
+        )
+    if command[0] == "-m":
+        if len(command) < 2:
+            raise CommandError("'-m' needs the name of a module")
+        _check_main_module(command[1])
+        return
+    script = Path(command[0])
+    if not script.is_file():
+        raise CommandError(f"command not found: there is no script {command[0]!r}")
+    if not os.access(script, os.R_OK):
+        raise CommandError(f"script {command[0]!r} cannot be read")
+
+
+def _check_main_module(name: str) -> None:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        raise CommandError(f"command not found: module {name!r} ({error})") from error
+    if spec is None:
+        raise CommandError(f"command not found: there is no module {name!r}")
+    places = spec.submodule_search_locations
+    if places is not None and not any((Path(p) / "__main__.py").is_file() for p in places):
+        raise CommandError(f"{name!r} is a package without __main__: name a module in it")
+
+
+def check_sizes(info: RunInfo) -> None:
+    """Counts are sensible, and there are enough nodes for the wanted copies."""
+    for name, value, least in (
+        ("--nodes", info.nodes, 1),
+        ("--spares", info.spares, 0),
+        ("--nproc-per-node", info.nproc_per_node, 1),
+    ):
+        if value < least:
+            raise CommandError(f"{name} must be at least {least}, got {value}")
+    total, replicas = info.nodes + info.spares, info.settings.replicas
+    if replicas >= total:
+        raise CommandError(
+            f"--deadpool-replicas {replicas} needs at least {replicas + 1} nodes (spares count),"
+            f" there are {total}: a copy on the own node protects from nothing"
+        )
+
+
+def check_domains(info: RunInfo) -> None:
+    """The file of failure domains, if one is named, can be read."""
+    name = info.settings.domains_file
+    if not name:
+        return
+    try:
+        parse_domains(Path(name).read_text())
+    except OSError as error:
+        raise CommandError(f"--deadpool-domains {name}: {error.strerror}") from error
+    except DomainsError as error:
+        raise CommandError(f"--deadpool-domains {name}: {error}") from error
+
+
+def check_run_directory(run: RunDirectory) -> None:
+    """It does not exist, or is empty, and can be written."""
+    path = run.path
+    if path.exists() and not path.is_dir():
+        raise CommandError(f"--run-dir {path} is not a directory")
+    if path.exists() and any(path.iterdir()):
+        raise CommandError(_why_occupied(run))
+    parent = path if path.exists() else next(p for p in path.parents if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise CommandError(f"--run-dir {path} cannot be made: {parent} is not writable")
+
+
+def _why_occupied(run: RunDirectory) -> str:
+    try:
+        info = run.read_run()
+    except RunDirectoryError:
+        return f"--run-dir {run.path} is not empty: choose another"
+    if run_processes(run, info.run_id):
+        return f"--run-dir {run.path} is in use by run {info.run_id}, which is alive"
+    return (
+        f"--run-dir {run.path} holds an earlier run: choose another one"
+        f" (to continue that run: --resume {run.path} --run-dir NEW)"
+    )
+
+
+def check_modules(modules: Sequence[str]) -> None:
+    """What is to be preloaded is installed."""
+    for name in modules:
+        try:
+            missing = importlib.util.find_spec(name) is None
+        except ImportError:
+            missing = True
+        if missing:
+            raise CommandError(
+                f"Python module {name!r} is missing in {sys.executable}: install it, e.g."
+                " pip install deadpool-megatron"
+            )
+
+
+def check_shared_memory(info: RunInfo) -> None:
+    """/dev/shm is there and has room for at least small slots."""
+    if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
+        raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
+    free = shutil.disk_usage(SEGMENT_ROOT).free
+    needed = info.world_size * (1 + info.settings.replicas) * COPY_BYTES
+    if free < needed:
+        raise CommandError(
+            f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
+            f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left; in a"
+            " container raise --shm-size"
+        )
+
+
+def check_memory(info: RunInfo) -> None:
+    """There is memory for the processes themselves."""
+    free = available_memory()
+    processes = (info.nodes + info.spares) * (info.nproc_per_node + 2)
+    needed = processes * PROCESS_BYTES
+    if free is not None and free < needed:
+        raise CommandError(
+            f"{free // _MIB} MiB of memory are free, {processes} processes need at least"
+            f" {needed // _MIB} MiB: use fewer nodes or processes"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping, by the machine and by the own cgroup."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in _CGROUP_FILES)
+        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free

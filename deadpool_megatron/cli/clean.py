@@ -1,0 +1,70 @@
+"""``deadpool clean``: remove what dead runs have left on this host."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.cleanup import Cleaned, clean_run, run_processes, runs_in_memory
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    segment_root,
+)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = subparsers.add_parser(
+        "clean",
+        help="remove what dead runs have left in shared memory, and their orphans",
+        description="Without DIR: every run whose shared memory is on this host and of which no"
+        " process is alive. With DIR: that run; its live processes are killed only with --force.",
+    )
+    parser.add_argument("run_dir", type=Path, nargs="?", metavar="DIR", help="run directory")
+    parser.add_argument("--force", action="store_true", help="even if the run is alive")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Clean and say what was removed."""
+    if args.run_dir is not None:
+        directory = RunDirectory(args.run_dir)
+        info = directory.read_run()
+        _clean_one(directory, info.run_id, args.force)
+        return 0
+    found = runs_in_memory()
+    if not found:
+        print("nothing to clean")
+    for run_id, path in found.items():
+        directory = RunDirectory(path if path is not None else segment_root(run_id))
+        if not args.force and _is_alive(directory, run_id):
+            print(f"run {run_id} in {directory.path} is alive: left alone")
+            continue
+        _clean_one(directory, run_id, True)
+    return 0
+
+
+def _is_alive(directory: RunDirectory, run_id: str) -> bool:
+    """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
+    return bool(set(run_processes(directory, run_id)) - set(_vaults(directory)))
+
+
+def _vaults(directory: RunDirectory) -> list[int]:
+    return [int(listing["vault"]) for listing in directory.node_listings().values()]
+
+
+def _clean_one(directory: RunDirectory, run_id: str, force: bool) -> None:
+    if not force and _is_alive(directory, run_id):
+        raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
+    try:
+        info: RunInfo | None = directory.read_run()
+    except RunDirectoryError:
+        info = None  # its directory was removed; the shared memory still names the run
+    cleaned: Cleaned = clean_run(directory, info.run_id if info else run_id)
+    print(
+        f"run {run_id}: {len(cleaned.pids)} processes killed,"
+        f" {cleaned.nbytes / 2**20:.1f} MiB of shared memory removed"
+    )

@@ -1,0 +1,84 @@
+"""What several sub-commands need: the error with exit status 2, and talking to a coordinator."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.framing import WireError
+
+EXIT_BAD_INPUT = 2
+_ASK_SECONDS = 10.0
+
+
+class CommandError(Exception):
+    """Bad input or environment: one clear line that says what to do about it."""
+
+
+class RunNotReachable(CommandError):
+    """There is no coordinator to talk to."""
+
+
+def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Keep the line breaks of the parser's examples."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    return parser
+
+
+def add_run_directory(parser: argparse.ArgumentParser) -> None:
+    """The positional argument that names a run."""
+    parser.add_argument("run_dir", type=Path, metavar="DIR", help="run directory (--run-dir)")
+
+
+def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
+    """Where the coordinator says it listens; None before it has said so."""
+    try:
+        values = read_json(run.coordinator)
+        return str(values["host"]), int(values["port"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
+    """Send one command to the run's coordinator.
+
+    Raises RunNotReachable when there is none, CommandError when it declines.
+    """
+    info = run.read_run()
+    address = coordinator_address(run)
+    if address is None:
+        raise RunNotReachable(f"{run.path} has no coordinator yet")
+    secret = auth.load_secret(run.path)
+    try:
+        with auth.connect(address, secret, info.run_id, _ASK_SECONDS) as connection:
+            framing.send(connection, {"t": "control", **message})
+            answer = framing.receive(connection)
+    except (OSError, WireError) as error:
+        if run.final.exists():
+            raise RunNotReachable(f"the run in {run.path} is over") from error
+        raise RunNotReachable(
+            f"no coordinator at {address[0]}:{address[1]} for {run.path}"
+            f" ({getattr(error, 'strerror', None) or error}); 'deadpool clean {run.path}' removes"
+            " what is left of the run"
+        ) from error
+    if not answer.get("ok"):
+        raise CommandError(str(answer.get("error", "the coordinator declined")))
+    return answer
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """``HOST:PORT``, the host resolved to a number now, as later nothing may block."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise CommandError(f"{text!r} is not HOST:PORT")
+    try:
+        found = socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CommandError(f"host {host!r} cannot be resolved: {error.strerror}") from error
+    address = found[0][4]
+    return str(address[0]), int(address[1])

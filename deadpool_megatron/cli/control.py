@@ -1,0 +1,155 @@
+"""``deadpool status``, ``drain``, ``kill`` and ``stop``: look at a live run, or interfere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+from typing import Any
+
+from deadpool_megatron.cli.common import (
+    CommandError,
+    RunNotReachable,
+    add_run_directory,
+    ask,
+    raw,
+)
+from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.layout.records import EpochRecord
+
+_KILL_EXAMPLES = """\
+examples:
+  deadpool kill RUN --node 1                 SIGKILL everything on node 1, agent first
+  deadpool kill RUN --role 3                 SIGKILL the process that plays role 3
+  deadpool kill RUN --role 0 --signal STOP   freeze it instead
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the four sub-commands."""
+    status = subparsers.add_parser("status", help="what a run does right now")
+    add_run_directory(status)
+    status.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+    drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
+    add_run_directory(drain)
+    drain.add_argument("--node", type=int, required=True, metavar="N")
+
+    kill = raw(
+        subparsers.add_parser("kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES)
+    )
+    add_run_directory(kill)
+    target = kill.add_mutually_exclusive_group(required=True)
+    target.add_argument("--node", type=int, metavar="N", help="all processes of a node")
+    target.add_argument("--role", type=int, metavar="R", help="the process that plays a role")
+    kill.add_argument("--signal", choices=("KILL", "STOP", "SEGV"), default="KILL")
+
+    stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
+    add_run_directory(stop)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the sub-command."""
+    commands = {"status": _status, "drain": _drain, "kill": _kill, "stop": _stop}
+    return commands[args.subcommand](args)
+
+
+def _status(args: argparse.Namespace) -> int:
+    run = RunDirectory(args.run_dir)
+    try:
+        status = ask(run, {"command": "status"})["status"]
+    except RunNotReachable:
+        if not run.final.exists():
+            raise
+        final = read_json(run.final)
+        status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
+    if args.json:
+        print(json.dumps(status))
+    else:
+        print("\n".join(_lines(status)))
+    return 0
+
+
+def _lines(status: dict[str, Any]) -> list[str]:
+    if status["phase"] == "over":
+        why = f": {status['reason']}" if status["reason"] else ""
+        return [
+            f"over, exit status {status['exit_status']}{why}; {status['iterations']} iterations"
+        ]
+    waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
+    lines = [
+        f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
+        f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}"
+    ]
+    for role, known in status["roles"].items():
+        node, slot, incarnation = known["seat"]
+        entered = known["waiting"]
+        wait = f", waits in {entered[1]} of {entered[0]} ({entered[2]})" if entered else ""
+        lines.append(
+            f"  role {role:>3}: node {node} slot {slot} process {incarnation},"
+            f" {known['section']} {known['iteration'] if known['iteration'] is not None else ''}"
+            f"{wait}"
+        )
+    for node, known in status["nodes"].items():
+        kind = "spare" if known["spare"] else "node "
+        protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
+        lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
+    if status["fewer_copies"]:
+        lines.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
+    if status["diverged"]:
+        lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
+    return lines
+
+
+def _drain(args: argparse.Namespace) -> int:
+    ask(RunDirectory(args.run_dir), {"command": "drain", "node": args.node})
+    print(f"node {args.node} leaves as soon as a spare can take its roles")
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    ask(RunDirectory(args.run_dir), {"command": "stop", "reason": "stopped by 'deadpool stop'"})
+    print("the run ends")
+    return 0
+
+
+def _kill(args: argparse.Namespace) -> int:
+    run = RunDirectory(args.run_dir)
+    run.read_run()
+    listings = run.node_listings()
+    if not listings:
+        raise CommandError(f"no node of {run.path} is alive")
+    node, slot = (args.node, None) if args.role is None else _seat_of(run, args.role)
+    if node not in listings:
+        known = ", ".join(map(str, sorted(listings)))
+        raise CommandError(f"node {node} is not alive (alive: {known})")
+    listing = listings[node]
+    if listing["hostname"] != socket.gethostname():
+        raise CommandError(f"node {node} is host {listing['hostname']}: run this command there")
+    members = {int(k): int(pid) for k, pid in listing["members"].items()}
+    if slot is None:
+        # The agent first: it must not see its children die and report them.
+        pids = [int(listing["agent"]), int(listing["vault"]), *members.values()]
+    else:
+        pids = [members[slot]]
+    for pid in pids:
+        ticks = listing["started"].get(str(pid))
+        if ticks is not None and posix.is_alive(pid, int(ticks)):
+            os.kill(pid, signal.Signals[f"SIG{args.signal}"])
+    what = f"node {node}" if slot is None else f"role {args.role} (node {node} slot {slot})"
+    print(f"SIG{args.signal} sent to {what}")
+    return 0
+
+
+def _seat_of(run: RunDirectory, role: int) -> tuple[int, int]:
+    records = DirectoryJournal(run.journal).entries("epoch")
+    if not records:
+        raise CommandError("no roles have been given yet")
+    seats = EpochRecord.from_dict(records[max(records)]).seats
+    if role not in seats:
+        raise CommandError(f"there is no role {role} (there are 0 to {len(seats) - 1})")
+    return seats[role].node, seats[role].slot

@@ -1,0 +1,287 @@
+"""The launcher: starts coordinator and agents on this host, watches over them, cleans up behind.
+
+It has one thread for its whole life, for agents and (through them) members are forked from it after
+torch and Megatron have been imported once. A pipe that only the launcher holds open tells agents
+and coordinator of its death, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool_megatron.cli.common import CommandError, coordinator_address
+from deadpool_megatron.cli.node import domain_of, listen
+from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.agent import AgentOptions, run_agent
+from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_run
+from deadpool_megatron.cluster.liveness import Ending, last_line
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.starter import choose_method
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth
+
+DEFAULT_PRELOAD = (
+    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.loop,deadpool_megatron.hooks"
+)
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+_POLL_SECONDS = 0.1
+_COORDINATOR_RESTARTS = 5
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """``refill``: how many dead nodes are followed by a new spare node; ``say``: one line to the
+    user; ``look``: called several times a second, to show progress.
+    """
+
+    run: RunDirectory
+    info: RunInfo
+    port: int
+    modules: tuple[str, ...]
+    refill: int
+    say: Callable[[str], None]
+    look: Callable[[], None]
+
+
+class Launcher:
+    """One run on this host. Use :meth:`run` once."""
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._run = options.run
+        self._info = options.info
+        self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinator_restarts = 0
+        self._next_node = options.info.nodes + options.info.spares
+        self._refills = options.refill
+        self._signals = 0
+        self._stop_deadline = 0.0
+
+    def run(self) -> int:
+        """From the first process to the last; answers the exit status of the run.
+
+        Raises CommandError for what is wrong with the environment; nothing is left running then.
+        """
+        self._listener = listen(self._info.settings.interface, self._options.port)
+        self._lifeline, self._lifeline_end = os.pipe()
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            self._run.path.mkdir(parents=True, exist_ok=True)
+            self._run.create(self._info)
+            auth.create_secret(self._run.path)
+            claim_segments(self._run, self._info.run_id)
+            self._start_coordinator()
+            if choose_method(self._info.settings.start_method) == "fork":
+                preload_modules(self._info.settings, self._options.modules)
+            for node in range(self._next_node):
+                self._start_agent(node)
+            self._supervise()
+            return self._exit_status()
+        finally:
+            self._end_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    # Starting.
+
+    def _start_coordinator(self) -> None:
+        command = [sys.executable, "-m", "deadpool_megatron", "coordinator"]
+        handles = (self._listener.fileno(), self._lifeline)
+        with open(self._run.log("coordinator"), "ab") as log:
+            self._coordinator = subprocess.Popen(
+                [
+                    *command,
+                    *("--run-dir", str(self._run.path)),
+                    *("--listen-fd", str(handles[0]), "--lifeline-fd", str(handles[1])),
+                ],
+                pass_fds=handles,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={
+                    **os.environ,
+                    "DEADPOOL_RUN_DIR": str(self._run.path),
+                    "DEADPOOL_RUN_ID": self._info.run_id,
+                },
+            )
+
+    def _start_agent(self, node: int) -> None:
+        options = AgentOptions(
+            node=node,
+            run=self._run,
+            info=self._info,
+            secret=auth.load_secret(self._run.path),
+            address=lambda: coordinator_address(self._run),
+            host=self._info.settings.interface,
+            domain=domain_of(self._info.settings, node),
+            modules=self._options.modules,
+            directory=Path.cwd(),
+            lifeline_fd=self._lifeline,
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become_agent(options)
+        self._agents[node] = (pid, os.pidfd_open(pid))
+
+    # Watching.
+
+    def _supervise(self) -> None:
+        """Until coordinator and agents have ended, or have had their time to."""
+        while True:
+            self._options.look()
+            self._reap_agents()
+            if self._coordinator_ended():
+                return
+            if self._stop_deadline and time.monotonic() > self._stop_deadline:
+                self._options.say("the run does not end by itself: killing it")
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        for _, handle in self._agents.values():
+            poller.register(handle, select.POLLIN)
+        poller.poll(_POLL_SECONDS * 1000)
+
+    def _reap_agents(self) -> None:
+        for node, (pid, handle) in list(self._agents.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended == 0:
+                continue
+            os.close(handle)
+            del self._agents[node]
+            # What the node held is gone with it, as on a real machine.
+            clean_node(self._run, self._info.run_id, node)
+            if self._run.final.exists() or self._stop_deadline:
+                continue
+            ending = Ending.from_wait_status(status)
+            self._options.say(f"node {node}: agent {ending}")
+            if self._refills > 0:
+                self._refills -= 1
+                self._options.say(f"node {self._next_node} starts as a new spare")
+                self._start_agent(self._next_node)
+                self._next_node += 1
+
+    def _coordinator_ended(self) -> bool:
+        """True when the run is over; a coordinator that failed is started again."""
+        assert self._coordinator is not None
+        if self._coordinator.poll() is None:
+            return False
+        if self._run.final.exists() or self._stop_deadline:
+            return True
+        code = self._coordinator.returncode
+        line = last_line(self._run.log("coordinator"))
+        self._coordinator_restarts += 1
+        if self._coordinator_restarts > _COORDINATOR_RESTARTS or code == 2:
+            self._options.say(f"the coordinator ended with status {code}: {line}")
+            return True
+        self._options.say(f"the coordinator ended (status {code}) and is started again")
+        self._start_coordinator()
+        return False
+
+    def _exit_status(self) -> int:
+        try:
+            final = read_json(self._run.final)
+        except (OSError, ValueError):
+            return EXIT_INTERRUPTED if self._signals else EXIT_FAILED
+        self._options.look()
+        return int(final["exit_status"])
+
+    # Ending.
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """The first signal ends the run in order, the second one at once."""
+        del number, frame
+        self._signals += 1
+        settings = self._info.settings
+        now = time.monotonic()
+        self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            self._coordinator.terminate()
+
+    def _end_all(self) -> None:
+        """Nothing of the run is left on this host when this returns."""
+        deadline = time.monotonic() + self._info.settings.close_seconds
+        if self._run.final.exists() and self._signals < 2:
+            while self._agents and time.monotonic() < deadline:
+                self._wait()
+                self._reap_agents()
+        os.close(self._lifeline_end)
+        if self._coordinator is not None and self._coordinator.poll() is None:
+            self._coordinator.kill()
+            self._coordinator.wait()
+        for pid, handle in self._agents.values():
+            posix.kill(pid)
+            os.waitpid(pid, 0)
+            os.close(handle)
+        self._agents.clear()
+        clean_run(self._run, self._info.run_id)
+        self._listener.close()
+        os.close(self._lifeline)
+
+
+def _become_agent(options: AgentOptions) -> None:
+    """In the forked child: a session of its own, no descriptors but the lifeline; ends here."""
+    code = EXIT_FAILED
+    try:
+        os.setsid()
+        assert options.lifeline_fd is not None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        gc.freeze()
+        posix.close_inherited((options.lifeline_fd,))
+        posix.redirect_output(options.run.log(f"node{options.node}-agent"))
+        code = run_agent(options)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
+    """Import what all members need, once, before they are forked.
+
+    Raises CommandError when a module is broken or starts threads. Does nothing for ``exec``.
+    """
+    if choose_method(settings.start_method) != "fork":
+        return
+    # numpy's OpenBLAS would start a thread for each core at import, and a fork needs there be none.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name in modules:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                importlib.import_module(name)
+        except ImportError as error:
+            raise CommandError(f"Python module {name!r} cannot be imported: {error}") from error
+        if posix.thread_count() != 1:
+            raise CommandError(
+                f"importing {name!r} starts threads, a fork is not safe then: use"
+                " --deadpool-start-method exec"
+            )
+    # Shared pages stay shared: the collector would write into each object.
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,134 @@
+"""``deadpool run``: a whole run on this host, every node a set of processes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import arguments, failpoints
+from deadpool_megatron.cli import checks
+from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.launch import DEFAULT_PRELOAD, Launcher, LaunchOptions
+from deadpool_megatron.cli.progress import Progress, make_display
+from deadpool_megatron.cli.sizes import add_size, make_info
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+
+_DESCRIPTION = """\
+Starts a coordinator, N + S nodes (agent, vault, P training processes each) and follows the run.
+A node that dies is replaced by a spare within the running job."""
+_EXAMPLES = """\
+examples:
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
+      -- -m deadpool_megatron.trainer --train-iters 50
+  deadpool run --nodes 4 --nproc-per-node 1 --run-dir /tmp/second --deadpool-replicas 2 -- train.py
+  deadpool run --resume /tmp/first --nodes 2 --nproc-per-node 2 --run-dir /tmp/third \\
+      -- -m deadpool_megatron.trainer --train-iters 50
+
+exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
+other numbers; 75 no spare was left, state was dumped (use --resume); 130 interrupted."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = raw(
+        subparsers.add_parser(
+            "run",
+            help="train, and keep training when nodes die",
+            usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
+            description=_DESCRIPTION,
+            epilog=_EXAMPLES,
+        )
+    )
+    add_size(parser, required=True)
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="new directory for this run"
+    )
+    parser.add_argument(
+        "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="of the coordinator (default: a free one)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument(
+        "--preload",
+        default=DEFAULT_PRELOAD,
+        metavar="MODULES",
+        help="imported once for all processes (default: %(default)s)",
+    )
+    arguments.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, then run; answers the exit status of the run."""
+    directory = RunDirectory(args.run_dir)
+    settings = arguments.settings_from(args)
+    restore = None if args.resume is None else _resume_point(RunDirectory(args.resume), args)
+    info = make_info(args, settings, restore)
+    modules = tuple(name for name in args.preload.split(",") if name)
+    checks.check_sizes(info)
+    checks.check_command(args.command)
+    checks.check_domains(info)
+    checks.check_run_directory(directory)
+    checks.check_modules(modules)
+    checks.check_shared_memory(info)
+    checks.check_memory(info)
+    if args.refill < 0:
+        raise CommandError(f"--refill must be at least 0, got {args.refill}")
+    try:
+        failpoints.load()  # a plan that cannot be read is better found here than in each process
+    except failpoints.FaultPlanError as error:
+        raise CommandError(str(error)) from error
+    display = make_display(args.quiet)
+    progress = Progress(directory, display)
+    launcher = Launcher(
+        LaunchOptions(
+            run=directory,
+            info=info,
+            port=args.port,
+            modules=modules,
+            refill=args.refill,
+            say=display.line,
+            look=progress.look,
+        )
+    )
+    try:
+        status = launcher.run()
+    finally:
+        progress.close()
+    _say_result(directory, status)
+    return status
+
+
+def _resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, Any]:
+    """Where an earlier run can be continued from. Raises CommandError when it cannot."""
+    info = old.read_run()
+    world_size = args.nodes * args.nproc_per_node
+    try:
+        restore = read_json(old.latest)
+    except FileNotFoundError as error:
+        raise CommandError(f"--resume {old.path}: that run has no durable state") from error
+    except ValueError as error:
+        raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
+    if info.world_size != world_size:
+        raise CommandError(
+            f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
+        )
+    path = Path(str(restore.get("path", "")))
+    if restore.get("kind") != "initial" and not path.is_dir():
+        raise CommandError(f"--resume {old.path}: {path} is not there any more")
+    return restore
+
+
+def _say_result(directory: RunDirectory, status: int) -> None:
+    reason = ""
+    if directory.final.exists():
+        reason = str(read_json(directory.final)["reason"])
+    if status != 0:
+        print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)

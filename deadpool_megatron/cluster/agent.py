@@ -1,0 +1,406 @@
+"""The per-node supervisor: starts members and the vault, watches them, carries orders and reports.
+
+One thread, one asyncio loop, no executors: members are forked from here. The order of a close is
+fixed: first the vault stops sealing, then the members are interrupted, then every seated member has
+left the epoch or is killed, and only then the inventory is taken and sent.
+
+Losing the coordinator changes nothing for training; the agent reconnects. Only a node that has been
+cut off for ``spare_timeout_seconds`` ends its members, to hold nothing that was given away long
+since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.agent_link import CoordinatorLink, CoordinatorLost, first_of
+from deadpool_megatron.cluster.agent_members import (
+    Member,
+    Members,
+    default_environment,
+    log_name,
+    wait_ended,
+)
+from deadpool_megatron.cluster.agent_vault import VaultKeeper
+from deadpool_megatron.cluster.cleanup import remove_segments
+from deadpool_megatron.cluster.liveness import Ending
+from deadpool_megatron.cluster.member_main import MemberSpec
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
+from deadpool_megatron.layout.records import EpochRecord, Seat
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire.auth import AuthenticationError
+
+EXIT_FENCED = 69
+_FLUSH_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """One node. ``address()`` says where the coordinator listens now (None: not known yet).
+
+    ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
+    file when the launcher is gone; None where there is none.
+    """
+
+    node: int
+    run: RunDirectory
+    info: RunInfo
+    secret: bytes
+    address: Callable[[], tuple[str, int] | None]
+    host: str
+    domain: str
+    modules: tuple[str, ...]
+    directory: Path
+    lifeline_fd: int | None = None
+
+
+class Agent:
+    """See the module text; :meth:`run` is the whole life of it."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self._options = options
+        self._node = options.node
+        self._settings = options.info.settings
+        self._segments = options.run.segments(options.info.run_id, options.node)
+        self._record: EpochRecord | None = None
+        self._closed = 0
+        self._inventory: dict[str, Any] | None = None
+        self._boot = ""
+        self._serving: asyncio.Task[None] | None = None
+        self._exit_code = 0
+        self._ending: tuple[str, bool] | None = None
+        self._environment = {
+            "DEADPOOL_RUN_DIR": str(options.run.path),
+            "DEADPOOL_RUN_ID": options.info.run_id,
+            "DEADPOOL_SETTINGS": self._settings.to_json(),
+            "DEADPOOL_WORLD_SIZE": str(options.info.world_size),
+            "DEADPOOL_NPROC": str(options.info.nproc_per_node),
+        }
+
+    async def run(self) -> int:
+        """Serve until the run is over; answers the exit status of the agent process."""
+        method = choose_method(self._settings.start_method)
+        starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
+        self._stopping = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
+        self._segments.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._members = Members(self._spec, starter, self._settings, self)
+        self._link = CoordinatorLink(
+            self._options.address,
+            self._options.secret,
+            self._options.info.run_id,
+            self._settings,
+            self._join,
+            self._on_order,
+        )
+        self._vault = VaultKeeper(
+            self._node,
+            self._options.run,
+            self._options.info,
+            self._segments,
+            self._options.host,
+            report=self._link.send,
+            listing_changed=self._write_listing,
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
+        if self._options.lifeline_fd is not None:
+            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
+        try:
+            self._vault.start()
+            self._write_listing()
+            # Shielded: the last reports are acknowledged while everything else winds down.
+            self._serving = asyncio.create_task(
+                self._link.run(self._settings.spare_timeout_seconds)
+            )
+            await first_of(
+                asyncio.shield(self._serving),
+                self._vault.supervise(),
+                self._work(),
+                self._tick(),
+                self._stopping.wait(),
+            )
+        except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error))
+        finally:
+            await self._shut_down()
+        return self._exit_code
+
+    # Orders of the coordinator.
+
+    def _join(self) -> dict[str, Any]:
+        return {
+            "t": "join",
+            "node": self._node,
+            "pid": os.getpid(),
+            "host": self._options.host,
+            "vault_port": self._vault.port,
+            "nproc": self._options.info.nproc_per_node,
+            "domain": self._options.domain,
+            "hostname": socket.gethostname(),
+            "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
+            "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
+            "epoch": 0 if self._record is None else self._record.epoch,
+            "closed": self._closed,
+        }
+
+    def _on_order(self, message: Mapping[str, Any]) -> None:
+        kind = message.get("t")
+        if kind == "welcome":
+            self._welcome(message)
+        elif kind == "start":
+            self._orders.put_nowait(self._start(message))
+        elif kind == "close":
+            self._orders.put_nowait(self._close(int(message["epoch"]), str(message["cause"])))
+        elif kind == "record":
+            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(message["record"])))
+        elif kind == "dump":
+            self._orders.put_nowait(self._dump(dict(message)))
+        elif kind == "kill":
+            self._kill(message)
+        elif kind in ("pause", "durable-done"):
+            self._members.send_all(message)
+        elif kind == "stop":
+            self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
+        elif kind == "refused":
+            self._fence(f"refused by the coordinator: {message.get('why')}")
+
+    def _welcome(self, message: Mapping[str, Any]) -> None:
+        boot = str(message["boot"])
+        if boot != self._boot:
+            self._boot = boot
+            for member in self._members.by_slot.values():
+                for said in member.said.values():
+                    self._report(member, said)
+        record = message.get("record")
+        closed = int(message.get("closed", 0))
+        if self._record is not None and closed >= self._record.epoch:
+            self._orders.put_nowait(self._close(closed, str(message.get("cause", ""))))
+        if record is not None and int(record["epoch"]) > closed:
+            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(record)))
+
+    async def _work(self) -> None:
+        """Orders one after the other: a close never overtakes the record it closes."""
+        while True:
+            await (await self._orders.get())
+
+    async def _start(self, message: Mapping[str, Any]) -> None:
+        provisional = message.get("provisional", {})
+        for text, incarnation in sorted(message["slots"].items()):
+            slot = int(text)
+            old = self._members.by_slot.get(slot)
+            if old is not None:
+                if old.incarnation >= int(incarnation):
+                    continue
+                old.kill("replaced by order of the coordinator")
+                if not await wait_ended([old], self._settings.close_seconds):
+                    continue
+            extra = {}
+            if text in provisional:
+                extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
+            try:
+                self._members.start(slot, int(incarnation), extra)
+            except StartError as error:
+                self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+        self._write_listing()
+
+    async def _close(self, epoch: int, cause: str) -> None:
+        if epoch <= self._closed:
+            if self._inventory is not None and self._inventory["epoch"] == epoch:
+                self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
+            return
+        failpoints.hit("agent.close", epoch=epoch)
+        self._closed = epoch
+        self._inventory = None
+        await self._vault.close_epoch(epoch)
+        self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
+        await self._wait_drained(epoch)
+        self._inventory = (await self._vault.inventory(epoch)).to_dict()
+        failpoints.hit("agent.inventory", epoch=epoch)
+        self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
+
+    async def _wait_drained(self, epoch: int) -> None:
+        """Every member with a seat leaves the epoch, or is killed and reaped."""
+        seats = set() if self._record is None else set(self._record.seats.values())
+        seated = [
+            member
+            for member in self._members.by_slot.values()
+            if Seat(self._node, member.slot, member.incarnation) in seats
+        ]
+        limit = self._settings.close_seconds
+        try:
+            async with asyncio.timeout(limit):
+                while any(m.drained(epoch) is None and not m.ended.is_set() for m in seated):
+                    self._drained.clear()
+                    await self._drained.wait()
+        except TimeoutError:
+            pass  # who is late is killed below, with that cause
+        killed = [member for member in seated if not member.drained(epoch)]
+        for member in killed:
+            late = member.drained(epoch) is None
+            how = f"did not leave within {limit:g} s" if late else "could not be left cleanly"
+            member.kill(f"epoch {epoch} {how}")
+        await wait_ended(killed, limit)
+
+    async def _adopt(self, record: EpochRecord) -> None:
+        known = 0 if self._record is None else self._record.epoch
+        if record.epoch <= max(self._closed, known):
+            return
+        if self._node not in record.nodes:
+            self._fence(f"epoch {record.epoch} goes on without this node")
+            return
+        failpoints.hit("agent.record", epoch=record.epoch)
+        self._record = record
+        await self._vault.adopt(record)
+        self._members.send_all({"t": "record", "record": record.to_dict()})
+
+    async def _dump(self, message: dict[str, Any]) -> None:
+        answer = {"t": "dumped", "generation": message["generation"], "files": [], "error": ""}
+        try:
+            answer["files"] = await self._vault.dump(message)
+        except (OSError, TimeoutError, VaultError) as error:
+            answer["error"] = str(error) or type(error).__name__
+        self._link.send(answer)
+
+    def _kill(self, message: Mapping[str, Any]) -> None:
+        member = self._members.by_slot.get(int(message["slot"]))
+        if member is not None and member.incarnation == int(message["incarnation"]):
+            member.kill(str(message.get("cause", "killed by order of the coordinator")))
+
+    # Reports of members (see MemberReports).
+
+    def member_said(self, member: Member, message: dict[str, Any]) -> None:
+        """Pass a member's message on, with its seat."""
+        kind = message.get("t")
+        if kind == "hello":
+            if self._record is not None and self._record.epoch > self._closed:
+                member.send({"t": "record", "record": self._record.to_dict()})
+            self._members.prepare(member.slot)
+        elif kind == "drained":
+            self._drained.set()
+        elif kind == "event":
+            self._link.send({"t": "event", "event": {"node": self._node, **message["event"]}})
+            return
+        self._report(member, message)
+
+    def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
+        """Report a reaped member, unless the run is over and it just left."""
+        self._members.remove(member)
+        self._drained.set()
+        how: dict[str, Any] = {"exit_code": ending.exit_code}
+        if ending.signal_name is not None:
+            how = {"signal": ending.signal_name}
+        if self._ending is None:
+            self._report_lost(member.slot, member.incarnation, how, cause)
+            self._write_listing()
+
+    def _report(self, member: Member, message: Mapping[str, Any]) -> None:
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        self._link.send({"t": "member", **seat, "m": message})
+
+    def _report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
+        seat = {"slot": slot, "incarnation": incarnation}
+        self._link.send({"t": "member-lost", **seat, **how, "cause": cause})
+
+    async def _tick(self) -> None:
+        while True:
+            self._members.check()
+            beats = {
+                str(m.slot): {"incarnation": m.incarnation, **m.beat}
+                for m in self._members.by_slot.values()
+                if m.beat
+            }
+            self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
+            await asyncio.sleep(self._settings.beat_interval_seconds)
+
+    # Beginning and end.
+
+    def _spec(self, slot: int, incarnation: int, extra: Mapping[str, str]) -> MemberSpec:
+        environment = default_environment(
+            self._node, slot, incarnation, self._environment, self._segments
+        )
+        return MemberSpec(
+            node=self._node,
+            slot=slot,
+            incarnation=incarnation,
+            command=self._options.info.command,
+            environment={**environment, **extra},
+            log=self._options.run.log(log_name(self._node, slot, incarnation)),
+            directory=self._options.directory,
+        )
+
+    def _write_listing(self) -> None:
+        members = self._members.by_slot
+        pids = [os.getpid(), self._vault.pid, *(m.pid for m in members.values())]
+        write_json(
+            self._options.run.node(self._node),
+            {
+                "agent": os.getpid(),
+                "vault": self._vault.pid,
+                "members": {str(slot): member.pid for slot, member in members.items()},
+                "segment_dir": str(self._segments),
+                "slots": {str(slot): member.incarnation for slot, member in members.items()},
+                "hostname": socket.gethostname(),
+                "started": {str(pid): posix.start_time(pid) for pid in pids},
+            },
+        )
+
+    def _launcher_gone(self) -> None:
+        assert self._options.lifeline_fd is not None
+        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._fence("the launcher is gone")
+
+    def _fence(self, why: str) -> None:
+        """End at once: this node holds nothing any more that others count on."""
+        print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
+        self._exit_code = EXIT_FENCED
+        if self._ending is None:
+            for member in self._members.by_slot.values():
+                member.kill(why)
+        self._end(why, True)
+
+    def _end(self, reason: str, remove: bool) -> None:
+        if self._ending is None:
+            self._ending = (reason, remove)
+            self._members.send_all({"t": "stop", "reason": reason})
+        self._stopping.set()
+
+    async def _shut_down(self) -> None:
+        """Members leave or are killed, then the vault, then the shared memory; whatever happens."""
+        reason, remove = self._ending or ("agent failed", True)
+        self._ending = (reason, remove)
+        members = list(self._members.by_slot.values())
+        if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
+            await self._members.kill_all(reason, self._settings.close_seconds)
+        self._members.close()
+        await self._link.flush(_FLUSH_SECONDS if self._link.connected else 0.0)
+        if self._serving is not None:
+            self._serving.cancel()
+        await self._vault.shut_down(remove)
+        if remove:
+            remove_segments(self._segments)
+        self._options.run.node(self._node).unlink(missing_ok=True)
+
+
+def run_agent(options: AgentOptions) -> int:
+    """Run an agent in this process, which has one thread; answers its exit status."""
+    posix.set_process_name(f"dp-agent{options.node}")
+    failpoints.load()
+    failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
+    started = time.monotonic()
+    code = asyncio.run(Agent(options).run())
+    print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return code

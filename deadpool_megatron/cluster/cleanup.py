@@ -1,0 +1,136 @@
+"""What a run may leave behind on this host, and how it is removed: processes and shared memory.
+
+A process belongs to a run when its environment *at exec* names the run (vaults, coordinator, store,
+exec-started members) or when a node's listing names it with its start time (forked agents and
+members show their launcher's environment). A pid alone is never enough: pids are reused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.run_directory import (
+    ENVIRONMENT_RUN_ID,
+    SEGMENT_ROOT,
+    RunDirectory,
+    read_json,
+    segment_root,
+)
+
+_PREFIX = "deadpool-"
+_OWNER = "owner.json"
+_GONE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was removed: pids, bytes and directories of shared memory."""
+
+    pids: tuple[int, ...]
+    nbytes: int
+    directories: tuple[Path, ...]
+
+
+def claim_segments(run: RunDirectory, run_id: str) -> None:
+    """Make the run's shared-memory directory and note whose it is, for a later clean-up."""
+    root = segment_root(run_id)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (root / _OWNER).write_text(json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n")
+
+
+def remove_segments(directory: Path) -> None:
+    """Remove a node's directory; the last node of the run on this host takes the run's along."""
+    shutil.rmtree(directory, ignore_errors=True)
+    root = directory.parent
+    if root.is_dir() and all(entry.name == _OWNER for entry in root.iterdir()):
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def run_processes(run: RunDirectory, run_id: str) -> list[int]:
+    """Live processes of the run on this host, without the calling one."""
+    found = {*posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id)}
+    for listing in run.node_listings().values():
+        found |= set(_listed(listing))
+    try:
+        found |= set(_listed(read_json(run.coordinator)))
+    except (OSError, ValueError):
+        pass  # there never was a coordinator, or its file is just being replaced
+    return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
+
+
+def node_processes(run: RunDirectory, node: int) -> list[int]:
+    """Live processes of one node, from its listing."""
+    try:
+        return _listed(read_json(run.node(node)))
+    except (OSError, ValueError):
+        return []
+
+
+def _listed(listing: dict[str, Any]) -> list[int]:
+    started = listing.get("started", {})
+    return [
+        int(pid)
+        for pid, ticks in started.items()
+        if ticks is not None and posix.is_alive(int(pid), int(ticks))
+    ]
+
+
+def end_processes(pids: list[int]) -> None:
+    """SIGKILL each process with its group (if it leads one) and wait until they are gone."""
+    for pid in pids:
+        try:
+            leads = os.getpgid(pid) == pid
+        except ProcessLookupError:
+            continue
+        posix.kill(pid)
+        if leads:
+            posix.kill_group(pid)
+    posix.wait_gone(pids, _GONE_SECONDS)
+
+
+def clean_node(run: RunDirectory, run_id: str, node: int) -> Cleaned:
+    """Remove what a node whose agent died has left: as if its host had been switched off."""
+    pids = node_processes(run, node)
+    end_processes(pids)
+    nbytes, directories = _remove([run.segments(run_id, node)])
+    run.node(node).unlink(missing_ok=True)
+    return Cleaned(tuple(pids), nbytes, directories)
+
+
+def clean_run(run: RunDirectory, run_id: str) -> Cleaned:
+    """Kill every process of the run on this host and remove its shared memory."""
+    pids = run_processes(run, run_id)
+    end_processes(pids)
+    nbytes, directories = _remove([segment_root(run_id)])
+    for node in run.node_listings():
+        run.node(node).unlink(missing_ok=True)
+    return Cleaned(tuple(pids), nbytes, directories)
+
+
+def runs_in_memory() -> dict[str, Path | None]:
+    """Runs with shared memory on this host: run id -> run directory (None if it is not noted)."""
+    found: dict[str, Path | None] = {}
+    for root in sorted(SEGMENT_ROOT.glob(_PREFIX + "*")):
+        try:
+            directory = Path(str(read_json(root / _OWNER)["run_dir"]))
+        except (OSError, ValueError, KeyError):
+            directory = None
+        found[root.name.removeprefix(_PREFIX)] = directory
+    return found
+
+
+def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
+    nbytes, removed = 0, []
+    for root in roots:
+        if not root.exists():
+            continue
+        nbytes += sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+        shutil.rmtree(root, ignore_errors=True)
+        removed.append(root)
+    return nbytes, tuple(removed)

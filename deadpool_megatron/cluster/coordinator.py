@@ -1,0 +1,458 @@
+"""The coordinator service: the pure state machine, connected to agents, journal, files and users.
+
+Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
+order. This process writes ``events.jsonl`` (alone), the journal, ``final.json`` and
+``latest.json``. When it is killed, training goes on; a new one reads the journal and the event
+file, and the agents come back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster import machine_actions as actions
+from deadpool_megatron.cluster import machine_events as inputs
+from deadpool_megatron.cluster import posix, translate
+from deadpool_megatron.cluster.durable import DurableError, make_valid
+from deadpool_megatron.cluster.hang import ProgressClock, find_hang
+from deadpool_megatron.cluster.journal import DirectoryJournal, JournalError
+from deadpool_megatron.cluster.liveness import Ending
+from deadpool_megatron.cluster.machine import Machine
+from deadpool_megatron.cluster.machine_state import Config, Phase, State
+from deadpool_megatron.cluster.peers import AgentPeer, Peers
+from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
+from deadpool_megatron.cluster.status import describe
+from deadpool_megatron.cluster.store_keeper import StoreKeeper
+from deadpool_megatron.events import Event, EventLog, Kind, read_events
+from deadpool_megatron.layout.decision import Planner
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+
+EXIT_INTERRUPTED = 130
+_CONTROL_COMMANDS = ("status", "drain", "stop")
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by."""
+
+    run: RunDirectory
+    info: RunInfo
+    secret: bytes
+    host: str
+    listener: socket.socket
+    planner: Planner
+    lifeline_fd: int | None = None
+
+
+class Coordinator:
+    """See the module text; :meth:`run` is the whole life of it."""
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        self._options = options
+        self._run = options.run
+        self._settings = options.info.settings
+        self._boot = secrets.token_hex(8)
+        self._journal = DirectoryJournal(options.run.journal)
+        self._results = Results()
+        self._progress = ProgressClock()
+        self._recover_results()
+        self._log = EventLog(options.run.events)
+        self._queue: deque[inputs.Input] = deque()
+        self._stepping = False
+        self._exit_status: int | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._machine = Machine(_config(options), options.planner)
+        self._peers = Peers(
+            options.secret, options.info.run_id, self._settings.connect_seconds, self
+        )
+        self._state = self._first_state()
+
+    def _recover_results(self) -> None:
+        """After a restart: what was accepted before; a torn last line is cut off."""
+        path = self._run.events
+        if not path.exists():
+            return
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+        for event in read_events(path):
+            self._results.add(event)
+
+    def _first_state(self) -> State:
+        records = self._journal.entries("epoch")
+        if not records:
+            return self._machine.start(time.monotonic())
+        last = EpochRecord.from_dict(records[max(records)])
+        text = f"coordinator restarted, newest record is of epoch {last.epoch}"
+        self._emit(Event(Kind.LOG, epoch=last.epoch, data={"level": "warning", "text": text}))
+        kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
+        state = self._machine.resume(kept, self._newest_durable(), time.monotonic())
+        return replace(state, newest=max(state.newest, self._results.last_iteration))
+
+    def _newest_durable(self) -> Restore | None:
+        """The checkpoint that an earlier coordinator of this run made valid last."""
+        if not self._run.latest.exists():
+            return None
+        return Restore.from_dict(read_json(self._run.latest))
+
+    async def run(self) -> int:
+        """Serve until the run is over; answers its exit status."""
+        self._over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._user_stop, "interrupted")
+        if self._options.lifeline_fd is not None:
+            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
+        self._store = StoreKeeper(
+            self._options.host, self._run.log("store"), self._store_ready, self._store_lost
+        )
+        server = await asyncio.start_server(self._peers.serve, sock=self._options.listener)
+        port = self._options.listener.getsockname()[1]
+        pid = os.getpid()
+        started = {str(pid): posix.start_time(pid)}
+        address = {"host": self._options.host, "port": port, "pid": pid, "started": started}
+        write_json(self._run.coordinator, address)
+        if self._state.record is None:
+            facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
+            more = {
+                "spares": self._options.info.spares,
+                "command": list(self._options.info.command),
+            }
+            self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
+        self._store.start()
+        ticking = asyncio.create_task(self._tick())
+        over = asyncio.create_task(self._over.wait())
+        try:
+            done, _ = await asyncio.wait({ticking, over}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            ticking.cancel()
+            over.cancel()
+            self._store.close()
+            server.close()
+            self._log.close()
+        assert self._exit_status is not None
+        return self._exit_status
+
+    # The machine.
+
+    def feed(self, item: inputs.Input) -> None:
+        """Give the machine an input and carry out what comes out; never enters it twice."""
+        self._queue.append(item)
+        if self._stepping:
+            return
+        self._stepping = True
+        try:
+            while self._queue:
+                item = self._queue.popleft()
+                before = self._state.phase
+                self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                for action in produced:
+                    self._carry_out(action)
+                if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
+                    self._store.count_epoch()
+        finally:
+            self._stepping = False
+
+    def _carry_out(self, action: actions.Action) -> None:
+        match action:
+            case actions.EmitEvent():
+                self._emit(action.to_event())
+            case actions.WriteRecord(record):
+                self._spawn(self._write_record(record))
+            case actions.Announce(record):
+                failpoints.hit("coordinator.announce", epoch=record.epoch)
+                self._peers.send_all({"t": "record", "record": record.to_dict()})
+            case actions.Welcome(node, record):
+                self._welcome(node, record)
+            case actions.DropNode(node, cause):
+                self._drop(node, cause)
+            case actions.StartMembers(node, slots, provisional):
+                order = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
+                self._send(node, order)
+            case actions.KillMember(node, slot, incarnation):
+                self._send(node, {"t": "kill", "slot": slot, "incarnation": incarnation})
+            case actions.CloseEpoch(epoch, cause):
+                failpoints.hit("coordinator.close", epoch=epoch)
+                self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
+            case actions.Pause(epoch, iteration):
+                self._peers.send_all({"t": "pause", "epoch": epoch, "iteration": iteration})
+            case actions.Dump(nodes, directory, generation, boundary):
+                order = {"t": "dump", "directory": directory, "boundary": boundary}
+                for node in nodes:
+                    self._send(node, {**order, "generation": generation.to_list()})
+            case actions.Finish(exit_status, reason, resume):
+                self._finish(exit_status, reason, resume)
+            case actions.Exit(exit_status):
+                self._exit_status = exit_status
+                self._over.set()
+
+    def _send(self, node: int, message: Mapping[str, Any]) -> None:
+        peer = self._peers.agents.get(node)
+        if peer is not None and not peer.dropped:
+            peer.send(message)
+
+    def _welcome(self, node: int, record: EpochRecord | None) -> None:
+        peer = self._peers.agents[node]
+        epoch = 0 if record is None else record.epoch
+        # A coordinator that has just taken over lets training go on until all agents are back.
+        is_open = self._state.open_epoch == epoch or self._state.phase is Phase.GATHERING
+        message = {
+            "t": "welcome",
+            "boot": self._boot,
+            "seen": self._peers.taken(peer),
+            "record": None if record is None else record.to_dict(),
+            "closed": epoch if not is_open else epoch - 1,
+            "cause": "" if record is None else record.cause,
+        }
+        peer.welcomed = True
+        peer.send(message)
+
+    def _drop(self, node: int, cause: str) -> None:
+        peer = self._peers.agents.get(node)
+        if peer is None:
+            return
+        if peer.welcomed:
+            peer.send({"t": "stop", "reason": cause, "remove": True})
+        else:
+            peer.send({"t": "refused", "why": cause})
+        peer.dropped = True
+
+    async def _write_record(self, record: EpochRecord) -> None:
+        failpoints.hit("coordinator.journal", epoch=record.epoch)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(
+                None, self._journal.write, "epoch", record.epoch, record.to_dict()
+            )
+        except JournalError as error:
+            self.feed(inputs.JournalFailed(record.epoch, str(error)))
+        else:
+            self.feed(inputs.JournalWritten(record.epoch))
+
+    def _finish(self, exit_status: int, reason: str, resume: Restore | None) -> None:
+        info = self._options.info
+        head = {"run_id": info.run_id, "world_size": info.world_size}
+        final = self._results.final(head, reason, exit_status)
+        reports = [report.to_dict() for report in self._state.recoveries]
+        known = {report["epoch"] for report in reports}
+        earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]
+        final["recoveries"] = [*earlier, *reports]
+        if resume is not None:
+            write_json(self._run.latest, resume.to_dict())
+        write_json(self._run.final, final)
+        self._peers.send_all({"t": "stop", "reason": final["reason"], "remove": True})
+
+    # Connections (see PeerEvents).
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        """A node is new to the machine, unless its agent merely changed the connection."""
+        joined = translate.join(message)
+        if again:
+            self._welcome(peer.node, self._state.record)
+        else:
+            self.feed(joined)
+
+    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        """A report; one that is malformed is refused, its agent stays."""
+        try:
+            if message["t"] == "event":
+                self._event(Event.from_dict(message["event"]))
+                return
+            if message["t"] == "member":
+                self._member_event(peer.node, message)
+            item = translate.from_agent(peer.node, message)
+        except (KeyError, TypeError, ValueError) as error:
+            self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
+            return
+        if item is not None:
+            self.feed(item)
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        """The end of an agent's connection is the end of its node: its members die with it."""
+        if not peer.dropped:
+            self.feed(inputs.NodeLost(peer.node, cause))
+
+    def refused(self, who: str, why: str) -> None:
+        """Report what was not accepted."""
+        self._emit(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
+        name = message.get("command")
+        if name == "status":
+            return {"ok": True, "status": describe(self._state, self._peers, self._results)}
+        if name == "stop":
+            self._user_stop(str(message.get("reason", "stopped by command")))
+            return {"ok": True}
+        if name == "drain":
+            node = int(message["node"])
+            if node not in self._state.nodes:
+                known = ", ".join(map(str, sorted(self._state.nodes)))
+                return {"ok": False, "error": f"node {node} is not connected (there are: {known})"}
+            self.feed(inputs.DrainRequested(node))
+            return {"ok": True}
+        return {"ok": False, "error": f"unknown command; known are {', '.join(_CONTROL_COMMANDS)}"}
+
+    # Reports.
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self._state.record is None else self._state.record.epoch
+
+    def _emit(self, event: Event) -> None:
+        """Write an event (unless it repeats a known one) and tell the machine what it means."""
+        for accepted in self._results.add(event):
+            self._log.write(accepted)
+            item = translate.from_event(accepted)
+            if item is not None:
+                self.feed(item)
+
+    def _event(self, event: Event) -> None:
+        """An event of another process: numbers of an abandoned epoch are not taken any more."""
+        numbers = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH, Kind.MEMBER_DONE)
+        if event.kind in numbers and event.epoch < self._epoch:
+            self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
+            return
+        self._emit(event)
+
+    def _member_event(self, node: int, message: Mapping[str, Any]) -> None:
+        """What a member's message says to people and results, besides the machine."""
+        m = message["m"]
+        seat = (node, int(message["slot"]), int(message["incarnation"]))
+        if m["t"] == "done":
+            data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
+            self._emit(Event(Kind.MEMBER_DONE, self._epoch, node, int(m["role"]), data=data))
+        elif m["t"] == "phase":
+            role = self._state.role_at(*seat)
+            phase, seconds = str(m["phase"]), float(m["seconds"])
+            event = Event(Kind.PHASE, int(m["epoch"]), node, role, data={"seconds": seconds})
+            self._log.write(Event.from_dict({**event.to_dict(), "phase": phase}))
+        elif m["t"] == "durable-request":
+            self._spawn(self._durable(dict(m)))
+
+    async def _durable(self, m: Mapping[str, Any]) -> None:
+        """All files are written: make the checkpoint valid, if its epoch is still the open one."""
+        epoch, iteration = int(m["epoch"]), int(m["iteration"])
+        if epoch != self._state.open_epoch:
+            self.refused("durable-request", f"of epoch {epoch}, which is not open")
+            return
+        failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
+        final = Path(str(m["final"]))
+        loop = asyncio.get_running_loop()
+        generation = Generation(epoch, iteration)
+        restore = Restore("durable", generation, "save", str(final))
+        try:
+            await loop.run_in_executor(
+                None, make_valid, Path(str(m["temporary"])), final, restore, self._run
+            )
+        except DurableError as error:
+            text = f"checkpoint of iteration {iteration} did not become valid: {error}"
+            self._emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
+            return
+        data = {"path": str(final)}
+        self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
+        self.feed(inputs.DurableValid(iteration, str(final)))
+        self._peers.send_all({"t": "durable-done", "iteration": iteration})
+
+    # Time and ends.
+
+    async def _tick(self) -> None:
+        interval = self._settings.beat_interval_seconds
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - last > 3 * interval:
+                self._peers.forgive(now - last - interval)
+            last = now
+            for peer in self._peers.silent(self._settings.node_silence_seconds, now):
+                silent = now - peer.heard_at
+                self._peers.forget(peer)
+                self.feed(inputs.NodeLost(peer.node, f"silent for {silent:.1f} s", silent))
+            self._look_for_hang(now)
+            self.feed(inputs.Tick())
+
+    def _look_for_hang(self, now: float) -> None:
+        record = self._state.record
+        if record is None or self._state.phase not in (Phase.RUNNING, Phase.PAUSING):
+            return
+        beats = {}
+        for role, seat in record.seats.items():
+            peer = self._peers.agents.get(seat.node)
+            beat = {} if peer is None else peer.beats.get(seat.slot, {})
+            if beat.get("incarnation") == seat.incarnation and "section" in beat:
+                beats[role] = beat
+        if len(beats) != len(record.seats):
+            return
+        hang = find_hang(self._progress.update(beats, now), self._settings)
+        if hang is not None:
+            self.feed(inputs.RolesHung(record.epoch, hang.culprits, hang.cause))
+
+    def _user_stop(self, reason: str) -> None:
+        self.feed(inputs.UserStop(reason))
+
+    def _launcher_gone(self) -> None:
+        assert self._options.lifeline_fd is not None
+        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._user_stop("the launcher is gone")
+
+    def _store_ready(self, port: int) -> None:
+        self.feed(inputs.StoreReady(self._options.host, port))
+
+    def _store_lost(self, ending: Ending) -> None:
+        data = {"level": "warning", "text": f"store process {ending}; starting another"}
+        self._emit(Event(Kind.LOG, self._epoch, data=data))
+
+    def _spawn(self, coroutine: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # A bug: a new coordinator continues from the journal.
+            print(f"coordinator failed: {task.exception()!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def run_coordinator(options: CoordinatorOptions) -> int:
+    """Run a coordinator in this process; answers the exit status of the run."""
+    posix.set_process_name("dp-coordinator")
+    failpoints.load()
+    failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    return asyncio.run(Coordinator(options).run())
+
+
+def _config(options: CoordinatorOptions) -> Config:
+    info = options.info
+    start = Restore("initial", Generation(0, 0))
+    if info.restore:
+        start = Restore.from_dict(info.restore)
+    return Config(
+        nodes=info.nodes,
+        spares=info.spares,
+        nproc=info.nproc_per_node,
+        settings=info.settings,
+        dump_directory=str(options.run.dump),
+        start=start,
+    )
+
+
+def _texts(numbers: Mapping[int, int]) -> dict[str, int]:
+    return {str(key): value for key, value in numbers.items()}

@@ -1,0 +1,43 @@
+"""Making a durable checkpoint valid: one rename, after everything in it has reached the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deadpool_megatron.cluster.run_directory import RunDirectory, write_json
+from deadpool_megatron.layout.records import Restore
+
+
+class DurableError(Exception):
+    """The checkpoint did not become valid; one clear line."""
+
+
+def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory) -> None:
+    """Sync the files, rename the directory, then point ``latest.json`` at it.
+
+    A checkpoint of the same name is left alone: it was made valid by an earlier request, and the
+    one at hand repeats it after a recovery. Raises DurableError. Runs in a worker thread.
+    """
+    try:
+        if final.exists():
+            return
+        if not temporary.is_dir():
+            raise DurableError(f"{temporary} is not a directory")
+        for path in sorted(temporary.rglob("*")):
+            if path.is_file():
+                _sync(path)
+        _sync(temporary)
+        temporary.rename(final)
+        _sync(final.parent)
+        write_json(run.latest, restore.to_dict())
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,275 @@
+"""The coordinator as a pure state machine: (state, input, now) -> (state, actions).
+
+No I/O, no clock, no randomness: what the coordinator does after any order of events can be tested
+without processes. The caller feeds inputs one at a time, with a clock that never goes back (in
+seconds), and carries out the actions in order. An announced epoch is closed once and reopened under
+a higher number; a record that was overtaken before it was durable is never announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deadpool_megatron.cluster import machine_end, machine_limits, machine_members, machine_moves
+from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.machine_actions import Action, DropNode, Welcome
+from deadpool_megatron.cluster.machine_state import (
+    LAST_PHASES,
+    OPEN_PHASES,
+    Config,
+    Failure,
+    MemberStatus,
+    NodeState,
+    Phase,
+    State,
+    Turn,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import Planner, keep_line
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+
+
+class Machine:
+    """Binds the facts of the run and the planner; holds no state of its own. Thread-safe."""
+
+    def __init__(self, config: Config, planner: Planner) -> None:
+        self._config = config
+        self._planner = planner
+
+    def start(self, now: float) -> State:
+        """The state of a run that begins."""
+        config = self._config
+        wished = {
+            role: Seat(role // config.nproc, role % config.nproc, 0)
+            for role in range(config.world_size)
+        }
+        saved = config.start if config.start.kind != "initial" else None
+        deadline = now + config.settings.start_seconds
+        return State(Phase.GATHERING, deadline, wished, durable=saved)
+
+    def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
+        """The state of a coordinator that takes over a run: ``records`` is the whole journal.
+
+        Agents have ``connect_seconds`` to join again; then the last epoch is closed and reopened.
+        """
+        kept: dict[int, int] = {}
+        for record in records:
+            kept = keep_line(kept, record.restore, record.epoch)
+        last = records[-1]
+        return replace(
+            self.start(now),
+            deadline=now + self._config.settings.connect_seconds,
+            seats=last.seats,
+            epoch=last.epoch,
+            record=last,
+            kept=kept,
+            newest=last.emitted_up_to,
+            ever_ran=last.restore.kind == "memory",
+            durable=durable or self.start(now).durable,
+        )
+
+    def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
+        """Handle one input. Inputs that are stale or make no sense change nothing."""
+        turn = Turn(self._config, self._planner, state, now)
+        _handle(turn, event)
+        return turn.state, turn.actions
+
+
+def _handle(turn: Turn, event: ev.Input) -> None:
+    match event:
+        case ev.Tick():
+            machine_limits.tick(turn)
+        case ev.NodeJoined():
+            _node_joined(turn, event)
+        case ev.NodeLost(node, cause, silent):
+            if node not in turn.state.nodes:
+                return  # dropped by the machine itself, which the caller then reports
+            failure = Failure(f"node {node}: {cause}", ("node", str(node)))
+            machine_moves.lose_node(turn, node, failure, silent_seconds=silent)
+            machine_limits.check_gathered(turn)
+        case ev.StoreReady(host, port):
+            _store_ready(turn, (host, port))
+        case ev.RolesHung():
+            _roles_hung(turn, event)
+        case ev.NodeInventory():
+            _inventory(turn, event)
+        case ev.CorruptionFound(bad):
+            turn.set(bad_parts=turn.state.bad_parts | {bad})
+        case ev.PhaseReported() | ev.Exposed():
+            _timing(turn, event)
+        case ev.StepReported(epoch, iteration):
+            _step_reported(turn, epoch, iteration)
+        case ev.DurableValid(iteration, path, boundary):
+            found = Restore("durable", Generation(0, iteration), boundary, path)
+            turn.set(durable=found)
+        case ev.DrainRequested(node):
+            _drain(turn, node)
+        case ev.JournalWritten(epoch):
+            _journal_written(turn, epoch)
+        case ev.JournalFailed(epoch, text):
+            if turn.state.phase is Phase.DECIDING and epoch == turn.state.epoch:
+                machine_end.finish(turn, 1, f"epoch {epoch} cannot be journalled: {text}")
+        case ev.Dumped():
+            _dumped(turn, event)
+        case ev.Diverged(text):
+            machine_end.finish(turn, 3, text)
+        case ev.UserStop(reason):
+            machine_end.finish(turn, 130, reason)
+        case _:
+            machine_members.handle(turn, event)
+
+
+def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
+    state, node = turn.state, event.node
+    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes:
+        why = state.gone.get(node, "it is connected already")
+        why = "the run is ending" if state.phase in LAST_PHASES else why
+        turn.refuse(f"join of node {node}", why, node)
+        if node not in state.nodes:
+            turn.act(DropNode(node, why))
+        return
+    joined = NodeState(event.host, event.vault_port, event.domain)
+    turn.set(nodes={**state.nodes, node: joined})
+    seats = {(seat.node, seat.slot): seat.incarnation for seat in state.seats.values()}
+    spare = node not in {seat.node for seat in state.seats.values()}
+    turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
+    turn.act(Welcome(node, state.record))
+    to_start: dict[int, int] = {}
+    for slot in range(turn.config.nproc):
+        if slot in event.members:
+            running = event.members[slot]
+            turn.member((node, slot), MemberStatus.RUNNING, incarnation=running)
+        else:
+            # After a restart of the coordinator the first incarnation has been there already.
+            again = state.record is not None and node in state.record.nodes
+            to_start[slot] = seats.get((node, slot), 0) + 1 if again else 0
+    if to_start:
+        machine_moves.start_members(turn, node, to_start)
+    if state.phase is Phase.WAITING_SPARE:
+        machine_moves.decide(turn)
+    machine_limits.check_gathered(turn)
+    machine_moves.consider_pause(turn)
+
+
+def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
+    turn.set(store=store)
+    state = turn.state
+    moved = Failure("the store of the communicators was restarted", ("store",))
+    record = state.pending if state.phase is Phase.DECIDING else state.record
+    if (
+        record is not None
+        and (record.store_host, record.store_port) != store
+        # Once an epoch runs, nothing touches the store any more.
+        and state.phase in (Phase.OPENING, Phase.DECIDING)
+    ):
+        machine_moves.close(turn, moved)
+    machine_limits.check_gathered(turn)
+
+
+def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
+    state = turn.state
+    if event.epoch != state.open_epoch:
+        turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
+        return
+    for role in event.roles:
+        machine_moves.kill(turn, (state.seats[role].node, state.seats[role].slot))
+    signature = ("hang", *map(str, event.roles))
+    machine_moves.close(turn, Failure(event.cause, signature))
+
+
+def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
+    state, inventory = turn.state, event.inventory
+    if state.record is None or inventory.epoch != state.record.epoch:
+        turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
+    elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
+        turn.set(
+            inventories={**state.inventories, inventory.node: inventory},
+            awaited=state.awaited - {inventory.node},
+        )
+        machine_moves.check_closed(turn)
+
+
+def _timing(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
+    state = turn.state
+    if state.recovery is not None:
+        if state.record is None or event.epoch != state.record.epoch:
+            return
+        if isinstance(event, ev.PhaseReported):
+            turn.set(recovery=state.recovery.report(event.phase, event.seconds))
+        else:
+            longest = max(state.recovery.exposed, event.seconds)
+            turn.set(recovery=replace(state.recovery, exposed=longest))
+    elif state.recoveries and state.recoveries[-1].epoch == event.epoch:
+        *earlier, last = state.recoveries
+        if isinstance(event, ev.PhaseReported):
+            last = last.with_phase(event.phase, event.seconds)
+        else:
+            last = replace(last, exposed_seconds=max(last.exposed_seconds, event.seconds))
+        turn.set(recoveries=(*earlier, last))
+
+
+def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
+    state = turn.state
+    # While a coordinator that took over waits for all agents, training goes on.
+    working = state.phase in OPEN_PHASES or state.phase is Phase.GATHERING
+    if state.record is None or epoch != state.record.epoch or not working:
+        turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
+        return
+    turn.set(newest=max(state.newest, iteration))
+    running = state.phase in (Phase.RUNNING, Phase.PAUSING)
+    if running and iteration > state.record.restore.generation.iteration:
+        machine_end.end_recovery(turn)
+
+
+def _drain(turn: Turn, node: int) -> None:
+    state = turn.state
+    if node not in state.nodes:
+        turn.refuse("drain", f"node {node} is not connected", node)
+        return
+    turn.emit(Kind.DRAIN, node=node)
+    if node not in {seat.node for seat in state.seats.values()}:
+        text = f"node {node} has no role to move away"
+        turn.emit(Kind.LOG, node=node, level="info", text=text)
+        return
+    turn.set(drains=state.drains | {node})
+    machine_moves.consider_pause(turn)
+    if turn.state.phase is Phase.RUNNING:
+        text = f"the drain of node {node} waits for a spare node"
+        turn.emit(Kind.LOG, node=node, level="warning", text=text)
+
+
+def _journal_written(turn: Turn, epoch: int) -> None:
+    state = turn.state
+    if state.phase is not Phase.DECIDING or epoch != state.epoch:
+        turn.refuse("journal", f"epoch {epoch} is not being decided")
+    elif state.redecide is None:
+        machine_moves.announce(turn)
+    else:
+        if state.recovery is not None:
+            causes = (*state.recovery.causes, state.redecide.cause)
+            turn.set(recovery=replace(state.recovery, causes=causes))
+        turn.set(pending=None, redecide=None)
+        machine_moves.decide(turn)
+
+
+def _dumped(turn: Turn, event: ev.Dumped) -> None:
+    order = turn.state.dump
+    if (
+        turn.state.phase is not Phase.DUMPING
+        or order is None
+        or event.node not in order.awaited
+        or event.generation != order.restore.generation
+    ):
+        turn.refuse("dump", "not asked for", event.node)
+        return
+    awaited = order.awaited - {event.node}
+    if event.error:
+        left = {n: inv for n, inv in turn.state.inventories.items() if n != event.node}
+        turn.set(dump=replace(order, awaited=awaited), inventories=left)
+        text = f"node {event.node} cannot dump: {event.error}"
+        turn.emit(Kind.LOG, node=event.node, level="error", text=text)
+        machine_end.dump(turn)
+        return
+    turn.set(dump=replace(order, awaited=awaited, finished=order.finished | {event.node}))
+    machine_end.check_dumped(turn)

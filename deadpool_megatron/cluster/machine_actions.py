@@ -1,0 +1,135 @@
+"""What comes out of the coordinator's state machine: orders to carry out, in their order.
+
+Plain frozen data. Carrying one out never answers; its outcome comes back as an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+
+
+@dataclass(frozen=True)
+class WriteRecord:
+    """Make the record durable, then give JournalWritten (or JournalFailed) back."""
+
+    record: EpochRecord
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Send the record to every agent."""
+
+    record: EpochRecord
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """Answer to a join: the current record, if there is one."""
+
+    node: int
+    record: EpochRecord | None
+
+
+@dataclass(frozen=True)
+class DropNode:
+    """Tell the agent to stop, close its connection, take nothing more from it."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class StartMembers:
+    """Start processes: slot -> incarnation; ``provisional_roles``: slot -> role to build for."""
+
+    node: int
+    slots: Mapping[int, int]
+    provisional_roles: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class KillMember:
+    """Kill the process; MemberLost comes back when it is reaped."""
+
+    node: int
+    slot: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class CloseEpoch:
+    """Send to every agent; their inventories come back. Happens once for an epoch."""
+
+    epoch: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Send to every member: stand still before iteration ``iteration`` + 1; the latest counts."""
+
+    epoch: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class Dump:
+    """The vaults of ``nodes`` write what they hold of the generation to ``directory``."""
+
+    nodes: tuple[int, ...]
+    directory: str
+    generation: Generation
+    boundary: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later."""
+
+    exit_status: int
+    reason: str
+    resume: Restore | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """All agents have gone, or had their time: the coordinator ends."""
+
+    exit_status: int
+
+
+@dataclass(frozen=True)
+class EmitEvent:
+    """An event without its clocks, which the machine does not know."""
+
+    kind: Kind
+    epoch: int = 0
+    node: int | None = None
+    role: int | None = None
+    iteration: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_event(self) -> Event:
+        """The event, stamped with the clocks of now."""
+        return Event(self.kind, self.epoch, self.node, self.role, self.iteration, data=self.data)
+
+
+Action = (
+    WriteRecord
+    | Announce
+    | Welcome
+    | DropNode
+    | StartMembers
+    | KillMember
+    | CloseEpoch
+    | Pause
+    | Dump
+    | Finish
+    | Exit
+    | EmitEvent
+)

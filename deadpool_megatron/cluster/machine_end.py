@@ -1,0 +1,96 @@
+"""How the run ends: the dump when no spare is left, the result, the leave-taking of the agents.
+
+Pure functions on a Turn; each sets the phase together with its deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deadpool_megatron.cluster.machine_actions import Dump, Exit, Finish
+from deadpool_megatron.cluster.machine_state import (
+    OPEN_PHASES,
+    DumpOrder,
+    Phase,
+    Turn,
+    restore_query,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout.records import Restore
+
+
+def end_recovery(turn: Turn) -> None:
+    """The first iteration after the recovery is complete: report where the time went."""
+    state = turn.state
+    if state.recovery is None or state.record is None or state.phase not in OPEN_PHASES:
+        return
+    report = state.recovery.finish(state.record, turn.now)
+    turn.set(recovery=None, recoveries=(*state.recoveries, report))
+    turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
+
+
+def dump(turn: Turn) -> None:
+    """No spare came: write the newest common generation to disk (what is left to write of it)."""
+    state = turn.state
+    restore = turn.planner.choose_restore(restore_query(turn, state.seats))
+    reason = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
+    if isinstance(restore, NoRestore):
+        finish(turn, 1, f"{reason}; {restore.reason}")
+    elif restore.kind == "initial":
+        finish(turn, 75, f"{reason}; nothing was computed yet", restore)
+    elif restore.kind != "memory":
+        finish(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
+    else:
+        _dump_generation(turn, restore)
+
+
+def _dump_generation(turn: Turn, restore: Restore) -> None:
+    state, g = turn.state, restore.generation
+    directory = f"{turn.config.dump_directory}/{g.lineage}-{g.iteration}"
+    saved = replace(restore, kind="dump", path=directory, sources={})
+    order = state.dump
+    if order is not None and order.restore == saved:
+        turn.set(dump=replace(order, awaited=order.awaited & frozenset(state.nodes)))
+    else:
+        nodes = frozenset(state.inventories) & frozenset(state.nodes)
+        turn.set(
+            phase=Phase.DUMPING,
+            deadline=turn.now + turn.config.settings.first_step_seconds,
+            dump=DumpOrder(saved, awaited=nodes),
+        )
+        turn.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
+    check_dumped(turn)
+
+
+def check_dumped(turn: Turn) -> None:
+    """End the run when every node has written its part."""
+    order = turn.state.dump
+    if turn.state.phase is not Phase.DUMPING or order is None or order.awaited:
+        return
+    turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
+    finish(turn, 75, f"no spare node left; state dumped to {order.restore.path}", order.restore)
+
+
+def finish(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:
+    """End the run; the agents get ``close_seconds`` to go."""
+    if turn.state.phase in (Phase.ENDING, Phase.ENDED):
+        return
+    end_recovery(turn)
+    turn.set(
+        phase=Phase.ENDING,
+        deadline=turn.now + turn.config.settings.close_seconds,
+        exit_status=status,
+        suspicion=None,
+    )
+    turn.act(Finish(status, reason, resume))
+    turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason)
+    check_ended(turn)
+
+
+def check_ended(turn: Turn, *, overdue: bool = False) -> None:
+    """Exit when all agents have gone."""
+    if turn.state.phase is Phase.ENDING and (overdue or not turn.state.nodes):
+        assert turn.state.exit_status is not None
+        turn.set(phase=Phase.ENDED, deadline=None)
+        turn.act(Exit(turn.state.exit_status))

@@ -1,0 +1,281 @@
+"""What goes into the coordinator's state machine; what comes out is in machine_actions.
+
+Plain frozen data. An input that names a member carries its incarnation, and one that belongs to an
+epoch carries the epoch: the machine refuses what is stale. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import (
+    Generation,
+    Inventory,
+    RoleLayout,
+)
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed. Needed at least ten times a second: all deadlines are looked at here."""
+
+
+@dataclass(frozen=True)
+class NodeJoined:
+    """An agent connected. ``members``: slot -> incarnation of what it runs already (rarely any)."""
+
+    node: int
+    host: str
+    vault_port: int
+    domain: str
+    members: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NodeLost:
+    """A verdict: connection closed, silent, or told to go. It never comes back under this id.
+
+    ``silent_seconds``: how long before this verdict the last sign of life was.
+    """
+
+    node: int
+    cause: str
+    silent_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StoreReady:
+    """The store process of the communicators listens here (again, when it was restarted)."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class OfMember:
+    """Base of inputs about one member: a process by node, local slot and incarnation."""
+
+    node: int
+    slot: int
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class MemberHello(OfMember):
+    """The process runs."""
+
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class MemberWarm(OfMember):
+    """A member without a seat has built in detached mode and is parked."""
+
+
+@dataclass(frozen=True)
+class MemberRegistered(OfMember):
+    """A member has built and its segment is known to its vault."""
+
+    layout: RoleLayout
+
+
+@dataclass(frozen=True)
+class MemberLost(OfMember):
+    """The process ended and was reaped, by itself (``exit_code``) or by ``signal``."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    last_line: str = ""
+
+
+@dataclass(frozen=True)
+class MemberSuspected(OfMember):
+    """A verdict of liveness: frozen or out of touch. The machine has it killed and replaced."""
+
+    cause: str
+    silent_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RolesHung:
+    """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up."""
+
+    epoch: int
+    roles: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True)
+class MemberFault(OfMember):
+    """Communication failed in a member. Mostly a consequence: a better cause has 0.5 s to come."""
+
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True)
+class NodeInventory:
+    """A node's vault closed the epoch and promises what is in here."""
+
+    inventory: Inventory
+
+
+@dataclass(frozen=True)
+class Restored(OfMember):
+    """The member has the state the record names and has agreed on it with its peers."""
+
+    epoch: int
+    generation: Generation
+    state_hash: str = ""
+
+
+@dataclass(frozen=True)
+class RestoreFailed(OfMember):
+    """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ)."""
+
+    epoch: int
+    part: str
+    text: str
+
+
+@dataclass(frozen=True)
+class CorruptionFound:
+    """A vault found a checksum wrong: these bytes must not be counted on again."""
+
+    bad: BadPart
+
+
+@dataclass(frozen=True)
+class PhaseReported:
+    """One member's or vault's part of a recovery; the longest of each phase counts."""
+
+    epoch: int
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """A vault re-protected what it owed, this long after the loss."""
+
+    epoch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StepReported:
+    """Some role completed an iteration and its log lines were accepted."""
+
+    epoch: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class DurableValid:
+    """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes."""
+
+    iteration: int
+    path: str
+    boundary: str = "save"
+
+
+@dataclass(frozen=True)
+class Paused(OfMember):
+    """The member stands still at the start of the iteration after ``iteration``."""
+
+    epoch: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class PauseRefused(OfMember):
+    """The member is already past the wanted iteration: it is in ``iteration`` + 1."""
+
+    epoch: int
+    iteration: int
+
+
+@dataclass(frozen=True)
+class MemberDone(OfMember):
+    """The role has completed the last iteration; it stays interruptible."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class DrainRequested:
+    """Somebody wants the node's roles moved away."""
+
+    node: int
+
+
+@dataclass(frozen=True)
+class JournalWritten:
+    """The record of this epoch is durable."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class JournalFailed:
+    """The record of this epoch cannot be made durable (another coordinator's, or a full disk)."""
+
+    epoch: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A node wrote its part of the generation to disk, or could not (``error``)."""
+
+    node: int
+    generation: Generation
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Diverged:
+    """A replayed step gave other numbers than the first time."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class UserStop:
+    """Interrupt from the user."""
+
+    reason: str = "interrupted"
+
+
+Input = (
+    Tick
+    | NodeJoined
+    | NodeLost
+    | StoreReady
+    | MemberHello
+    | MemberWarm
+    | MemberRegistered
+    | MemberLost
+    | MemberSuspected
+    | RolesHung
+    | MemberFault
+    | NodeInventory
+    | Restored
+    | RestoreFailed
+    | CorruptionFound
+    | PhaseReported
+    | Exposed
+    | StepReported
+    | DurableValid
+    | Paused
+    | PauseRefused
+    | MemberDone
+    | DrainRequested
+    | JournalWritten
+    | JournalFailed
+    | Dumped
+    | Diverged
+    | UserStop
+)

@@ -1,0 +1,171 @@
+"""What ends waiting in the coordinator's state machine: a complete start, and deadlines."""
+
+from __future__ import annotations
+
+from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
+from deadpool_megatron.cluster.machine_moves import (
+    check_paused,
+    close,
+    decide,
+    drop_node,
+    kill,
+    seating,
+)
+from deadpool_megatron.cluster.machine_state import (
+    OPEN_PHASES,
+    Failure,
+    MemberStatus,
+    Phase,
+    Place,
+    Turn,
+)
+from deadpool_megatron.events import Kind
+
+
+def tick(turn: Turn) -> None:
+    """Look at every deadline."""
+    suspicion = turn.state.suspicion
+    if suspicion is not None and turn.now >= suspicion.until:
+        _believe(turn)
+    state = turn.state
+    if state.deadline is not None and turn.now >= state.deadline:
+        if state.waiting_for():
+            text = f"waited long enough for {state.waiting_for()}"
+            turn.emit(Kind.LOG, level="warning", text=text)
+        _overdue(turn)
+    elif state.phase is Phase.GATHERING:
+        check_gathered(turn)
+    _check_members(turn)
+
+
+def check_gathered(turn: Turn) -> None:
+    """Leave GATHERING when all wished nodes run their members, or after a restart have rejoined.
+
+    Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
+    """
+    state, config = turn.state, turn.config
+    if state.phase is not Phase.GATHERING or state.store is None or state.deadline is None:
+        return
+    if state.record is not None:
+        if not set(state.record.nodes) - set(state.nodes) - set(state.gone):
+            _reopen(turn)
+        return
+    wished = {seat.node for seat in state.seats.values()}
+    if wished - set(state.nodes) - set(state.gone) or _starting(turn):
+        return
+    patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
+    present = len(state.nodes) + len(state.gone)
+    if present < config.nodes + config.spares and turn.now < patience:
+        return
+    if not seating(turn, frozenset()).unseated:
+        decide(turn)
+
+
+def _starting(turn: Turn) -> set[int]:
+    """Nodes that would get roles and have members that did not say hello yet."""
+    seats = seating(turn, frozenset()).seats.values()
+    return {seat.node for seat in seats if not _runs(turn, (seat.node, seat.slot))}
+
+
+def _runs(turn: Turn, place: Place) -> bool:
+    return turn.state.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
+
+
+def _reopen(turn: Turn) -> None:
+    """A coordinator that took over: nobody can tell what was missed, so close and decide anew."""
+    turn.set(phase=Phase.RUNNING)
+    close(turn, Failure("the coordinator was restarted"))
+
+
+def _believe(turn: Turn) -> None:
+    """No better cause came: act on the suspicion."""
+    state = turn.state
+    suspicion, record = state.suspicion, state.record
+    assert suspicion is not None
+    assert record is not None
+    turn.set(bad_parts=state.bad_parts | suspicion.bad_parts)
+    if suspicion.doubtful:
+        # The first time the fault may be a device's; the second time the generation is given up.
+        generation = record.restore.generation
+        if generation in state.doubted:
+            turn.set(bad_generations=state.bad_generations | {generation})
+        turn.set(doubted=state.doubted | {generation})
+    close(turn, suspicion.failure)
+
+
+def _overdue(turn: Turn) -> None:
+    state = turn.state
+    waited = state.waiting_for()
+    match state.phase:
+        case Phase.GATHERING:
+            _gathered_enough(turn, waited)
+        case Phase.CLOSING:
+            for node in sorted(state.awaited | {place[0] for place in state.killed}):
+                drop_node(turn, node, _silent(node, "did not close the epoch in time"))
+        case Phase.WAITING_SPARE:
+            dump(turn)
+        case Phase.DECIDING:
+            finish(turn, 1, f"waited too long for {waited}")
+        case Phase.OPENING:
+            _open_again(turn)
+        case Phase.PAUSING:
+            check_paused(turn, overdue=True)
+        case Phase.DUMPING:
+            for node in sorted(state.dump.awaited if state.dump else ()):
+                drop_node(turn, node, _silent(node, "did not dump in time"))
+        case Phase.ENDING:
+            check_ended(turn, overdue=True)
+
+
+def _silent(node: int, what: str) -> Failure:
+    return Failure(f"node {node} {what}", ("node", str(node)))
+
+
+def _open_again(turn: Turn) -> None:
+    state = turn.state
+    culprits = sorted(set(state.seats) - state.restored)
+    for role in culprits:
+        kill(turn, (state.seats[role].node, state.seats[role].slot))
+    cause = f"roles {culprits} did not restore in time"
+    close(turn, Failure(cause, ("opening", *map(str, culprits))))
+
+
+def _gathered_enough(turn: Turn, waited: str) -> None:
+    """Go on without the late ones if spares can take their place, else end the run."""
+    state = turn.state
+    if state.store is None:
+        finish(turn, 2, "the store process of the communicators did not start in time")
+        return
+    if state.record is not None:
+        late = set(state.record.nodes) - set(state.nodes) - set(state.gone)
+        turn.set(gone={**state.gone, **dict.fromkeys(late, "did not join again in time")})
+        _reopen(turn)
+        return
+    wished = {seat.node for seat in state.seats.values()}
+    absent = sorted(wished - set(state.nodes) - set(state.gone))
+    turn.set(gone={**state.gone, **dict.fromkeys(absent, "did not join in time")})
+    for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
+        drop_node(turn, node, _silent(node, "did not start its members in time"))
+    unseated = seating(turn, frozenset()).unseated
+    if unseated:
+        who = ", ".join(f"node {n}: {why}" for n, why in sorted(turn.state.gone.items()))
+        finish(turn, 2, f"no members for roles {list(unseated)} ({who or waited})")
+    else:
+        decide(turn)
+
+
+def _check_members(turn: Turn) -> None:
+    """Killed processes must be reaped, and spares must become warm, in their time."""
+    settings = turn.config.settings
+    seated = {(seat.node, seat.slot) for seat in turn.state.seats.values()}
+    for place, member in sorted(turn.state.members.items()):
+        age = turn.now - member.since
+        if member.status is MemberStatus.KILLED and age > settings.close_seconds:
+            drop_node(turn, place[0], _silent(place[0], "cannot end a killed process"))
+        elif (
+            turn.state.phase in OPEN_PHASES
+            and place not in seated
+            and member.status in (MemberStatus.STARTING, MemberStatus.RUNNING)
+            and age > settings.start_seconds
+        ):
+            kill(turn, place)

@@ -1,0 +1,276 @@
+"""Inputs of the coordinator's state machine that come from, or are about, one member process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster import machine_limits
+from deadpool_megatron.cluster.machine_moves import (
+    check_closed,
+    check_done,
+    check_opened,
+    check_paused,
+    close,
+    consider_pause,
+    drop_node,
+    kill,
+    pause_later,
+    start_members,
+    worth_another_try,
+)
+from deadpool_megatron.cluster.machine_state import (
+    LAST_PHASES,
+    OPEN_PHASES,
+    Failure,
+    MemberStatus,
+    Phase,
+    Suspicion,
+    Turn,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart
+
+# A failed communication is mostly a consequence; its cause is reported within this time.
+GRACE_SECONDS = 0.5
+
+
+def handle(turn: Turn, event: ev.OfMember) -> None:
+    """Check that the process is the present one of its slot, then pass on to the handler."""
+    place = (event.node, event.slot)
+    member = turn.state.members.get(place)
+    if member is None or member.incarnation != event.incarnation:
+        turn.refuse(_name(event), "not the present process of its slot", event.node)
+        return
+    match event:
+        case ev.MemberHello():
+            _hello(turn, event)
+        case ev.MemberWarm():
+            _warm(turn, event)
+        case ev.MemberRegistered():
+            _registered(turn, event)
+        case ev.MemberLost():
+            _lost(turn, event)
+        case ev.MemberSuspected():
+            _suspected(turn, event)
+        case ev.MemberFault() | ev.Restored() | ev.RestoreFailed():
+            _of_epoch(turn, event)
+        case ev.Paused() | ev.PauseRefused() | ev.MemberDone():
+            _of_epoch(turn, event)
+
+
+def _name(event: ev.OfMember) -> str:
+    kind = type(event).__name__
+    return f"{kind} of member {event.node}.{event.slot}.{event.incarnation}"
+
+
+def _role(turn: Turn, event: ev.OfMember) -> int | None:
+    return turn.state.role_at(event.node, event.slot, event.incarnation)
+
+
+def _hello(turn: Turn, event: ev.MemberHello) -> None:
+    place = (event.node, event.slot)
+    if turn.state.members[place].status is MemberStatus.STARTING:
+        started = turn.state.members[place]
+        running = replace(started, status=MemberStatus.RUNNING)
+        turn.set(members={**turn.state.members, place: running})
+        turn.emit(
+            Kind.MEMBER_STARTED,
+            node=event.node,
+            slot=event.slot,
+            incarnation=event.incarnation,
+            pid=event.pid,
+        )
+        machine_limits.check_gathered(turn)
+
+
+def _warm(turn: Turn, event: ev.MemberWarm) -> None:
+    place = (event.node, event.slot)
+    member = turn.state.members[place]
+    if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
+        return
+    turn.member(place, MemberStatus.WARM)
+    turn.emit(
+        Kind.MEMBER_WARM,
+        node=event.node,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        seconds=turn.now - member.since,
+    )
+    consider_pause(turn)
+
+
+def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
+    state, layout = turn.state, event.layout
+    role = _role(turn, event)
+    if role != layout.role or state.open_epoch is None:
+        turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
+        return
+    assert state.record is not None
+    known = state.layouts.get(role)
+    if (
+        known is not None
+        and known.layout_hash != layout.layout_hash
+        and state.record.restore.kind == "memory"
+    ):
+        kill(turn, (event.node, event.slot))
+        cause = f"the process built for role {role} lays out its state in another way"
+        close(turn, Failure(cause, ("layout", str(role))))
+        return
+    turn.set(layouts={**state.layouts, role: layout})
+
+
+def _lost(turn: Turn, event: ev.MemberLost) -> None:
+    state, place = turn.state, (event.node, event.slot)
+    ordered = state.members[place].status is MemberStatus.KILLED
+    role = _role(turn, event)
+    how = f"signal {event.signal}" if event.signal is not None else f"exit {event.exit_code}"
+    cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
+    cause += f" ({event.last_line})" if event.last_line else ""
+    facts = {"exit_code": event.exit_code, "signal": event.signal}
+    turn.emit(
+        Kind.MEMBER_LOST,
+        node=event.node,
+        role=role,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        cause=cause,
+        **{key: value for key, value in facts.items() if value is not None},
+    )
+    failure = _failure_of(event, cause, role)
+    if state.phase in LAST_PHASES:
+        return
+    if state.phase in OPEN_PHASES and role is not None:
+        close(turn, failure)
+    elif state.phase is Phase.GATHERING and failure.exited:
+        slot_too = replace(failure, signature=(*failure.signature, str(place)))
+        worth_another_try(turn, slot_too)
+    if turn.state.phase in LAST_PHASES:
+        return
+    # A drained member is killed to serve as a fresh spare: that says nothing about its node.
+    _restart(turn, event, failure, counts=role is not None or not ordered)
+    if turn.state.phase is Phase.WAITING_SPARE or _is_pending(turn, event):
+        close(turn, failure)
+    check_closed(turn)
+
+
+def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
+    """Whether a record that is being written has a seat for this slot."""
+    pending = turn.state.pending if turn.state.phase is Phase.DECIDING else None
+    return pending is not None and any(
+        (seat.node, seat.slot) == (event.node, event.slot) for seat in pending.seats.values()
+    )
+
+
+def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+    if event.signal is None:
+        return Failure(cause, ("exit", str(event.exit_code), event.last_line), exited=True)
+    return Failure(cause, ("signal", str(event.signal), str(role)))
+
+
+def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
+    """The next incarnation at once, in the same place; too many of them, and the node goes."""
+    node = turn.state.nodes[event.node]
+    restarts = node.restarts + counts
+    turn.set(nodes={**turn.state.nodes, event.node: replace(node, restarts=restarts)})
+    if restarts > turn.config.settings.restarts_in_place:
+        cause = f"node {event.node} is put aside after {restarts - 1} restarts: {failure.cause}"
+        drop_node(turn, event.node, Failure(cause, ("node", str(event.node))))
+    else:
+        start_members(turn, event.node, {event.slot: event.incarnation + 1})
+
+
+def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
+    role = _role(turn, event)
+    kill(turn, (event.node, event.slot))
+    if (role is not None and turn.state.phase in OPEN_PHASES) or _is_pending(turn, event):
+        failure = Failure(event.cause, ("suspected", str(role)))
+        close(turn, failure, silent_seconds=event.silent_seconds)
+
+
+def _of_epoch(
+    turn: Turn,
+    event: ev.MemberFault
+    | ev.Restored
+    | ev.RestoreFailed
+    | ev.Paused
+    | ev.PauseRefused
+    | ev.MemberDone,
+) -> None:
+    """What only the player of a role in the open epoch may say."""
+    state, role = turn.state, _role(turn, event)
+    if role is None or event.epoch != state.open_epoch:
+        why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
+        turn.refuse(_name(event), why, event.node)
+        return
+    match event:
+        case ev.MemberFault():
+            _suspect(turn, Failure(f"role {role}: {event.text}", ("fault",)))
+        case ev.RestoreFailed():
+            _restore_failed(turn, event, role)
+        case ev.Restored():
+            _restored(turn, event, role)
+        case ev.MemberDone():
+            turn.set(done=state.done | {role})
+            check_done(turn)
+            check_paused(turn)
+        case ev.Paused() | ev.PauseRefused():
+            _paused(turn, event, role)
+
+
+def _suspect(
+    turn: Turn,
+    failure: Failure,
+    *,
+    bad_parts: frozenset[BadPart] = frozenset(),
+    doubtful: bool = False,
+) -> None:
+    """Give a better cause the time to arrive; state that did not restore is one already."""
+    before = turn.state.suspicion
+    if before is None:
+        until = turn.now + GRACE_SECONDS
+        suspicion = Suspicion(failure, turn.now, until, bad_parts, doubtful)
+    else:
+        suspicion = replace(
+            before,
+            failure=failure if bad_parts or doubtful else before.failure,
+            bad_parts=before.bad_parts | bad_parts,
+            doubtful=before.doubtful or doubtful,
+        )
+    turn.set(suspicion=suspicion)
+
+
+def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
+    record = turn.state.record
+    assert record is not None
+    tried = record.restore.sources.get(role, {}).get(event.part, ())
+    generation = record.restore.generation
+    bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
+    # Falling to the next source, generation or checkpoint is progress of a kind.
+    what = (event.part, str(role), str(generation) if tried else record.restore.path)
+    failure = Failure(f"role {role} cannot be restored: {event.text}", ("restore", *what))
+    _suspect(turn, failure, bad_parts=bad, doubtful=not bad)
+
+
+def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
+    state = turn.state
+    assert state.record is not None
+    wanted = state.record.restore.generation
+    if event.generation != wanted:
+        text = f"role {role} restored {event.generation} instead of {wanted}"
+        _suspect(turn, Failure(text, ("restore", "generation")), doubtful=True)
+        return
+    turn.set(restored=state.restored | {role})
+    check_opened(turn)
+
+
+def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
+    order = turn.state.pause
+    if isinstance(event, ev.PauseRefused):
+        if order is not None and event.iteration >= order.iteration:
+            pause_later(turn, event.iteration)
+    elif order is None or event.iteration != order.iteration:
+        turn.refuse(_name(event), f"nobody waits for a pause at {event.iteration}", event.node)
+    else:
+        turn.set(pause=replace(order, paused=order.paused | {role}))
+        check_paused(turn)

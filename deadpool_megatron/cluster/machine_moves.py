@@ -1,0 +1,367 @@
+"""The moves of the coordinator's state machine from phase to phase. Pure functions on a Turn.
+
+Each move sets the phase together with its deadline, so no wait can be without one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deadpool_megatron.cluster import machine_timing
+from deadpool_megatron.cluster.machine_actions import (
+    Announce,
+    CloseEpoch,
+    DropNode,
+    KillMember,
+    Pause,
+    StartMembers,
+    WriteRecord,
+)
+from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
+from deadpool_megatron.cluster.machine_state import (
+    OPEN_PHASES,
+    Failure,
+    MemberStatus,
+    PauseOrder,
+    Phase,
+    Place,
+    State,
+    Turn,
+    matters,
+    record_nodes,
+    restore_query,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout.records import EpochRecord, Inventory
+
+# The same failure so often in a row without any progress is not worth another try.
+_SAME_EXITS = 2
+_SAME_FAILURES = 3
+
+
+def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
+    """Something failed (or has to change): whatever the phase, lead to a new decision."""
+    state = turn.state
+    match state.phase:
+        case phase if phase in OPEN_PHASES:
+            _close_open(turn, failure, silent_seconds)
+        case Phase.CLOSING:
+            if state.recovery is not None:
+                causes = (*state.recovery.causes, failure.cause)
+                turn.set(recovery=replace(state.recovery, causes=causes))
+            check_closed(turn)
+        case Phase.DECIDING:
+            turn.set(redecide=failure)
+        case Phase.WAITING_SPARE:
+            decide(turn)
+
+
+def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
+    state, record = turn.state, turn.state.record
+    assert record is not None
+    if failure.signature and not worth_another_try(turn, failure):
+        return
+    signs = min(turn.now - silent_seconds, state.suspicion.at if state.suspicion else turn.now)
+    if state.recovery is None:
+        recovery = machine_timing.begin(
+            (failure.cause,), signs, turn.now, state.newest, record.seats
+        )
+    else:
+        recovery = state.recovery.again(failure.cause, turn.now)
+    turn.act(CloseEpoch(record.epoch, failure.cause))
+    turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause)
+    turn.set(
+        phase=Phase.CLOSING,
+        deadline=turn.now + 2 * turn.config.settings.close_seconds,
+        recovery=recovery,
+        awaited=frozenset(record.nodes) & frozenset(state.nodes),
+        inventories={},
+        restored=frozenset(),
+        done=frozenset(),
+        suspicion=None,
+        pause=None,
+    )
+    check_closed(turn)
+
+
+def worth_another_try(turn: Turn, failure: Failure) -> bool:
+    """Note a failure; end the run when the same one repeats without a new iteration in between."""
+    state = turn.state
+    failures = (*(f for f in state.failures if f[0] == state.newest), (state.newest, failure))
+    turn.set(failures=failures)
+    same = sum(known.signature == failure.signature for _, known in failures)
+    limit = _SAME_EXITS if failure.exited else _SAME_FAILURES
+    if same < limit and len(failures) <= turn.config.settings.restarts_in_place:
+        return True
+    listed = "; ".join(known.cause for _, known in failures[-_SAME_FAILURES:])
+    finish(turn, 1, f"no progress after iteration {state.newest}: {listed}")
+    return False
+
+
+def check_closed(turn: Turn) -> None:
+    """Decide when every live node has promised its inventory and no killed process is left."""
+    state = turn.state
+    if state.phase is not Phase.CLOSING or state.awaited or state.killed:
+        return
+    if state.recovery is not None:
+        turn.set(recovery=state.recovery.spend("close", turn.now))
+    decide(turn)
+
+
+def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
+    """Who would play which role now."""
+    state = turn.state
+    return turn.planner.assign_seats(
+        SeatingQuery(
+            seats=state.seats,
+            members={place: member.incarnation for place, member in state.members.items()},
+            warm=frozenset(p for p, m in state.members.items() if m.status is MemberStatus.WARM),
+            leaving=leaving,
+            avoid=state.avoid,
+        )
+    )
+
+
+def decide(turn: Turn) -> None:
+    """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
+    if turn.state.killed:
+        _wait_for_reaping(turn)
+        return
+    seats = seating(turn, turn.state.leaving)
+    if seats.unseated and turn.state.leaving:  # the spare for the drain has gone in the meantime
+        turn.set(leaving=frozenset())
+        seats = seating(turn, turn.state.leaving)
+    state = turn.state
+    restore = turn.planner.choose_restore(restore_query(turn, seats.seats))
+    if isinstance(restore, NoRestore):
+        finish(turn, 1, restore.reason)
+        return
+    if seats.unseated:
+        _wait_for_spare(turn, seats)
+        return
+    assert state.store is not None, "nothing is decided before the store is there"
+    nodes = record_nodes(state, seats.seats)
+    record = EpochRecord(
+        epoch=state.epoch + 1,
+        seats=seats.seats,
+        nodes=nodes,
+        restore=restore,
+        store_host=state.store[0],
+        store_port=state.store[1],
+        replicas=turn.config.settings.replicas,
+        emitted_up_to=state.newest,
+        fewer_copies=missing_copies(
+            {role: seat.node for role, seat in seats.seats.items()},
+            {node: address.domain for node, address in nodes.items()},
+            {node for node, address in nodes.items() if address.spare},
+            turn.config.settings.replicas,
+        ),
+        cause="; then ".join(state.recovery.causes) if state.recovery else "start",
+    )
+    turn.set(
+        phase=Phase.DECIDING,
+        deadline=turn.now + turn.config.settings.connect_seconds,
+        epoch=record.epoch,
+        pending=record,
+        redecide=None,
+    )
+    turn.act(WriteRecord(record))
+
+
+def _wait_for_reaping(turn: Turn) -> None:
+    """Whether a slot gets a new process in place is known only when the old one has ended."""
+    if turn.state.phase is not Phase.WAITING_SPARE:
+        limit = 2 * turn.config.settings.close_seconds
+        turn.set(phase=Phase.CLOSING, deadline=turn.now + limit, pending=None, redecide=None)
+
+
+def _wait_for_spare(turn: Turn, seats: Seating) -> None:
+    if turn.state.phase is Phase.WAITING_SPARE:
+        return
+    turn.set(
+        phase=Phase.WAITING_SPARE,
+        deadline=turn.now + turn.config.settings.spare_timeout_seconds,
+        pending=None,
+        redecide=None,
+    )
+    roles = list(seats.unseated)
+    turn.emit(Kind.LOG, level="warning", text=f"roles {roles} wait for a spare node to join")
+
+
+def announce(turn: Turn) -> None:
+    """The pending record is durable: it is the truth from now on."""
+    state, record = turn.state, turn.state.pending
+    assert record is not None
+    settings = turn.config.settings
+    limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
+    seated = {(seat.node, seat.slot) for seat in record.seats.values()}
+    if any(state.members[place].status is not MemberStatus.WARM for place in seated):
+        limit += settings.start_seconds
+    if record.restore.kind in ("durable", "dump"):
+        limit += settings.first_step_seconds
+    moved = state.leaving
+    recovery = state.recovery.spend("decide", turn.now) if state.recovery else None
+    turn.set(
+        phase=Phase.OPENING,
+        deadline=turn.now + limit,
+        record=record,
+        pending=None,
+        seats=record.seats,
+        kept=keep_line(state.kept, record.restore, record.epoch),
+        recovery=recovery,
+        inventories={},
+        restored=frozenset(),
+        leaving=frozenset(),
+        drains=state.drains - moved,
+        avoid=state.avoid | moved,
+    )
+    turn.act(Announce(record))
+    turn.emit(
+        Kind.EPOCH_DECIDED,
+        generation=record.restore.generation.to_list(),
+        restore=record.restore.kind,
+        segment=record.restore.boundary,
+        changes=sorted(r for r, seat in record.seats.items() if state.seats.get(r) != seat),
+        seconds=recovery.phases["decide"] if recovery else 0.0,
+    )
+    for place, member in sorted(turn.state.members.items()):
+        if place in seated:
+            continue
+        if place[0] in moved:  # a drained node serves as a fresh spare from now on
+            kill(turn, place)
+        elif member.status in (MemberStatus.STARTING, MemberStatus.RUNNING):
+            turn.member(place, member.status)  # its time for building counts from here
+
+
+def check_opened(turn: Turn) -> None:
+    """Run when every role has restored."""
+    state, record = turn.state, turn.state.record
+    if state.phase is not Phase.OPENING or record is None or set(record.seats) - state.restored:
+        return
+    for seat in record.seats.values():
+        turn.member((seat.node, seat.slot), MemberStatus.WARM)
+    recovery = state.recovery
+    phases = {**recovery.phases, **recovery.reported} if recovery else {}
+    if recovery is not None:
+        recovery = replace(recovery, mark=turn.now, opened=True)
+    turn.set(phase=Phase.RUNNING, deadline=None, recovery=recovery, ever_ran=True)
+    turn.emit(Kind.EPOCH_OPENED, phases=phases)
+    check_done(turn)
+    consider_pause(turn)
+
+
+def check_done(turn: Turn) -> None:
+    """End the run well when every role has completed its last iteration."""
+    running = turn.state.phase in (Phase.RUNNING, Phase.PAUSING)
+    if running and len(turn.state.done) == turn.config.world_size:
+        finish(turn, 0, "")
+
+
+def consider_pause(turn: Turn) -> None:
+    """Pause the running job when a wanted drain, or missing copies, can now be served."""
+    state, record = turn.state, turn.state.record
+    if state.phase is not Phase.RUNNING or record is None or state.suspicion is not None:
+        return
+    for node in sorted(state.drains):
+        if not seating(turn, frozenset({node})).unseated:
+            _pause(turn, f"drain of node {node}", frozenset({node}))
+            return
+    nodes = record_nodes(state, record.seats)
+    missing = missing_copies(
+        {role: seat.node for role, seat in record.seats.items()},
+        {node: address.domain for node, address in nodes.items()},
+        {node for node, address in nodes.items() if address.spare},
+        record.replicas,
+    )
+    if record.fewer_copies - missing:
+        _pause(turn, "a new node can hold the missing copies", frozenset())
+
+
+def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
+    order = PauseOrder(turn.state.newest + 2, cause, leaving)
+    limit = turn.config.settings.hang_seconds
+    turn.set(phase=Phase.PAUSING, deadline=turn.now + limit, pause=order)
+    assert turn.state.record is not None
+    turn.act(Pause(turn.state.record.epoch, order.iteration))
+
+
+def pause_later(turn: Turn, iteration: int) -> None:
+    """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
+    state = turn.state
+    assert state.pause is not None
+    assert state.record is not None
+    later = max(state.newest, iteration) + 2
+    turn.set(pause=replace(state.pause, iteration=later, paused=frozenset()))
+    turn.act(Pause(state.record.epoch, later))
+
+
+def check_paused(turn: Turn, *, overdue: bool = False) -> None:
+    """When all stand still (or had their time), go through a close as after a failure."""
+    state = turn.state
+    if state.phase is not Phase.PAUSING or state.pause is None:
+        return
+    if overdue or len(state.pause.paused | state.done) == turn.config.world_size:
+        turn.set(leaving=state.pause.leaving)
+        close(turn, Failure(state.pause.cause))
+
+
+def kill(turn: Turn, place: Place) -> None:
+    """Have a member killed; it is replaced when it was reaped."""
+    member = turn.state.members.get(place)
+    if member is not None and member.status is not MemberStatus.KILLED:
+        turn.member(place, MemberStatus.KILLED)
+        turn.act(KillMember(*place, member.incarnation))
+
+
+def start_members(turn: Turn, node: int, slots: dict[int, int]) -> None:
+    """Start processes (slot -> incarnation), told for which role to build."""
+    roles = {(seat.node, seat.slot): role for role, seat in turn.state.seats.items()}
+    provisional = {
+        slot: roles.get((node, slot), turn.config.provisional_role(node, slot)) for slot in slots
+    }
+    for slot, incarnation in slots.items():
+        turn.member((node, slot), MemberStatus.STARTING, incarnation=incarnation)
+    turn.act(StartMembers(node, slots, provisional))
+
+
+def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float = 0.0) -> None:
+    """A node is gone for good, with everything on it."""
+    before = turn.state
+    if node not in before.nodes:
+        return
+    record = before.pending if before.phase is Phase.DECIDING else before.record
+    needed = record is not None and matters(before, record, node)
+    turn.set(
+        nodes={n: known for n, known in before.nodes.items() if n != node},
+        members={p: member for p, member in before.members.items() if p[0] != node},
+        gone={**before.gone, node: failure.cause},
+        drains=before.drains - {node},
+        awaited=before.awaited - {node},
+        inventories=_without(before, node),
+    )
+    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause)
+    if before.phase is Phase.DUMPING:
+        dump(turn)
+    elif before.phase is Phase.ENDING:
+        check_ended(turn)
+    elif needed or before.phase in (Phase.CLOSING, Phase.WAITING_SPARE):
+        close(turn, failure, silent_seconds=silent_seconds)
+
+
+def _without(state: State, node: int) -> dict[int, Inventory]:
+    """The inventories that are left; what is on disk already cannot be lost with its node."""
+    left = {n: inventory for n, inventory in state.inventories.items() if n != node}
+    if state.dump is not None and node in state.dump.finished:
+        g, lost = state.dump.restore.generation, state.inventories[node]
+        saved = tuple(holding for holding in lost.holdings if holding.generation == g)
+        left[node] = replace(lost, holdings=saved)
+    return left
+
+
+def drop_node(turn: Turn, node: int, failure: Failure) -> None:
+    """Put a connected node aside."""
+    if node in turn.state.nodes:
+        turn.act(DropNode(node, failure.cause))
+        lose_node(turn, node, failure)

@@ -1,0 +1,325 @@
+"""What the coordinator's state machine knows: immutable, and nothing else decides what it does.
+
+:class:`Turn` is the handling of one input: it holds the state so far and collects the actions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from deadpool_megatron.cluster.machine_actions import Action, EmitEvent
+from deadpool_megatron.cluster.machine_timing import Recovery, RecoveryReport
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
+from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Restore,
+    RoleLayout,
+    Seat,
+)
+from deadpool_megatron.settings import Settings
+
+Place = tuple[int, int]  # (node, local slot)
+INITIAL = Restore("initial", Generation(0, 0))
+
+
+class Phase(StrEnum):
+    """What the machine is doing; every phase but RUNNING and ENDED has a deadline."""
+
+    GATHERING = "gathering"  # waits for the first members, or after a restart for the old ones
+    CLOSING = "closing"  # waits for inventories
+    WAITING_SPARE = "waiting for a spare"
+    DECIDING = "deciding"  # waits for the journal
+    OPENING = "opening"  # waits until every role has restored
+    RUNNING = "running"
+    PAUSING = "pausing"  # runs, until all members stand still at one iteration
+    DUMPING = "dumping"
+    ENDING = "ending"  # waits for the agents to go
+    ENDED = "ended"
+
+
+OPEN_PHASES = frozenset({Phase.OPENING, Phase.RUNNING, Phase.PAUSING})
+LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
+
+    ``start``: what epoch 1 begins with (kind initial, durable or dump).
+    """
+
+    nodes: int
+    spares: int
+    nproc: int
+    settings: Settings
+    dump_directory: str
+    start: Restore = INITIAL
+
+    @property
+    def world_size(self) -> int:
+        """Number of roles."""
+        return self.nodes * self.nproc
+
+    def provisional_role(self, node: int, slot: int) -> int:
+        """The role a member builds for before it has a seat: its stage class is likely needed."""
+        return (node % self.nodes) * self.nproc + slot
+
+
+class MemberStatus(StrEnum):
+    """Life of a member process; a lost one is replaced at once by its next incarnation."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    WARM = "warm"
+    KILLED = "killed"  # told to die, not reaped yet
+
+
+@dataclass(frozen=True)
+class MemberState:
+    """``since``: when it was started, told to be warm, or killed."""
+
+    incarnation: int
+    status: MemberStatus
+    since: float
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A connected node. ``restarts``: how often a process had to be replaced on it."""
+
+    host: str
+    vault_port: int
+    domain: str
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an epoch ends. ``signature``: equal for the same failure again; () is not a failure.
+
+    ``exited``: the process ended by itself, so trying again will most likely end the same.
+    """
+
+    cause: str
+    signature: tuple[str, ...] = ()
+    exited: bool = False
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """Something failed, but its cause may still be on the way."""
+
+    failure: Failure
+    at: float
+    until: float
+    bad_parts: frozenset[BadPart] = frozenset()
+    doubtful: bool = False  # the generation as a whole did not restore
+
+
+@dataclass(frozen=True)
+class PauseOrder:
+    """All members shall stand still after ``iteration``; ``leaving``: node to be drained."""
+
+    iteration: int
+    cause: str
+    leaving: frozenset[int] = frozenset()
+    paused: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class DumpOrder:
+    """What is being written to disk, and which nodes have finished."""
+
+    restore: Restore
+    awaited: frozenset[int]
+    finished: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything. ``seats``: of the last announced record, before that the wished ones.
+
+    ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
+    yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
+    reported by an open epoch. ``kept``: see layout.decision.keep_line.
+    """
+
+    phase: Phase
+    deadline: float | None
+    seats: Mapping[int, Seat]
+    epoch: int = 0
+    record: EpochRecord | None = None
+    pending: EpochRecord | None = None
+    redecide: Failure | None = None
+    nodes: Mapping[int, NodeState] = field(default_factory=dict)
+    gone: Mapping[int, str] = field(default_factory=dict)
+    members: Mapping[Place, MemberState] = field(default_factory=dict)
+    layouts: Mapping[int, RoleLayout] = field(default_factory=dict)
+    store: tuple[str, int] | None = None
+    kept: Mapping[int, int] = field(default_factory=dict)
+    inventories: Mapping[int, Inventory] = field(default_factory=dict)
+    awaited: frozenset[int] = frozenset()
+    restored: frozenset[int] = frozenset()
+    done: frozenset[int] = frozenset()
+    newest: int = 0
+    ever_ran: bool = False
+    durable: Restore | None = None
+    bad_parts: frozenset[BadPart] = frozenset()
+    doubted: frozenset[Generation] = frozenset()
+    bad_generations: frozenset[Generation] = frozenset()
+    suspicion: Suspicion | None = None
+    pause: PauseOrder | None = None
+    drains: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
+    avoid: frozenset[int] = frozenset()
+    dump: DumpOrder | None = None
+    failures: tuple[tuple[int, Failure], ...] = ()
+    recovery: Recovery | None = None
+    recoveries: tuple[RecoveryReport, ...] = ()
+    exit_status: int | None = None
+
+    @property
+    def open_epoch(self) -> int | None:
+        """Number of the epoch in which members work, None while there is none."""
+        return self.record.epoch if self.record and self.phase in OPEN_PHASES else None
+
+    @property
+    def killed(self) -> tuple[Place, ...]:
+        """Members told to die and not reaped yet, ascending."""
+        found = (p for p, m in self.members.items() if m.status is MemberStatus.KILLED)
+        return tuple(sorted(found))
+
+    def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
+        """The role this very process has a seat for in the announced record."""
+        seat = Seat(node, slot, incarnation)
+        seats = self.record.seats if self.record else {}
+        return next((role for role, taken in seats.items() if taken == seat), None)
+
+    def waiting_for(self) -> str:
+        """What the phase waits for, in words; empty when it waits for nothing."""
+        roles = set(self.seats)
+        match self.phase:
+            case Phase.GATHERING:
+                return "nodes and members to start"
+            case Phase.CLOSING:
+                members = list(self.killed)
+                return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
+            case Phase.WAITING_SPARE:
+                return "a node that joins as spare"
+            case Phase.DECIDING:
+                return f"the journal of epoch {self.epoch}"
+            case Phase.OPENING:
+                return f"restored from roles {sorted(roles - self.restored)}"
+            case Phase.PAUSING:
+                still = self.pause.paused if self.pause else frozenset()
+                return f"roles {sorted(roles - still - self.done)} to pause"
+            case Phase.DUMPING:
+                return f"dumps of nodes {sorted(self.dump.awaited) if self.dump else []}"
+            case Phase.ENDING:
+                return f"agents of nodes {sorted(self.nodes)} to go"
+        return ""
+
+
+class Turn:
+    """The handling of one input at time ``now`` (seconds, monotonic). Lives no longer than that."""
+
+    def __init__(self, config: Config, planner: Planner, state: State, now: float) -> None:
+        self.config = config
+        self.planner = planner
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    def set(self, **changes: Any) -> None:
+        """Replace fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def act(self, action: Action) -> None:
+        """Append an action."""
+        self.actions.append(action)
+
+    def emit(
+        self,
+        kind: Kind,
+        *,
+        node: int | None = None,
+        role: int | None = None,
+        epoch: int | None = None,
+        **data: Any,
+    ) -> None:
+        """Append an event; ``epoch`` defaults to the announced one."""
+        if epoch is None:
+            epoch = self.state.record.epoch if self.state.record else 0
+        self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
+
+    def refuse(self, who: str, why: str, node: int | None = None) -> None:
+        """Report an input that changes nothing, because it is stale or makes no sense."""
+        self.emit(Kind.REFUSED, node=node, who=who, why=why)
+
+    def member(self, place: Place, status: MemberStatus, *, incarnation: int | None = None) -> None:
+        """Set status (and incarnation) of a member as of now."""
+        if incarnation is None:
+            incarnation = self.state.members[place].incarnation
+        changed = MemberState(incarnation, status, self.now)
+        self.set(members={**self.state.members, place: changed})
+
+
+def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+    """All live nodes as a record names them; who has no seat is a spare."""
+    training = {seat.node for seat in seats.values()}
+    return {
+        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
+        for node, known in sorted(state.nodes.items())
+    }
+
+
+def matters(state: State, record: EpochRecord, node: int) -> bool:
+    """Whether the loss of ``node`` invalidates the record: a seat, a copy owed, or a source."""
+    seats = {role: seat.node for role, seat in record.seats.items()}
+    domains = {n: address.domain for n, address in record.nodes.items()}
+    spares = {n for n, address in record.nodes.items() if address.spare}
+    if node in seats.values():
+        return True
+    opened = state.phase in (Phase.RUNNING, Phase.PAUSING)
+    if not opened and any(
+        source.node == node
+        for parts in record.restore.sources.values()
+        for found in parts.values()
+        for source in found
+    ):
+        return True
+
+    def peers(role: int) -> tuple[int, ...]:
+        return state.layouts[role].peers if role in state.layouts else (role,)
+
+    return any(
+        node in choose_buddies(role, peers(role), seats, domains, spares, record.replicas)
+        for role in seats
+    )
+
+
+def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
+    """The question what the next epoch is restored from."""
+    state, start = turn.state, turn.config.start
+    fresh = start.kind == "initial" and not state.ever_ran
+    return RestoreQuery(
+        epoch=state.epoch + 1,
+        world_size=turn.config.world_size,
+        inventories=state.inventories,
+        seats=seats,
+        owners=state.seats,
+        kept=state.kept,
+        layouts=state.layouts,
+        bad_parts=state.bad_parts,
+        bad_generations=state.bad_generations,
+        durable=state.durable,
+        start=start if fresh else None,
+    )

@@ -1,0 +1,288 @@
+"""A member's line to its agent: orders come in, reports and beats go out, training never waits.
+
+A watcher thread owns the reading side and sends a beat every ``beat_interval_seconds``. The main
+thread waits for decisions in :meth:`MemberLink.wait_record`, and every other wait of the main
+thread includes :attr:`MemberLink.interrupt_fd`, which is readable from the moment the current epoch
+is closed (or the run is stopped) until the next record is taken.
+
+The agent's end of the socket closes only when the agent is gone; then this member ends at once, for
+nobody watches it any more (the parent-death signal does the same, without a thread's help).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import FrameBuffer, encode
+
+EXIT_AGENT_LOST = 70
+_RECEIVE_BYTES = 1 << 16
+
+
+class StopOrder(Exception):
+    """The run is over; the text says why. The member leaves its main function."""
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """What the watcher thread calls; each must return soon and must not wait for the main thread.
+
+    ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
+    of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress.
+    """
+
+    on_close: Callable[[int, str], None]
+    on_record: Callable[[EpochRecord], None]
+    on_stop: Callable[[str], None]
+    on_pause: Callable[[int], None]
+    status: Callable[[], Mapping[str, Any]]
+    on_durable: Callable[[int], None] = lambda iteration: None
+
+
+class MemberLink:
+    """See the module text. Every method may be called from any thread.
+
+    ``wait_record`` is meant for one thread at a time (the main one), as it takes the interrupt
+    back.
+    """
+
+    def __init__(
+        self, connection: socket.socket, seat: Seat, run_id: str, settings: Settings
+    ) -> None:
+        self.seat = seat
+        self.run_id = run_id
+        self.settings = settings
+        self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._connection = connection
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._state = threading.Condition()
+        self._outbox: deque[bytes] = deque()
+        self._outbox_lock = threading.Lock()
+        self._record: EpochRecord | None = None
+        self._closed_epoch = 0
+        self._stop_reason: str | None = None
+        self._handlers: Handlers | None = None
+        self._thread: threading.Thread | None = None
+        self._leaving = False
+        self._status_failed = False
+
+    @staticmethod
+    def from_environment() -> MemberLink:
+        """The link whose socket the agent handed over.
+
+        Raises RuntimeError when this process was not started by an agent.
+        """
+        environment = os.environ
+        if "DEADPOOL_AGENT_FD" not in environment:
+            raise RuntimeError("not started by a deadpool agent: start with 'deadpool run'")
+        seat = Seat(
+            int(environment["DEADPOOL_NODE"]),
+            int(environment["DEADPOOL_SLOT"]),
+            int(environment["DEADPOOL_INCARNATION"]),
+        )
+        connection = socket.socket(fileno=int(environment["DEADPOOL_AGENT_FD"]))
+        settings = Settings.from_environment(environment)
+        return MemberLink(connection, seat, environment["DEADPOOL_RUN_ID"], settings)
+
+    def start(self, handlers: Handlers) -> None:
+        """Say hello and start the watcher thread."""
+        self._handlers = handlers
+        self._connection.setblocking(False)
+        self.send({"t": "hello", "pid": os.getpid()})
+        self._thread = threading.Thread(target=self._watch, name="deadpool-link", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send or queue one message, in order; never blocks."""
+        data = encode(message)
+        with self._outbox_lock:
+            if not self._outbox:
+                data = self._send_some(data)
+            if not data:
+                return
+            self._outbox.append(data)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def send_event(self, event: Event) -> None:
+        """Hand an event to the coordinator, the only writer of the event file."""
+        self.send({"t": "event", "event": event.to_dict()})
+
+    def wait_record(self, after_epoch: int, deadline_seconds: float | None = None) -> EpochRecord:
+        """Wait for the record of an open epoch newer than ``after_epoch``, and take the interrupt
+        back in the same instant.
+
+        Raises StopOrder when the run is over, and TimeoutError after ``deadline_seconds`` (None:
+        only for spares, whose agent and coordinator have deadlines of their own).
+        """
+        with self._state:
+            if not self._state.wait_for(lambda: self._takeable(after_epoch), deadline_seconds):
+                raise TimeoutError(
+                    f"no record newer than epoch {after_epoch} within {deadline_seconds:g} s"
+                )
+            if self._stop_reason is not None:
+                raise StopOrder(self._stop_reason)
+            assert self._record is not None
+            try:
+                os.eventfd_read(self.interrupt_fd)
+            except BlockingIOError:
+                pass  # there was no close since the last record
+            return self._record
+
+    def _takeable(self, after_epoch: int) -> bool:
+        if self._stop_reason is not None:
+            return True
+        record = self._record
+        return record is not None and record.epoch > max(after_epoch, self._closed_epoch)
+
+    @property
+    def closed_epoch(self) -> int:
+        """Newest epoch known to be closed; 0 before the first close."""
+        return self._closed_epoch
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run is over."""
+        return self._stop_reason is not None
+
+    def flush(self, deadline_seconds: float) -> bool:
+        """Wait until everything queued has been sent; False when the time was not enough."""
+        limit = time.monotonic() + deadline_seconds
+        while True:
+            with self._outbox_lock:
+                self._drain_outbox()
+                if not self._outbox:
+                    return True
+            left = limit - time.monotonic()
+            if left <= 0:
+                return False
+            select.select([], [self._connection], [], left)
+
+    def close(self) -> None:
+        """Stop the watcher thread; the agent takes silence for a freeze, so leave soon after."""
+        self._leaving = True
+        os.eventfd_write(self._wake_fd, 1)
+        if self._thread is not None:
+            self._thread.join(self.settings.drain_seconds)
+
+    # The watcher thread.
+
+    def _watch(self) -> None:
+        frames = FrameBuffer()
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        due = 0.0
+        while not self._leaving:
+            now = time.monotonic()
+            if now >= due:
+                self._beat()
+                due = now + self.settings.beat_interval_seconds
+            wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
+            poller.register(self._connection, wanted)
+            for handle, happened in poller.poll(max(0.0, due - time.monotonic()) * 1000):
+                if handle == self._wake_fd:
+                    self._take_wake()
+                elif happened & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    self._read(frames)
+            with self._outbox_lock:
+                self._drain_outbox()
+
+    def _take_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
+
+    def _read(self, frames: FrameBuffer) -> None:
+        try:
+            piece = self._connection.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            piece = b""
+        if not piece:
+            if not self._leaving:
+                os._exit(EXIT_AGENT_LOST)
+            return
+        for message in frames.feed(piece):
+            self._handle(message)
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        assert self._handlers is not None
+        kind = message.get("t")
+        if kind == "close":
+            self._on_close(int(message["epoch"]), str(message["cause"]))
+        elif kind == "record":
+            self._on_record(EpochRecord.from_dict(message["record"]))
+        elif kind == "stop":
+            reason = str(message.get("reason", ""))
+            with self._state:
+                self._stop_reason = reason
+                os.eventfd_write(self.interrupt_fd, 1)
+                self._state.notify_all()
+            self._handlers.on_stop(reason)
+        elif kind == "pause":
+            self._handlers.on_pause(int(message["iteration"]))
+        elif kind == "durable-done":
+            self._handlers.on_durable(int(message["iteration"]))
+
+    def _on_close(self, epoch: int, cause: str) -> None:
+        assert self._handlers is not None
+        with self._state:
+            if epoch <= self._closed_epoch:
+                return  # told twice, as after a reconnect of the agent
+            self._closed_epoch = epoch
+            os.eventfd_write(self.interrupt_fd, 1)
+        self._handlers.on_close(epoch, cause)
+
+    def _on_record(self, record: EpochRecord) -> None:
+        assert self._handlers is not None
+        with self._state:
+            known = 0 if self._record is None else self._record.epoch
+            if record.epoch <= max(known, self._closed_epoch):
+                return
+            self._record = record
+            self._state.notify_all()
+        self._handlers.on_record(record)
+
+    def _beat(self) -> None:
+        assert self._handlers is not None
+        try:
+            status = self._handlers.status()
+        except Exception as error:
+            # A broken status must not look like a frozen process; it is reported once.
+            status = {"section": "unknown", "iteration": 0, "waiting": None, "progress": 0}
+            if not self._status_failed:
+                self._status_failed = True
+                text = f"status of member {self.seat.to_list()} failed: {error!r}"
+                self.send_event(Event(Kind.LOG, data={"level": "error", "text": text}))
+        self.send({"t": "beat", **status})
+
+    # Sending; the outbox lock is held.
+
+    def _send_some(self, data: bytes) -> bytes:
+        """What the socket did not take."""
+        try:
+            return data[self._connection.send(data) :]
+        except BlockingIOError:
+            return data
+        except OSError:
+            return b""  # agent gone: the watcher sees the end of the stream and ends the process
+
+    def _drain_outbox(self) -> None:
+        while self._outbox:
+            rest = self._send_some(self._outbox[0])
+            if rest:
+                self._outbox[0] = rest
+                return
+            self._outbox.popleft()

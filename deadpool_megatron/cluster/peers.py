@@ -1,0 +1,178 @@
+"""The coordinator's connections: who is connected, what they said last, what they are told.
+
+A connection is authenticated before anything else is read from it. It is an agent's (first message
+``join``) or a command's (``control``). Strangers are refused, counted, and reported now and then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.auth import accept_stream
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+
+_REPORTED_REFUSALS = 100
+MAXIMUM_PENDING_BYTES = 256 << 20
+
+
+@dataclass
+class AgentPeer:
+    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation."""
+
+    node: int
+    pid: int
+    writer: asyncio.StreamWriter
+    hostname: str
+    heard_at: float
+    beats: dict[int, dict[str, Any]] = field(default_factory=dict)
+    vault: dict[str, Any] = field(default_factory=dict)
+    welcomed: bool = False
+    dropped: bool = False
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Queue a message; an agent that takes nothing any more is cut off."""
+        if self.writer.is_closing():
+            return
+        self.writer.write(framing.encode(message))
+        if self.writer.transport.get_write_buffer_size() > MAXIMUM_PENDING_BYTES:
+            self.writer.transport.abort()
+
+
+class PeerEvents(Protocol):
+    """What the coordinator does about connections."""
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        """``again``: the same agent process, before its old connection was noticed to be gone."""
+
+    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        """A numbered report, once, in order. KeyError, TypeError, ValueError: it is malformed."""
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        """The connection of a node that was not dropped has ended."""
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer to a command of a user."""
+
+    def refused(self, who: str, why: str) -> None:
+        """Somebody or something was not let in."""
+
+
+class Peers:
+    """All connections. Used from the coordinator's loop only."""
+
+    def __init__(
+        self, secret: bytes, run_id: str, connect_seconds: float, events: PeerEvents
+    ) -> None:
+        self.agents: dict[int, AgentPeer] = {}
+        self.refusals = 0
+        self._secret = secret
+        self._run_id = run_id
+        self._connect_seconds = connect_seconds
+        self._events = events
+        # Newest report taken from each agent process, kept beyond the end of its connection.
+        self._taken: dict[tuple[int, int], int] = {}
+
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """Send to every agent that has been welcomed and not been dropped."""
+        for peer in list(self.agents.values()):
+            if peer.welcomed and not peer.dropped:
+                peer.send(message)
+
+    def taken(self, peer: AgentPeer) -> int:
+        """Number of the newest report taken from this agent process."""
+        return self._taken.get((peer.node, peer.pid), 0)
+
+    def silent(self, limit_seconds: float, now: float) -> list[AgentPeer]:
+        """Agents that are connected but have said nothing for longer than the limit."""
+        return [p for p in self.agents.values() if now - p.heard_at > limit_seconds]
+
+    def forgive(self, seconds: float) -> None:
+        """This process did not run for so long: the agents are not to blame for the silence."""
+        for peer in self.agents.values():
+            peer.heard_at += seconds
+
+    def forget(self, peer: AgentPeer) -> None:
+        """Close an agent's connection without a report about it."""
+        peer.dropped = True
+        if self.agents.get(peer.node) is peer:
+            del self.agents[peer.node]
+        peer.writer.close()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, from accept to its end."""
+        address = writer.get_extra_info("peername")
+        who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+        try:
+            await self._bounded(accept_stream(reader, writer, self._secret, self._run_id))
+            first = await self._bounded(framing.read_frame(reader))
+            if first.get("t") == "join":
+                await self._serve_agent(reader, writer, first)
+            elif first.get("t") == "control":
+                writer.write(framing.encode(await self._events.command(first)))
+                await self._bounded(writer.drain())
+            else:
+                raise WireError(f"unknown first message {str(first.get('t'))[:40]!r}")
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self._refuse(who, f"{type(error).__name__}: {error}")
+        except TimeoutError:
+            self._refuse(who, f"no complete greeting within {self._connect_seconds:g} s")
+        except OSError:
+            pass  # reset by the peer; an agent's end is reported where it was served
+        finally:
+            writer.close()
+
+    async def _bounded(self, awaitable: Awaitable[Any]) -> Any:
+        return await asyncio.wait_for(awaitable, self._connect_seconds)
+
+    def _refuse(self, who: str, why: str) -> None:
+        self.refusals += 1
+        if self.refusals <= _REPORTED_REFUSALS:
+            self._events.refused(who, why)
+
+    async def _serve_agent(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Mapping[str, Any]
+    ) -> None:
+        node, pid = int(first["node"]), int(first["pid"])
+        peer = AgentPeer(node, pid, writer, str(first["hostname"]), time.monotonic())
+        old = self.agents.get(node)
+        again = old is not None and old.pid == pid
+        if old is not None:
+            if not again:
+                peer.send({"t": "refused", "why": f"node {node} is connected already"})
+                raise WireError(f"a second agent calls itself node {node}")
+            self.forget(old)
+        self.agents[node] = peer
+        cause = "connection closed"
+        try:
+            self._events.agent_joined(peer, first, again)
+            while True:
+                await self._take(peer, await framing.read_frame(reader))
+        except ConnectionClosed:
+            pass  # the ordinary end
+        except OSError as error:
+            cause = f"connection lost: {error.strerror or error}"
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            cause = f"agent sent garbage: {type(error).__name__}: {error}"
+            self._refuse(f"agent of node {node}", cause)
+        finally:
+            if self.agents.get(node) is peer:
+                del self.agents[node]
+                self._events.agent_left(peer, cause)
+
+    async def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        peer.heard_at = time.monotonic()
+        if message.get("t") == "beat":
+            peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
+            peer.vault = dict(message["vault"])
+            peer.send({"t": "ack", "n": self.taken(peer)})
+            return
+        number = int(message["n"])
+        if number <= self.taken(peer) or peer.dropped:
+            return
+        self._taken[peer.node, peer.pid] = number
+        self._events.agent_said(peer, message)

@@ -1,0 +1,143 @@
+"""Small wrappers for what Python's standard library lacks: prctl, process identity, fd closing.
+
+Process groups, parent-death signals and pid file descriptors are Linux. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+# Loaded at import: dlopen between fork and exec is not safe in general.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the *thread* that forked it ends.
+
+    ``parent``: pid of the forking process; if it is gone already, this process ends at once.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def set_process_name(name: str) -> None:
+    """Name shown by ``ps`` and ``top`` (15 bytes)."""
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def start_time(pid: int) -> int | None:
+    """Clock tick at which the process started: with the pid it names one process for ever.
+
+    None when there is no such process.
+    """
+    fields = _stat(pid)
+    return None if fields is None else int(fields[19])
+
+
+def state_and_cpu_ticks(pid: int) -> tuple[str, int] | None:
+    """Scheduler state letter and CPU ticks used by all threads; None without such a process."""
+    fields = _stat(pid)
+    return None if fields is None else (fields[0], int(fields[11]) + int(fields[12]))
+
+
+def is_alive(pid: int, started: int | None = None) -> bool:
+    """Whether the process exists and is no zombie; ``started`` guards against a reused pid."""
+    fields = _stat(pid)
+    if fields is None or fields[0] in "ZX":
+        return False
+    return started is None or int(fields[19]) == started
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the third (state) on."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text[text.rindex(")") + 2 :].split()
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal one process; one that is gone is fine."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def kill_group(group: int, number: int = signal.SIGKILL) -> None:
+    """Signal a process group; one that is gone is fine."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        pass
+
+
+def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
+    """Wait until the processes (not children of this one) have ended; answers those left."""
+    limit = time.monotonic() + deadline_seconds
+    left = []
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poller = select.poll()
+            poller.register(handle, select.POLLIN)
+            if not poller.poll(max(0.0, limit - time.monotonic()) * 1000):
+                left.append(pid)
+        finally:
+            os.close(handle)
+    return left
+
+
+def close_inherited(keep: Iterable[int]) -> None:
+    """Close every file descriptor but 0, 1, 2 and ``keep``."""
+    kept = {0, 1, 2, *keep}
+    for name in [entry.name for entry in Path("/proc/self/fd").iterdir()]:
+        if int(name) not in kept:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # the one of the listing itself
+
+
+def redirect_output(path: Path) -> None:
+    """Point standard output and error at a file (appending) and standard input at nothing."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    for handle in (target, nothing):
+        if handle > 2:
+            os.close(handle)
+
+
+def thread_count() -> int:
+    """Threads of this process, those of C libraries included."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def processes_with_environment(name: str, value: str) -> Iterator[int]:
+    """Own processes that were *started* (exec) with ``name=value``; forks show their parent's."""
+    wanted = f"{name}={value}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            block = (entry / "environ").read_bytes()
+        except OSError:
+            continue  # gone, or of another user
+        if wanted in block.split(b"\0"):
+            yield int(entry.name)

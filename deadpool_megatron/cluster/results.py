@@ -1,0 +1,110 @@
+"""What a run has computed so far: each step once, whoever repeats it, and the final report.
+
+A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence,
+the worst thing that can happen, and decides the exit status. Pure bookkeeping, no input or output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.events import Event, Kind
+
+EXIT_DIVERGENCE = 3
+
+
+class Results:
+    """Fed with every event in order, from the network or (after a restart) from the event file."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[str, Any]] = {}
+        self._evaluations: dict[int, dict[str, Any]] = {}
+        self._hashes: dict[int, dict[int, str]] = {}
+        self._roles: dict[int, dict[str, Any]] = {}
+        self._recoveries: list[dict[str, Any]] = []
+        self._durable: list[dict[str, Any]] = []
+        self.diverged = False
+
+    @property
+    def last_iteration(self) -> int:
+        """Newest iteration whose numbers have been accepted; 0 before the first."""
+        return max(self._steps, default=0)
+
+    def add(self, event: Event) -> list[Event]:
+        """The events to write to the file: the given one, none if it only repeats a known one, or
+        a divergence when it contradicts it.
+        """
+        if event.kind is Kind.STEP:
+            return self._once(self._steps, event)
+        if event.kind is Kind.EVALUATION:
+            return self._once(self._evaluations, event)
+        if event.kind is Kind.STATE_HASH:
+            return self._hash(event)
+        if event.kind is Kind.MEMBER_DONE and event.role is not None:
+            self._roles[event.role] = dict(event.data)
+        elif event.kind is Kind.RECOVERED:
+            self._recoveries.append({"epoch": event.epoch, **event.data})
+        elif event.kind is Kind.DURABLE:
+            self._durable.append({"iteration": event.iteration, **event.data})
+        elif event.kind is Kind.STALE_DIVERGENCE:
+            self.diverged = True
+        return [event]
+
+    def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
+        """The object of ``final.json``; a divergence outranks success."""
+        if self.diverged and exit_status == 0:
+            exit_status = EXIT_DIVERGENCE
+            reason = "a replayed iteration gave other numbers than the first time"
+        return {
+            "exit_status": exit_status,
+            "reason": reason,
+            **head,
+            "iterations": self.last_iteration,
+            "roles": {str(role): values for role, values in sorted(self._roles.items())},
+            "steps": [{"iteration": k, **self._steps[k]} for k in sorted(self._steps)],
+            "evaluations": [
+                {"iteration": k, **self._evaluations[k]} for k in sorted(self._evaluations)
+            ],
+            "hashes": {
+                str(k): {str(role): found[role] for role in sorted(found)}
+                for k, found in sorted(self._hashes.items())
+            },
+            "recoveries": self._recoveries,
+            "durable": self._durable,
+        }
+
+    def _once(self, known: dict[int, dict[str, Any]], event: Event) -> list[Event]:
+        iteration = 0 if event.iteration is None else event.iteration
+        first = known.get(iteration)
+        if first is None:
+            known[iteration] = dict(event.data)
+            return [event]
+        if first == dict(event.data):
+            return []
+        return self._divergence(event, str(event.kind), first, dict(event.data))
+
+    def _hash(self, event: Event) -> list[Event]:
+        if event.iteration is None or event.role is None:
+            return [event]
+        found = self._hashes.setdefault(event.iteration, {})
+        sha256 = str(event.data["sha256"])
+        first = found.setdefault(event.role, sha256)
+        if first == sha256:
+            return [event]
+        return self._divergence(event, "state hash", {"sha256": first}, {"sha256": sha256})
+
+    def _divergence(
+        self, event: Event, what: str, first: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> list[Event]:
+        self.diverged = True
+        return [
+            Event(
+                Kind.STALE_DIVERGENCE,
+                epoch=event.epoch,
+                node=event.node,
+                role=event.role,
+                iteration=event.iteration,
+                data={"what": what, "first": dict(first), "now": dict(now)},
+            )
+        ]

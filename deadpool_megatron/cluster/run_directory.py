@@ -1,0 +1,156 @@
+"""The run directory: where each file of a run is, and how small JSON files are replaced safely.
+
+Layout (contract between all processes of a run)::
+
+    run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
+    nodes/<id>.json  logs/  checkpoints/  dump/
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.settings import Settings, SettingsError
+
+SEGMENT_ROOT = Path("/dev/shm")
+ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
+ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
+
+
+class RunDirectoryError(Exception):
+    """The directory is no run directory, or is damaged; one clear line."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What ``run.json`` says: fixed for the whole run, the same on every node."""
+
+    run_id: str
+    world_size: int
+    nodes: int
+    spares: int
+    nproc_per_node: int
+    command: tuple[str, ...]
+    settings: Settings
+    segment_root: str
+    restore: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        values = dataclasses.asdict(self)
+        return {**values, "command": list(self.command), "restore": dict(self.restore)}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> RunInfo:
+        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or SettingsError."""
+        return RunInfo(
+            run_id=str(values["run_id"]),
+            world_size=int(values["world_size"]),
+            nodes=int(values["nodes"]),
+            spares=int(values["spares"]),
+            nproc_per_node=int(values["nproc_per_node"]),
+            command=tuple(values["command"]),
+            settings=Settings(**values["settings"]),
+            segment_root=str(values["segment_root"]),
+            restore=dict(values.get("restore", {})),
+        )
+
+
+class RunDirectory:
+    """Paths and small files of one run. Holds no state besides the path; thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @property
+    def events(self) -> Path:
+        """Every event of the run; the coordinator is the only writer."""
+        return self.path / "events.jsonl"
+
+    @property
+    def final(self) -> Path:
+        """Written once, when the run is over."""
+        return self.path / "final.json"
+
+    @property
+    def journal(self) -> Path:
+        """Directory of epoch records."""
+        return self.path / "journal"
+
+    @property
+    def coordinator(self) -> Path:
+        """Address and pid of the coordinator."""
+        return self.path / "coordinator.json"
+
+    @property
+    def dump(self) -> Path:
+        """Directory in which vaults write generations of a run that ends for want of nodes."""
+        return self.path / "dump"
+
+    @property
+    def latest(self) -> Path:
+        """Newest durable checkpoint or dump."""
+        return self.path / "latest.json"
+
+    def node(self, node: int) -> Path:
+        """Process listing of a node."""
+        return self.path / "nodes" / f"{node}.json"
+
+    def log(self, name: str) -> Path:
+        """``name``: ``node0-agent``, ``node0-slot1-2``, ``coordinator``, ..."""
+        return self.path / "logs" / f"{name}.log"
+
+    def segments(self, run_id: str, node: int) -> Path:
+        """Shared-memory directory of a node."""
+        return segment_root(run_id) / f"node{node}"
+
+    def create(self, info: RunInfo) -> None:
+        """Make all sub-directories and ``run.json``."""
+        for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
+            (self.path / name).mkdir(parents=True, exist_ok=True)
+        write_json(self.path / "run.json", info.to_dict())
+
+    def read_run(self) -> RunInfo:
+        """Raises RunDirectoryError when this is not the directory of a run."""
+        try:
+            return RunInfo.from_dict(read_json(self.path / "run.json"))
+        except FileNotFoundError as error:
+            raise RunDirectoryError(f"{self.path} is not a run directory (no run.json)") from error
+        except (KeyError, TypeError, ValueError, SettingsError) as error:
+            raise RunDirectoryError(f"{self.path / 'run.json'} is damaged: {error}") from error
+
+    def node_listings(self) -> dict[int, dict[str, Any]]:
+        """All process listings that can be read, by node id."""
+        found = {}
+        for path in sorted((self.path / "nodes").glob("*.json")):
+            try:
+                found[int(path.stem)] = read_json(path)
+            except (OSError, ValueError):
+                continue  # being replaced, or of a node that was killed before its first write
+        return found
+
+
+def segment_root(run_id: str) -> Path:
+    """Shared-memory directory of a run on this host."""
+    return SEGMENT_ROOT / f"deadpool-{run_id}"
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Replace ``path`` so that a reader sees the old or the new object, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises OSError, or ValueError for anything but a JSON object."""
+    values = json.loads(path.read_text())
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return values

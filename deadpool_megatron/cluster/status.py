@@ -1,0 +1,56 @@
+"""What ``deadpool status`` shows, as one JSON object: the machine's state and the newest beats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deadpool_megatron.cluster.machine_state import State
+from deadpool_megatron.cluster.peers import Peers
+from deadpool_megatron.cluster.results import Results
+
+
+def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, refusals."""
+    record = state.record
+    roles: dict[str, Any] = {}
+    for role, seat in sorted(state.seats.items()):
+        peer = peers.agents.get(seat.node)
+        beat = {} if peer is None else peer.beats.get(seat.slot, {})
+        if beat.get("incarnation") != seat.incarnation:
+            beat = {}
+        roles[str(role)] = {
+            "seat": seat.to_list(),
+            "section": beat.get("section", "unknown"),
+            "iteration": beat.get("iteration"),
+            "waiting": beat.get("waiting"),
+            "restored": role in state.restored,
+        }
+    training = {seat.node for seat in state.seats.values()}
+    nodes = {
+        str(node): {
+            "host": known.host,
+            "domain": known.domain,
+            "spare": node not in training,
+            "restarts": known.restarts,
+            "vault": {} if node not in peers.agents else peers.agents[node].vault,
+        }
+        for node, known in sorted(state.nodes.items())
+    }
+    return {
+        "epoch": 0 if record is None else record.epoch,
+        "phase": str(state.phase),
+        "waiting_for": state.waiting_for(),
+        "cause": "" if record is None else record.cause,
+        "iteration": results.last_iteration,
+        "roles": roles,
+        "nodes": nodes,
+        "spares": sorted(set(state.nodes) - training),
+        "members": {
+            f"{node}.{slot}.{member.incarnation}": str(member.status)
+            for (node, slot), member in sorted(state.members.items())
+        },
+        "recoveries": len(state.recoveries),
+        "fewer_copies": [] if record is None else sorted(record.fewer_copies),
+        "refusals": peers.refusals,
+        "diverged": results.diverged,
+    }

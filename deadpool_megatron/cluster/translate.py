@@ -1,0 +1,158 @@
+"""Messages of agents and members -> inputs of the state machine. Pure; raises for malformed ones.
+
+KeyError, TypeError and ValueError mean that the message is not one of ours: the caller refuses it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deadpool_megatron.cluster import machine_events as inputs
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
+
+Message = Mapping[str, Any]
+SeatKey = tuple[int, int, int]
+
+
+def join(message: Message) -> inputs.NodeJoined:
+    """An agent's first message."""
+    return inputs.NodeJoined(
+        node=int(message["node"]),
+        host=str(message["host"]),
+        vault_port=int(message["vault_port"]),
+        domain=str(message["domain"]),
+        members={int(slot): int(number) for slot, number in message["members"].items()},
+    )
+
+
+def from_agent(node: int, message: Message) -> inputs.Input | None:
+    """A report of an agent about its node; None when the machine has no use for it."""
+    kind = message["t"]
+    if kind == "inventory":
+        return inputs.NodeInventory(Inventory.from_dict(message["inventory"]))
+    if kind == "member-lost":
+        name = message.get("signal")
+        code = message.get("exit_code")
+        return inputs.MemberLost(
+            *_seat(node, message),
+            exit_code=None if code is None else int(code),
+            signal=None if name is None else signal_number(str(name)),
+            last_line=str(message.get("cause", "")),
+        )
+    if kind == "member-suspected":
+        return inputs.MemberSuspected(
+            *_seat(node, message),
+            cause=str(message["cause"]),
+            silent_seconds=float(message["silent_seconds"]),
+        )
+    if kind == "dumped":
+        generation = Generation.from_list(message["generation"])
+        return inputs.Dumped(node, generation, str(message["error"]))
+    if kind == "member":
+        return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
+            _seat(node, message), message["m"]
+        )
+    return None
+
+
+def from_event(event: Event) -> inputs.Input | None:
+    """What an event tells the machine, if anything."""
+    if event.kind is Kind.STEP and event.iteration is not None:
+        return inputs.StepReported(event.epoch, event.iteration)
+    if event.kind is Kind.PHASE and event.phase is not None:
+        return inputs.PhaseReported(event.epoch, event.phase, float(event.data["seconds"]))
+    if event.kind is Kind.EXPOSED:
+        return inputs.Exposed(event.epoch, float(event.data["seconds"]))
+    if event.kind is Kind.STALE_DIVERGENCE:
+        return inputs.Diverged(
+            f"role {event.role}, iteration {event.iteration}: {event.data.get('what')} was"
+            f" {event.data.get('first')}, is now {event.data.get('now')}"
+        )
+    if event.kind is Kind.CORRUPTION and event.node is not None and event.role is not None:
+        if "generation" not in event.data or "part" not in event.data:
+            return None  # bytes in flight, not bytes in a slot
+        generation = Generation.from_list(event.data["generation"])
+        part = str(event.data["part"])
+        return inputs.CorruptionFound(BadPart(event.node, event.role, generation, part))
+    return None
+
+
+def signal_number(name: str) -> int:
+    """``SIGKILL`` -> 9; ``signal 40`` (no name) -> 40."""
+    if name.startswith("SIG"):
+        return int(signal.Signals[name])
+    return int(name.split()[-1])
+
+
+def _seat(node: int, message: Message) -> SeatKey:
+    return node, int(message["slot"]), int(message["incarnation"])
+
+
+def _nothing(seat: SeatKey, m: Message) -> None:
+    del seat, m
+
+
+def _hello(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberHello(*seat, pid=int(m["pid"]))
+
+
+def _warm(seat: SeatKey, m: Message) -> inputs.Input:
+    del m
+    return inputs.MemberWarm(*seat)
+
+
+def _registered(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberRegistered(*seat, layout=RoleLayout.from_dict(m["layout"]))
+
+
+def _fault(seat: SeatKey, m: Message) -> inputs.Input:
+    text = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
+    return inputs.MemberFault(*seat, epoch=int(m["epoch"]), text=text)
+
+
+def _phase(seat: SeatKey, m: Message) -> inputs.Input:
+    del seat
+    return inputs.PhaseReported(int(m["epoch"]), str(m["phase"]), float(m["seconds"]))
+
+
+def _restored(seat: SeatKey, m: Message) -> inputs.Input:
+    generation = Generation.from_list(m["generation"])
+    return inputs.Restored(
+        *seat, epoch=int(m["epoch"]), generation=generation, state_hash=str(m.get("hash", ""))
+    )
+
+
+def _restore_failed(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.RestoreFailed(
+        *seat, epoch=int(m["epoch"]), part=str(m["part"]), text=str(m["text"])
+    )
+
+
+def _paused(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.Paused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
+
+
+def _pause_refused(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.PauseRefused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
+
+
+def _done(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberDone(*seat, epoch=int(m["epoch"]))
+
+
+_FROM_MEMBER: Mapping[str, Callable[[SeatKey, Message], inputs.Input | None]] = {
+    "hello": _hello,
+    "warm": _warm,
+    "registered": _registered,
+    "fault": _fault,
+    "phase": _phase,
+    "restored": _restored,
+    "restore-failed": _restore_failed,
+    "paused": _paused,
+    "pause-refused": _pause_refused,
+    "done": _done,
+}

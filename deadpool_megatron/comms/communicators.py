@@ -1,0 +1,386 @@
+"""The communicators of one process, exchangeable as a whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
+
+from .detached import ClosedGroup, DetachedGroup
+from .epoch import Activity, Epoch, FaultCallback, Limits, Progress
+from .errors import CommunicatorFault, EpochClosed
+from .gloo import GlooFabric
+from .group import ReconfigurableGroup
+from .inner import Fabric, InnerGroup
+from .install import Installation
+from .reaper import Reaper, trim_heap
+from .roster import Entry, Roster
+from .waiters import Left, WaiterPool
+
+_c10d: Any = c10d
+
+KINDS = ("gloo", "nccl", "fake-nccl")
+_DRAIN_STEP_SECONDS = 0.002
+
+
+class Communicators:
+    """Makes torch.distributed groups whose communicators can be closed and replaced.
+
+    ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or
+    "fake-nccl" for tests. ``operation_timeout_seconds`` bounds any gloo operation, and with it the
+    life of what an interrupted one leaves behind. After a fault, a failed call waits
+    ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
+    called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
+    deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself.
+
+    All methods but interrupt, waiting_for, progress and the properties belong to the main thread.
+    """
+
+    def __init__(
+        self,
+        kind: str = "gloo",
+        operation_timeout_seconds: float = 60.0,
+        close_wait_seconds: float = 30.0,
+        drain_seconds: float = 5.0,
+        on_fault: FaultCallback | None = None,
+        grace_seconds: float = 0.1,
+        interface: str | None = None,
+    ) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
+        self._kind = kind
+        self._limits = Limits(
+            operation_timeout_seconds, close_wait_seconds, drain_seconds, grace_seconds
+        )
+        self._on_fault = on_fault
+        self._interface = interface
+        self._roster = Roster()
+        self._pool = WaiterPool()
+        self._reaper = Reaper()
+        self._progress = Progress()
+        self._installation: Installation | None = None
+        self._lock = threading.Lock()
+        self._current: Epoch | None = None
+        self._attaching: Epoch | None = None
+        self._closed_up_to = -1
+        self._store: Store | None = None
+        self._drained = False
+
+    # -- installation --------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Make c10d create our groups from now on. Starts nothing, opens nothing."""
+        installation = Installation(self)
+        installation.apply()
+        self._installation = installation
+
+    def uninstall(self) -> None:
+        """Put torch.distributed back as it was; for tests."""
+        if self._installation is not None:
+            self._installation.remove()
+            self._installation = None
+        self.detach()
+        self._pool.shut_down()
+        if self._kind == "fake-nccl":
+            from .fake_nccl import leave_stream_order
+
+            leave_stream_order()
+
+    # -- what the installed functions call ------------------------------------------------------
+
+    def make_group(
+        self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
+    ) -> ReconfigurableGroup:
+        """A new group, detached; called by c10d in the middle of new_group."""
+        transport = "gloo" if requested.lower() == "gloo" else self._kind
+        if "," in requested and self._kind != "gloo":
+            raise ValueError(f"mixed backends ({requested}) are not supported")
+        device = torch.device("cuda" if transport == "nccl" else "cpu")
+        if transport == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return ReconfigurableGroup(
+            self, ranks, rank, transport, requested, device, timeout, options
+        )
+
+    def group_created(
+        self,
+        ranks: tuple[int, ...],
+        requested: str,
+        description: str,
+        group: ReconfigurableGroup | None,
+    ) -> None:
+        """Note the group; connect it at once if we are attached (collective over its ranks)."""
+        self._roster.add(Entry(ranks, requested, description, group))
+        epoch = self._current
+        if group is None or epoch is None:
+            return
+        if epoch.closed or self._store is None:
+            group.inner = ClosedGroup(epoch.number)
+            raise EpochClosed(epoch.number, "new_group")
+        store = self._store
+        made: list[InnerGroup] = []
+        self._build(
+            epoch,
+            lambda: made.append(self._connect(epoch, group, store)),
+            Activity(group.description, "new_group"),
+            self._limits.operation_timeout_seconds,
+        )
+        group.inner = made[0]
+
+    def forget(self, group: ReconfigurableGroup) -> None:
+        """destroy_process_group was called on it."""
+        if group is self._roster.world():
+            self.detach()
+        self._roster.remove(group)
+        inner, group.inner = group.inner, DetachedGroup(group.spec())
+        epoch = self._current
+        if epoch is not None and inner in epoch.groups:
+            epoch.groups.remove(inner)
+            inner.close()
+
+    # -- epochs ----------------------------------------------------------------------------------
+
+    def attach(self, epoch: int, store: Store, rank: int, deadline_seconds: float) -> None:
+        """Connect all groups to their peers; returns after a barrier over WORLD.
+
+        ``rank`` is the role; groups that were built for another one are renumbered if both have
+        groups of the same shape. ``store`` must be a client of its own for this call: a connection
+        attempt that is left behind may block in it. It is kept for groups made later, and not
+        touched otherwise.
+
+        Raises EpochClosed if the epoch was or gets closed, CommunicatorFault naming what was
+        waited for after ``deadline_seconds``, ValueError if renumbering is impossible.
+        """
+        old = self._current
+        self._roster.renumber(rank)
+        if old is not None and not old.closed:
+            old.finish_in_flight()
+            old.retire()
+        elif old is not None and not self._drained:
+            raise RuntimeError("an interrupted epoch must be drained before the next attach")
+        new = Epoch(epoch, self._limits, self._pool, self._progress, self._on_fault)
+        with self._lock:
+            self._attaching = new
+            too_late = epoch <= self._closed_up_to
+        try:
+            if too_late:
+                raise EpochClosed(epoch, "attach")
+            made = self._connect_all(new, PrefixStore(f"e{epoch}", store), deadline_seconds)
+        except BaseException:
+            new.close()
+            self._become(new, {}, drained=True)
+            self._release(new)
+            raise
+        finally:
+            if old is not None:
+                self._release(old)
+        self._become(new, made, drained=False)
+        trim_heap()
+
+    def detach(self) -> None:
+        """Let all groups complete their operations locally; see detached.py."""
+        old = self._current
+        with self._lock:
+            self._current = None
+        self._set_all(lambda group: DetachedGroup(group.spec()))
+        self._store = None
+        self._drained = False
+        if old is not None:
+            if not old.closed:
+                old.retire()
+            self._release(old)
+
+    def interrupt(self, epoch: int) -> None:
+        """Close ``epoch`` (and older ones): whoever communicates unwinds with EpochClosed.
+
+        Any thread. Does nothing to a younger epoch; if ``epoch`` is not attached yet, its attach
+        will raise. Returns when waits were woken; for NCCL when its aborts ended, or their
+        deadline.
+        """
+        with self._lock:
+            self._closed_up_to = max(self._closed_up_to, epoch)
+            targets = [
+                candidate
+                for candidate in (self._current, self._attaching)
+                if candidate is not None and candidate.number <= epoch
+            ]
+        for target in targets:
+            target.close()
+
+    def drain(self) -> bool:
+        """After unwinding: let go of the closed epoch. True: memory is safe to restore into.
+
+        Waits at most ``drain_seconds`` until no operation of the epoch can write into its outputs
+        any more. False: one still can, and the process must be replaced. On CUDA the caller also
+        has to synchronise the device. Does nothing unless the epoch is closed.
+        """
+        epoch = self._current
+        if epoch is None or not epoch.closed or self._drained:
+            return True
+        self._set_all(lambda group: ClosedGroup(epoch.number))
+        # An exception inside c10d's coalescing manager leaves its list behind, and collectives on
+        # the group would then be collected for ever instead of run.
+        for group in self._roster.groups():
+            _c10d._world.pg_coalesce_state.pop(group, None)
+        until = time.monotonic() + self._limits.drain_seconds
+        while unfinished := epoch.may_write():
+            if time.monotonic() >= until:
+                break
+            epoch.abort()
+            time.sleep(_DRAIN_STEP_SECONDS)
+        self._release(epoch)
+        self._drained = True
+        return not unfinished
+
+    def finish_iteration(self) -> None:
+        """Wait for operations whose Work the caller dropped: Megatron's interleaved schedule
+        drops the handle of its last send. Raises as any wait does."""
+        epoch = self._current
+        if epoch is not None:
+            epoch.check("finish_iteration")
+            epoch.finish_in_flight()
+
+    # -- diagnosis -------------------------------------------------------------------------------
+
+    def waiting_for(self) -> tuple[str, str, int] | None:
+        """(group, operation, sequence number) in which the main thread waits, or another one.
+
+        Collectives and messages of a group are numbered separately, from 1 in each epoch: among
+        the ranks of a group, the one with the lowest number keeps the others waiting. Any thread.
+        """
+        epoch = self._attaching or self._current
+        return None if epoch is None else epoch.waiting()
+
+    def progress(self) -> int:
+        """Number of finished operations of this process. Any thread."""
+        return self._progress.finished
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the current epoch is closed: from the interrupt to the next attach or detach."""
+        current, attaching = self._current, self._attaching
+        if attaching is not None:
+            return attaching.closed
+        return current is not None and current.closed
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the current epoch; None while detached."""
+        epoch = self._attaching or self._current
+        return None if epoch is None else epoch.number
+
+    @property
+    def unfinished_works(self) -> int:
+        """Started operations that nobody has waited for yet."""
+        epoch = self._current
+        return 0 if epoch is None else len(epoch.in_flight)
+
+    @property
+    def reaping(self) -> int:
+        """Old epochs whose sockets and threads are not freed yet."""
+        return self._reaper.pending
+
+    # -- internals -------------------------------------------------------------------------------
+
+    def _become(
+        self, epoch: Epoch, made: dict[ReconfigurableGroup, InnerGroup], drained: bool
+    ) -> None:
+        for group in self._roster.groups():
+            group.inner = made.get(group) or ClosedGroup(epoch.number)
+        with self._lock:
+            self._attaching, self._current = None, epoch
+        self._drained = drained
+
+    def _set_all(self, inner: Callable[[ReconfigurableGroup], InnerGroup]) -> None:
+        for group in self._roster.groups():
+            group.inner = inner(group)
+
+    def _release(self, epoch: Epoch) -> None:
+        self._reaper.take(epoch.take_leftovers())
+
+    def _connect_all(
+        self, epoch: Epoch, store: Store, deadline_seconds: float
+    ) -> dict[ReconfigurableGroup, InnerGroup]:
+        self._roster.start_epoch()
+        self._store = store
+        if self._kind == "fake-nccl":
+            from .fake_nccl import enter_stream_order
+
+            enter_stream_order()
+        made: dict[ReconfigurableGroup, InnerGroup] = {}
+        activity = Activity("WORLD", "attach")
+
+        def build() -> None:
+            for group in self._roster.in_attach_order():
+                epoch.check("attach")
+                activity.description = group.description
+                made[group] = self._connect(epoch, group, store)
+            world = self._roster.world()
+            activity.description = f"{world.description} (barrier)"
+            epoch.check("attach")
+            work = made[world].forward("barrier", (), {})
+            if work is not None:
+                work.wait()
+
+        self._build(epoch, build, activity, deadline_seconds)
+        return made
+
+    def _build(
+        self,
+        epoch: Epoch,
+        build: Callable[[], None],
+        activity: Activity,
+        deadline_seconds: float,
+    ) -> None:
+        """Run ``build``, which blocks on peers, so that it can be left."""
+        problem: str | None = None
+        late = False
+        epoch.waits[get_ident()] = activity
+        try:
+            self._pool.call(build, epoch, deadline_seconds)
+        except Left as left:
+            late = left.deadline
+            if late:
+                problem = f"not all peers came within {deadline_seconds:g} s"
+        except CommunicatorFault:
+            raise  # reported and waited for already
+        except RuntimeError as error:
+            problem = str(error)
+        finally:
+            epoch.waits.pop(get_ident(), None)
+        if problem is not None:
+            wait_seconds = 0.0 if late else self._limits.close_wait_seconds
+            epoch.fault(activity.description, activity.operation, problem, wait_seconds)
+        epoch.check(activity.operation)
+
+    def _connect(self, epoch: Epoch, group: ReconfigurableGroup, store: Store) -> InnerGroup:
+        prefixed = PrefixStore(self._roster.next_key(group), store)
+        inner = self._fabric(epoch, group.transport).create(group.spec(), prefixed)
+        epoch.groups.append(inner)
+        return inner
+
+    def _fabric(self, epoch: Epoch, transport: str) -> Fabric:
+        fabric = epoch.fabric_of.get(transport)
+        if fabric is None:
+            fabric = self._make_fabric(epoch, transport)
+            epoch.fabric_of[transport] = fabric
+            epoch.fabrics.append(fabric)
+        return fabric
+
+    def _make_fabric(self, epoch: Epoch, transport: str) -> Fabric:
+        if transport == "gloo":
+            return GlooFabric(epoch, self._interface)
+        if transport == "nccl":
+            from .nccl import NcclFabric
+
+            return NcclFabric(epoch)
+        from .fake_nccl import FakeNcclFabric
+
+        return FakeNcclFabric(epoch, self._interface)

@@ -1,0 +1,100 @@
+"""The seam: what stands behind a reconfigurable group during one epoch.
+
+A :class:`Fabric` is what all inner groups of one kind share during one epoch (sockets, devices) and
+is aborted as a whole; an :class:`InnerGroup` is one communicator on it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What is needed to make one communicator; equal on all its ranks but for ``rank``.
+
+    ``ranks`` are global ranks in group order, ``rank`` is the own position among them, ``timeout``
+    is a timeout that was set explicitly (None: the fabric's default) and ``requested_timeout`` the
+    one the group was created with.
+    """
+
+    description: str
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    timeout: timedelta | None = None
+    requested_timeout: timedelta | None = None
+    options: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+class InnerGroup(ABC):
+    """One communicator. Used by the thread that communicates; ``backend`` may be None."""
+
+    #: whether batch_isend_irecv must be wrapped in start/end coalescing
+    coalesces: bool = False
+    #: whether operations complete locally, without peers
+    detached: bool = False
+
+    @abstractmethod
+    def forward(
+        self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dist.Work | None:
+        """Start ``operation`` (a method name of ProcessGroup); answers its Work.
+
+        Raises EpochClosed or CommunicatorFault; errors of the caller (shapes, types) as they are.
+        """
+
+    @abstractmethod
+    def backend(self) -> Any:
+        """The c10d Backend, for code that asks a group for it."""
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a bookkeeping method of the inner ProcessGroup that does not communicate."""
+        raise NotImplementedError(f"{method} is not available on a {type(self).__name__}")
+
+    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        """Blocking barrier that names missing ranks; gloo only."""
+        raise NotImplementedError(f"monitored_barrier on a {type(self).__name__}")
+
+    def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
+        """Use ``timeout`` for operations that start from now on."""
+
+    def close(self) -> None:  # noqa: B027
+        """Drop the communicator; may block, so only called where that does no harm."""
+
+
+class Fabric(ABC):
+    """What the inner groups of one kind and one epoch share."""
+
+    @abstractmethod
+    def create(self, spec: GroupSpec, store: Store) -> InnerGroup:
+        """Make one communicator, connected to all peers; blocks until every rank takes part.
+
+        ``store`` is used up to the return of this call only.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make pending operations of all groups end. Any thread, any number of times."""
+
+    @abstractmethod
+    def quiescent(self) -> bool:
+        """After abort: True if no peer's data can arrive in local memory any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what is shared; blocks until operations have ended, so only the reaper calls it."""

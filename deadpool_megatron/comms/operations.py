@@ -1,0 +1,96 @@
+"""Which methods of ProcessGroup communicate, and what is known about each of them.
+
+The list is taken from the class at hand, because names come and go between torch versions; only
+what is *not* communication is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+#: attributes of ProcessGroup that start no operation and return no Work
+NOT_COMMUNICATION = frozenset(
+    {
+        "BackendType",
+        "CUSTOM",
+        "GLOO",
+        "MPI",
+        "NCCL",
+        "UCC",
+        "UNDEFINED",
+        "XCCL",
+        "_backend_id",
+        "_device_types",
+        "_enable_collectives_timing",
+        "_end_coalescing",
+        "_get_backend",
+        "_get_backend_name",
+        "_get_sequence_number_for_group",
+        "_has_hooks",
+        "_id",
+        "_pybind11_conduit_v1_",
+        "_register_backend",
+        "_register_on_completion_hook",
+        "_set_default_backend",
+        "_set_group_desc",
+        "_set_group_name",
+        "_set_sequence_number_for_group",
+        "_start_coalescing",
+        "_wait_for_pending_works",
+        "abort",
+        "bound_device_id",
+        "boxed",
+        "get_group_store",
+        "group_desc",
+        "group_name",
+        "merge_remote_group",
+        "monitored_barrier",
+        "name",
+        "rank",
+        "set_timeout",
+        "shutdown",
+        "size",
+        "split_group",
+        "unbox",
+        "use_pg_for_symm_mem_rendezvous",
+    }
+)
+
+#: every method that starts an operation and answers a Work
+COMMUNICATION: tuple[str, ...] = tuple(
+    sorted(
+        name
+        for name in dir(ProcessGroup)
+        if not name.startswith("__")
+        and name not in NOT_COMMUNICATION
+        and callable(getattr(ProcessGroup, name))
+    )
+)
+
+SENDS = frozenset({"send"})
+RECEIVES = frozenset({"recv", "recv_anysource"})
+POINT_TO_POINT = SENDS | RECEIVES
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested lists, tuples and dictionaries of an operation's arguments."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def is_asynchronous(args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether the caller will wait later: what the options say, else assume so."""
+    options = kwargs.get("opts") if kwargs else None
+    if options is None and args:
+        options = args[-1]
+    return bool(getattr(options, "asyncOp", True))

@@ -1,0 +1,23 @@
+"""The device under the training process: CUDA, or a CPU on which Megatron can run as well."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
+from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.cuda import CudaPlatform
+
+__all__ = ["CopyFailedError", "CopyHandle", "Platform", "select_platform"]
+
+
+@functools.cache
+def select_platform() -> Platform:
+    """The platform of this process: CUDA when a device is usable, else the CPU. One per process.
+
+    Touches the driver: a process that means to fork training processes must not call it on a GPU
+    machine.
+    """
+    return CudaPlatform() if torch.cuda.is_available() else CpuPlatform()

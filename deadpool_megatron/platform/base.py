@@ -1,0 +1,85 @@
+"""What the rest of the package needs from the device: waiting, pinning, copying beside training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class CopyFailedError(RuntimeError):
+    """A copy beside training ended with an error; its destination holds undefined bytes."""
+
+
+class CopyHandle(ABC):
+    """One running group of copies; the sources must not change until :meth:`done` answers true."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether all bytes have arrived. Never blocks; raises CopyFailedError."""
+
+    @abstractmethod
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait for at most this long; answers :meth:`done`. Raises CopyFailedError."""
+
+
+class Platform(ABC):
+    """The device under the training process."""
+
+    name: str
+    is_cuda: bool
+
+    @abstractmethod
+    def install(self) -> None:
+        """Make Megatron importable here; must run before its first import. Idempotent."""
+
+    @abstractmethod
+    def synchronize(self, deadline_seconds: float) -> None:
+        """Wait until the device has finished all work given to it so far.
+
+        Raises TimeoutError naming what did not finish, and RuntimeError for a device in error.
+        """
+
+    @abstractmethod
+    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.
+
+        Takes seconds per 10 GB: call it at start, never while recovering. Raises RuntimeError when
+        the driver refuses, ValueError for memory that is read-only or scattered.
+        """
+
+    @abstractmethod
+    def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        """Undo :meth:`register_host_memory` for exactly the same memory."""
+
+    @abstractmethod
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+        """Start ``dst[i].copy_(src[i])`` for all i beside the work of the calling thread.
+
+        Reads the sources as they are after all work submitted so far. Shapes must agree pairwise;
+        raises ValueError when they do not. The lists may be reused by the caller, the tensors not.
+        """
+
+
+def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
+    """Raise ValueError unless destinations and sources agree in number and shape."""
+    if len(dst) != len(src):
+        raise ValueError(f"side copy of {len(src)} tensors into {len(dst)}")
+    for index, (into, source) in enumerate(zip(dst, src, strict=True)):
+        if into.shape != source.shape:
+            raise ValueError(
+                f"side copy, tensor {index}: {tuple(source.shape)} into {tuple(into.shape)}"
+            )
+
+
+def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
+    """Address and length in bytes of contiguous, writable host memory; ValueError otherwise."""
+    if isinstance(memory, memoryview):
+        if memory.readonly or not memory.c_contiguous:
+            raise ValueError("host memory must be writable and contiguous")
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        tensor = memory
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError("host memory must be a contiguous tensor on the CPU")
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -1,0 +1,100 @@
+"""Training on NVIDIA GPUs: copies on a side stream, host memory page-locked by the driver."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from deadpool_megatron.platform.base import (
+    CopyFailedError,
+    CopyHandle,
+    Platform,
+    check_pairs,
+    host_range,
+)
+
+# Polling instead of event.synchronize(): a wait in the driver has no deadline.
+_FIRST_POLL_SECONDS = 50e-6
+_LONGEST_POLL_SECONDS = 2e-3
+
+
+class _EventCopy(CopyHandle):
+    """Copies enqueued on the side stream, followed by an event."""
+
+    def __init__(self, event: torch.cuda.Event, kept: list[torch.Tensor]) -> None:
+        self._event = event
+        # The caching allocator must not reuse sources or destinations while the copies fly.
+        self._kept = kept
+
+    def done(self) -> bool:
+        try:
+            finished = bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            raise CopyFailedError(f"copy on the side stream failed: {error}") from error
+        if finished:
+            self._kept = []
+        return finished
+
+    def wait(self, timeout_seconds: float) -> bool:
+        deadline = time.monotonic() + timeout_seconds
+        pause = _FIRST_POLL_SECONDS
+        while not self.done():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        return True
+
+
+class CudaPlatform(Platform):
+    """The current CUDA device."""
+
+    name = "cuda"
+    is_cuda = True
+
+    def __init__(self) -> None:
+        self._side_stream: torch.cuda.Stream | None = None
+
+    def install(self) -> None:
+        """Nothing: Megatron was written for this platform."""
+
+    def synchronize(self, deadline_seconds: float) -> None:
+        # An event on every stream we know: a device-wide wait would have no deadline.
+        streams = [torch.cuda.current_stream(), torch.cuda.default_stream(), self._stream()]
+        deadline = time.monotonic() + deadline_seconds
+        for stream in streams:
+            left = max(0.0, deadline - time.monotonic())
+            if not _EventCopy(stream.record_event(), []).wait(left):
+                raise TimeoutError(
+                    f"CUDA stream {stream} still busy after {deadline_seconds:.1f} s"
+                )
+
+    def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        address, length = host_range(memory)
+        torch.cuda.check_error(int(_driver().cudaHostRegister(address, length, 0)))
+
+    def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+        address, _ = host_range(memory)
+        torch.cuda.check_error(int(_driver().cudaHostUnregister(address)))
+
+    def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+        check_pairs(dst, src)
+        stream = self._stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.no_grad():
+            if src:
+                torch._foreach_copy_(dst, src, non_blocking=True)
+            event = stream.record_event()
+        return _EventCopy(event, [*dst, *src])
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._side_stream is None:
+            # Priority 0 is the lowest there is: training kernels and collectives go first.
+            self._side_stream = torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
+        return self._side_stream
+
+
+def _driver() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,0 +1,202 @@
+"""The planner: frozen inventories -> what to restore from where, and who plays which role. Pure.
+
+Nothing here knows time, processes or connections, so every decision can be replayed from the
+journal and tested by properties. Choosing the newest state that *all* roles can produce, instead of
+each role's newest, is the consistency rule of coordinated checkpointing (Chandy, Lamport).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from deadpool_megatron.layout.decision import (
+    BadPart,
+    NoRestore,
+    RestoreQuery,
+    Seating,
+    SeatingQuery,
+    is_kept,
+)
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    Generation,
+    Inventory,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+    extras_part,
+)
+
+
+def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
+    """The newest state that every role can get back.
+
+    In this order: newest generation in memory of which each role's shard parts and extras have a
+    source; the durable checkpoint; the start of the run, if nothing was computed yet. A restore
+    that is not from memory is a generation of the new epoch: the members seal it first.
+    """
+    shelf = _Shelf(query)
+    refusals: list[str] = []
+    for generation in sorted(shelf.generations, reverse=True):
+        found = shelf.produce(generation)
+        if isinstance(found, Restore):
+            return found
+        refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {found}")
+    for fallback in (query.durable, query.start):
+        if fallback is not None:
+            return replace(
+                fallback, generation=Generation(query.epoch, fallback.generation.iteration)
+            )
+    what = "; ".join(refusals[:3]) or f"{len(query.inventories)} live nodes hold no sealed state"
+    return NoRestore(
+        f"no generation can be restored for all {query.world_size} roles and there is no"
+        f" durable checkpoint: {what}"
+    )
+
+
+def assign_seats(query: SeatingQuery) -> Seating:
+    """Survivors keep their roles; the roles of a lost or leaving node move together to one spare.
+
+    A member that died on a live node is replaced on its slot (its incarnation in ``members`` is
+    the replacement's). A spare is a live node without a role that has every slot the block needs:
+    the one with the most warm members there, then the lowest id.
+    """
+    seats: dict[int, Seat] = {}
+    moving: dict[int, list[int]] = {}
+    for role, seat in sorted(query.seats.items()):
+        place = (seat.node, seat.slot)
+        if place in query.members and seat.node not in query.leaving:
+            seats[role] = Seat(*place, query.members[place])
+        else:
+            moving.setdefault(seat.node, []).append(role)
+    taken = {seat.node for seat in seats.values()} | query.leaving
+    unseated: list[int] = []
+    for node, roles in sorted(moving.items()):
+        slots = [query.seats[role].slot for role in roles]
+        spare = _best_spare(query, slots, taken | {node})
+        if spare is None:
+            unseated += roles
+            continue
+        taken.add(spare)
+        for role, slot in zip(roles, slots, strict=True):
+            seats[role] = Seat(spare, slot, query.members[spare, slot])
+    return Seating(dict(sorted(seats.items())), tuple(sorted(unseated)))
+
+
+def _best_spare(query: SeatingQuery, slots: list[int], taken: set[int]) -> int | None:
+    fitting = [
+        node
+        for node in {node for node, _ in query.members} - taken
+        if all((node, slot) in query.members for slot in slots)
+    ]
+
+    def rank(node: int) -> tuple[bool, int, int]:
+        warm = sum((node, slot) in query.warm for slot in slots)
+        return (node in query.avoid, -warm, node)
+
+    return min(fitting, key=rank, default=None)
+
+
+class _Shelf:
+    """All sealed parts on live nodes, as far as they may be used for the query."""
+
+    def __init__(self, query: RestoreQuery) -> None:
+        self._query = query
+        self._layouts: dict[int, RoleLayout] = {}
+        for role in range(query.world_size):
+            layout = query.layouts.get(role) or _usual_layout(role, query.inventories.values())
+            if layout is not None:
+                self._layouts[role] = layout
+        self._holders: dict[tuple[int, Generation, str], set[int]] = {}
+        for node, inventory in query.inventories.items():
+            for role, generation, part in self._usable(node, inventory):
+                self._holders.setdefault((role, generation, part), set()).add(node)
+
+    @property
+    def generations(self) -> set[Generation]:
+        """Every generation of which any usable part exists."""
+        return {generation for _, generation, _ in self._holders}
+
+    def produce(self, generation: Generation) -> Restore | str:
+        """The restore of one generation, or what is missing for it."""
+        sources: dict[int, dict[str, tuple[Source, ...]]] = {}
+        for role in range(self._query.world_size):
+            layout = self._layouts.get(role)
+            if layout is None:
+                return f"the layout of role {role}"
+            sources[role] = {}
+            for part in layout.parts:
+                if part.name in layout.shard_parts:
+                    sources[role][part.name] = self._sources(role, part, generation)
+                    if not sources[role][part.name]:
+                        return f"part {part.name} of role {role}"
+        return self._at_latest_boundary(generation, sources)
+
+    def _at_latest_boundary(
+        self, generation: Generation, shards: Mapping[int, Mapping[str, tuple[Source, ...]]]
+    ) -> Restore | str:
+        lacking = ""
+        for boundary in reversed(BOUNDARIES):
+            part = PartInfo(extras_part(boundary), 0, ())
+            extras = {role: self._sources(role, part, generation) for role in shards}
+            without = [role for role, found in extras.items() if not found]
+            if not without:
+                sources = {role: {**shards[role], part.name: extras[role]} for role in shards}
+                return Restore("memory", generation, boundary, sources=sources)
+            lacking = f"part {part.name} of role {without[0]}"
+        return lacking
+
+    def _sources(self, role: int, part: PartInfo, generation: Generation) -> tuple[Source, ...]:
+        """New seat's node, previous owner's node, buddies, then the same of each replica role."""
+        return tuple(
+            Source(node, holder)
+            for holder in (role, *(r for r in part.replicas if r != role))
+            if holder == role or self._same_bytes(part, holder)
+            for node in self._nearest(role, self._holders.get((holder, generation, part.name), ()))
+        )
+
+    def _same_bytes(self, part: PartInfo, holder: int) -> bool:
+        layout = self._layouts.get(holder)
+        return layout is not None and any(
+            theirs.name == part.name and theirs.nbytes == part.nbytes for theirs in layout.parts
+        )
+
+    def _nearest(self, role: int, nodes: Iterable[int]) -> list[int]:
+        """Own node, previous owner's, then others cyclically, so that not all ask the same one."""
+        own, owner = self._query.seats.get(role), self._query.owners.get(role)
+        start = owner.node if owner is not None else role
+
+        def rank(node: int) -> tuple[bool, bool, bool, int]:
+            return (not _is_on(own, node), not _is_on(owner, node), node < start, node)
+
+        return sorted(nodes, key=rank)
+
+    def _usable(self, node: int, inventory: Inventory) -> Iterable[tuple[int, Generation, str]]:
+        """Holdings on the kept line, of the right layout, without parts that are known bad."""
+        hashes = {layout.role: layout.layout_hash for layout in inventory.layouts}
+        query = self._query
+        for holding in inventory.holdings:
+            role, generation = holding.role, holding.generation
+            layout = self._layouts.get(role)
+            if layout is None or hashes.get(role) != layout.layout_hash:
+                continue
+            if generation in query.bad_generations or not is_kept(query.kept, generation):
+                continue
+            for part in holding.parts:
+                if BadPart(node, role, generation, part) not in query.bad_parts:
+                    yield role, generation, part
+
+
+def _usual_layout(role: int, inventories: Iterable[Inventory]) -> RoleLayout | None:
+    """The layout of a role that most nodes name; layouts of copies travel with the copies."""
+    found = [layout for inv in inventories for layout in inv.layouts if layout.role == role]
+    counts = Counter(layout.layout_hash for layout in found)
+    return max(found, key=lambda one: (counts[one.layout_hash], one.layout_hash), default=None)
+
+
+def _is_on(seat: Seat | None, node: int) -> bool:
+    return seat is not None and seat.node == node

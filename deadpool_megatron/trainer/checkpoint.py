@@ -1,0 +1,244 @@
+"""Writes and reads a loop's whole state as a torch_dist checkpoint, exactly.
+
+The format is Megatron's own. What Megatron's code does not bring back exactly is put right here;
+each such place says what would go wrong.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron.trainer.megatron_api import (
+    AsyncRequest,
+    ShardedObject,
+    TorchDistSaveShardedStrategy,
+    dist_checkpointing,
+    filesystem_async,
+    get_cuda_rng_tracker,
+    parallel_state,
+    save_state_dict_async_finalize,
+)
+from deadpool_megatron.trainer.model import inner_optimizers
+
+if TYPE_CHECKING:
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+# Megatron's name of the file that names the newest complete checkpoint of a folder.
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def write(loop: TrainingLoop, directory: Path) -> None:
+    """Write the state of ``loop`` into ``directory``, created if missing. Collective."""
+    directory.mkdir(parents=True, exist_ok=True)
+    loop.synchronize_parameters()
+    dist_checkpointing.save(
+        _sharded_state(loop, is_loading=False), str(directory), _InProcessSave("torch_dist", 1)
+    )
+
+
+def read(loop: TrainingLoop, directory: Path) -> None:
+    """Bring the state in ``directory`` into the live objects of ``loop``, in place. Collective.
+
+    Optimizer state keeps its tensors: whoever holds references to them sees the loaded values.
+    """
+    kept = [_state_tensors(inner) for inner in inner_optimizers(loop.optimizer)]
+    # fp32 master parameters are leaf views that require gradients; loading copies into them.
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(_sharded_state(loop, is_loading=True), str(directory))
+        for index, module in enumerate(loop.models):
+            module.load_state_dict(loaded[_model_key(loop, index)])
+        loop.optimizer.load_state_dict(loaded["optimizer"])
+        for inner, tensors in zip(inner_optimizers(loop.optimizer), kept, strict=True):
+            _restore_identity(inner, tensors)
+    # The schedule adds the loaded number of steps to the one it has.
+    loop.scheduler.num_steps = 0
+    loop.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    loop.counters.update(loaded["counters"])
+    own = loaded["rng_state"]
+    loop.log_sums.update(own["log_sums"])
+    loop.reset_after_interrupt()
+    # Last: building anything before might draw from a generator.
+    _set_generators(own)
+
+
+def checkpoint_directory(folder: Path, iteration: int) -> Path:
+    """Where Megatron keeps the checkpoint of an iteration."""
+    return folder / f"iter_{iteration:07d}"
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``, or None when there is none."""
+    tracker = folder / _TRACKER
+    if not tracker.is_file():
+        return None
+    directory = checkpoint_directory(folder, int(tracker.read_text()))
+    return directory if directory.is_dir() else None
+
+
+def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
+    """Write a checkpoint of the current iteration and make it the newest. Collective, repeatable.
+
+    It appears under its final name only when complete; an attempt that was cut short leaves a
+    folder that the next attempt replaces.
+    """
+    final = checkpoint_directory(folder, loop.counters["iteration"])
+    partial = final.with_name(f"{final.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+    dist.barrier()
+    write(loop, partial)
+    if dist.get_rank() == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        temporary = folder / f"{_TRACKER}.new"
+        temporary.write_text(str(loop.counters["iteration"]))
+        temporary.replace(folder / _TRACKER)
+    dist.barrier()
+
+
+def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        # Shards go to disk as they lie in the optimizer: no gathering, any data-parallel size.
+        "distrib_optim_sharding_type": "dp_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    models = {
+        _model_key(loop, index): module.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for index, module in enumerate(loop.models)
+    }
+    return {
+        **models,
+        "optimizer": loop.optimizer.sharded_state_dict(
+            dict(models), is_loading=is_loading, metadata=metadata
+        ),
+        "opt_param_scheduler": loop.scheduler.state_dict(),
+        "counters": dict(loop.counters),
+        "checkpoint_version": 3.0,
+        "rng_state": _own_object({**_generators(), "log_sums": dict(loop.log_sums)}),
+    }
+
+
+def _model_key(loop: TrainingLoop, index: int) -> str:
+    return "model" if len(loop.models) == 1 else f"model{index}"
+
+
+def _own_object(data: dict[str, Any]) -> Any:
+    """Data that differs on every rank, named by the rank's coordinates."""
+    return ShardedObject(
+        "rng_state",
+        data,
+        (
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_data_parallel_world_size(),
+        ),
+        (
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_data_parallel_rank(),
+        ),
+    )
+
+
+def _generators() -> dict[str, Any]:
+    return {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": {
+            # The tracker hands out its own tensors.
+            name: state.clone()
+            for name, state in get_cuda_rng_tracker().get_states().items()
+        },
+    }
+
+
+def _set_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["random_rng_state"])
+    np.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    torch.cuda.set_rng_state(states["cuda_rng_state"])
+    get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+
+
+_States = dict[torch.Tensor, dict[str, Any]]
+
+
+def _state_tensors(inner: torch.optim.Optimizer) -> _States:
+    return {parameter: dict(state) for parameter, state in inner.state.items()}
+
+
+def _restore_identity(inner: torch.optim.Optimizer, kept: _States) -> None:
+    """Move loaded values into the tensors that were there before the load.
+
+    Adam's steps need more than that. A distributed optimizer gets the loaded number in its groups
+    only: Megatron makes one tensor of it that all parameters share, so that PyTorch would advance
+    it once per parameter, and then overwrites it with the number from before the load. Other
+    optimizers get the right steps, but a step of zero is not written at all.
+    """
+    for group in inner.param_groups:
+        step = group.pop("step", None)
+        for parameter in group["params"]:
+            loaded = {"step": 0.0, **inner.state[parameter]}
+            if step is not None:
+                loaded["step"] = step
+            for name, tensor in kept[parameter].items():
+                value = loaded[name]
+                if isinstance(value, torch.Tensor) and value is not tensor:
+                    tensor.copy_(value)
+                elif isinstance(value, int | float):
+                    tensor.fill_(value)
+            inner.state[parameter] = kept[parameter]
+
+
+class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Writes the shards in the calling process.
+
+    Megatron forks writer processes and spawns one that carries their results. Forked children hold
+    every socket of the rank open beyond its death, which hides the death from its peers.
+    """
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+        # Where the writer looks before it would start its result process.
+        filesystem_async._results_queue = queue.Queue()
+        if not filesystem_async.HAVE_PSUTIL:
+            # It only logs how much memory writing took, but refuses to write when it cannot.
+            filesystem_async._process_memory = int
+        return super().async_save(sharded_state_dict, checkpoint_dir)
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        def save() -> None:
+            if writer.write_buckets:
+                writer.results_queue.put(_write_buckets(writer))
+
+        def finalize() -> None:
+            save_state_dict_async_finalize(*save_state_dict_ret)
+
+        return AsyncRequest(save, (), [finalize])
+
+
+def _write_buckets(writer: Any) -> dict[int, Any] | Exception:
+    """Write all files of this rank; answers results by file, or the first error."""
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    results: dict[int, Any] = {}
+    for index, bucket in enumerate(writer.preload_tensors(writer.write_buckets, True)):
+        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(index)
+        writer.write_preloaded_data(transforms, index, bucket, answers, pending, use_fsync=True)
+        answer = answers.get_nowait()[1]
+        if isinstance(answer, Exception):
+            return answer
+        results[index] = answer
+    return results

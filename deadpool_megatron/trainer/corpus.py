@@ -1,0 +1,122 @@
+"""Turns text files into one token file in Megatron's .bin/.idx format, built once and cached."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import os
+import shutil
+import socket
+import sysconfig
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deadpool_megatron.trainer.megatron_api import IndexedDatasetBuilder
+
+END_OF_DOCUMENT = 256
+PADDING = 257
+
+# Files are cut into documents of at most this many bytes, so that one long file can be shuffled
+# and split into training and validation as well as many short ones.
+_DOCUMENT_BYTES = 16 << 10
+_DEFAULT_CORPUS_BYTES = 8 << 20
+_FORMAT = "1"
+_LOCK_SECONDS = 120.0
+
+
+class DataError(ValueError):
+    """The training data cannot be used; the message is one line."""
+
+
+def token_file(paths: Sequence[Path], cache: Path) -> Path:
+    """Path prefix of the token file for these texts (``.bin`` and ``.idx``), built if missing.
+
+    Any number of processes may race: whoever renames its complete folder first wins. Raises
+    DataError when there is no text in ``paths``.
+    """
+    files = _expand(paths)
+    if not files:
+        raise DataError(f"no text files in {', '.join(map(str, paths)) or 'the standard library'}")
+    folder = cache / _key(files)
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with _lock(cache / f"{folder.name}.lock"):
+            if not folder.is_dir():
+                _build(files, folder)
+    return folder / "text"
+
+
+def _expand(paths: Sequence[Path]) -> list[Path]:
+    if not paths:
+        return _standard_library()
+    files: list[Path] = []
+    for path in paths:
+        files += [path] if path.is_file() else sorted(p for p in path.rglob("*") if _is_text(p))
+    return files
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    names = sorted(
+        path.relative_to(root)
+        for path in root.rglob("*.py")
+        if "site-packages" not in path.parts and "dist-packages" not in path.parts
+    )
+    files = [root / name for name in names]
+    totals = itertools.accumulate(file.stat().st_size for file in files)
+    fitting = itertools.takewhile(lambda total: total < _DEFAULT_CORPUS_BYTES, totals)
+    return files[: len(list(fitting))]
+
+
+def _is_text(path: Path) -> bool:
+    if not path.is_file() or path.name.startswith("."):
+        return False
+    with path.open("rb") as stream:
+        return b"\0" not in stream.read(8192)
+
+
+def _key(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(_FORMAT.encode())
+    for file in files:
+        facts = file.stat()
+        digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:24]
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an advisory lock. It only saves double work: after _LOCK_SECONDS go on without it."""
+    deadline = time.monotonic() + _LOCK_SECONDS
+    with path.open("w") as stream:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield
+
+
+def _build(files: Sequence[Path], folder: Path) -> None:
+    partial = folder.with_name(f"{folder.name}.{socket.gethostname()}.{os.getpid()}")
+    partial.mkdir()
+    builder = IndexedDatasetBuilder(str(partial / "text.bin"), dtype=np.uint16)
+    for file in files:
+        tokens = np.frombuffer(file.read_bytes(), dtype=np.uint8).astype(np.int32)
+        tokens = np.append(tokens, np.int32(END_OF_DOCUMENT))
+        for start in range(0, len(tokens), _DOCUMENT_BYTES):
+            piece = tokens[start : start + _DOCUMENT_BYTES]
+            builder.add_document(piece, [len(piece)])
+    builder.finalize(str(partial / "text.idx"))
+    try:
+        partial.rename(folder)
+    except OSError:
+        # Another process was faster; its folder holds the same bytes.
+        shutil.rmtree(partial)
+        if not folder.is_dir():
+            raise

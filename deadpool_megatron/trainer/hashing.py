@@ -1,0 +1,93 @@
+"""One number for everything a rank's training depends on: the oracle of exactness."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker
+
+if TYPE_CHECKING:
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+_Entry = tuple[str, torch.Tensor | str]
+
+
+def state_hash(loop: TrainingLoop) -> str:
+    """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
+
+    Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
+    and group values, loss scalers, all random generators, the schedule and the counters.
+
+    With ``--overlap-param-gather`` parameters are current only after
+    :meth:`~.loop.TrainingLoop.synchronize_parameters`; call it on all ranks first.
+    """
+    digest = hashlib.sha256()
+    for name, value in _entries(loop):
+        _add(digest, name, value)
+    return digest.hexdigest()
+
+
+def state_digests(loop: TrainingLoop) -> dict[str, str]:
+    """The same state piece by piece, name -> SHA-256: shows where two states differ."""
+    digests = {}
+    for name, value in _entries(loop):
+        digest = hashlib.sha256()
+        _add(digest, name, value)
+        digests[name] = digest.hexdigest()
+    return digests
+
+
+def _entries(loop: TrainingLoop) -> Iterator[_Entry]:
+    for number, chunk in enumerate(loop.model_chunks):
+        for name, parameter in chunk.named_parameters():
+            yield f"parameter.{number}.{name}", parameter
+        for name, buffer in chunk.named_buffers():
+            yield f"buffer.{number}.{name}", buffer
+    for number, part in enumerate(loop.optimizer.chained_optimizers):
+        yield from _optimizer_entries(f"optimizer.{number}", part)
+    yield from _generator_entries()
+    yield "scheduler", repr(loop.scheduler.num_steps)
+    yield "counters", repr(sorted(loop.counters.items()))
+    yield "log_sums", repr(sorted(loop.log_sums.items()))
+
+
+def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
+    for group_number, group in enumerate(part.optimizer.param_groups if part.optimizer else ()):
+        scalars = {k: v for k, v in group.items() if isinstance(v, int | float)}
+        yield f"{name}.group.{group_number}", repr(sorted(scalars.items()))
+        for number, parameter in enumerate(group["params"]):
+            place = f"{name}.{group_number}.{number}"
+            yield f"{place}.main", parameter
+            for key, tensor in sorted(part.optimizer.state[parameter].items()):
+                yield f"{place}.{key}", tensor
+    scaler = getattr(part, "grad_scaler", None)
+    if scaler is not None:
+        values = sorted(scaler.state_dict().items())
+        yield f"{name}.scaler", repr([(key, float(value)) for key, value in values])
+
+
+def _generator_entries() -> Iterator[_Entry]:
+    kind, keys, position, has_normal, normal = np.random.get_state(legacy=True)
+    yield "rng.python", repr(random.getstate())
+    yield "rng.numpy", f"{kind}{np.asarray(keys).tobytes().hex()}{position}{has_normal}{normal}"
+    yield "rng.torch", torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield "rng.cuda", torch.cuda.get_rng_state()
+    for name, state in sorted(get_cuda_rng_tracker().get_states().items()):
+        yield f"rng.{name}", state
+
+
+def _add(digest: hashlib._Hash, name: str, value: torch.Tensor | str) -> None:
+    digest.update(name.encode())
+    if isinstance(value, str):
+        digest.update(value.encode())
+        return
+    digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
+    data = value.detach().cpu().contiguous().reshape(-1)
+    digest.update(data.view(torch.uint8).numpy().data)

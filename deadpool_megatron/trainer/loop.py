@@ -1,0 +1,356 @@
+"""The training loop: one iteration, and the segments (evaluation, save) between iterations."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.trainer import checkpoint, hashing
+from deadpool_megatron.trainer.config import TrainerConfig
+from deadpool_megatron.trainer.data import Batch, build_sources
+from deadpool_megatron.trainer.megatron_api import (
+    clear_aux_losses_tracker,
+    finalize_model_grads,
+    get_canonical_lr_for_logging,
+    get_forward_backward_func,
+    parallel_state,
+)
+from deadpool_megatron.trainer.model import (
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    initialize_parallel_state,
+    inner_optimizers,
+    seed_generators,
+)
+
+Emit = Callable[[str, Mapping[str, Any]], None]
+
+
+class TrainingLoop:
+    """One rank's training: the live objects, and what may be done with them.
+
+    ``emit(kind, facts)`` is called with kinds ``step``, ``evaluation`` and ``log``, on one rank
+    only: the first tensor- and data-parallel rank of the last pipeline stage. Losses, norms and
+    rates in it are ``float.hex()`` strings; a norm is None when the update was skipped.
+
+    Everything an iteration changes that is not in a tensor or a random generator is in
+    ``counters`` and ``log_sums``; whoever restores a loop sets them in place.
+    """
+
+    def __init__(self, config: TrainerConfig, emit: Emit) -> None:
+        """Build everything for the rank and world of torch.distributed, which is initialised.
+
+        Makes Megatron's groups too, unless they are there already. Collective. Raises
+        BadArgumentsError when the layout does not fit the world, and DataError for unusable text.
+        """
+        self.config = config
+        self._emit = emit
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        if not parallel_state.model_parallel_is_initialized():
+            initialize_parallel_state(config)
+        seed_generators(config)
+        self._num_microbatches = config.num_microbatches(dist.get_world_size())
+        self._sources = build_sources(
+            config,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+        )
+        self.model_chunks = build_model(config)
+        self.optimizer: Any = build_optimizer(config, self.model_chunks)
+        self.scheduler: Any = build_scheduler(config, self.optimizer)
+        self.counters: dict[str, int] = {
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            "skipped_iterations": 0,
+        }
+        self.log_sums: dict[str, float] = {"loss": 0.0, "iterations": 0.0, "skipped": 0.0}
+        self._log_started = time.monotonic()
+        self._microbatch = 0
+        self._register_failpoints()
+        self.reset_after_interrupt()
+
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The model chunks without wrappers, for their own state dicts and attributes."""
+        return [_unwrapped(chunk) for chunk in self.model_chunks]
+
+    @property
+    def done(self) -> bool:
+        """Whether all iterations have been trained."""
+        return self.counters["iteration"] >= self.config.train_iters
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank is the one that emits."""
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank() == 0
+        )
+
+    def stage_class(self) -> str:
+        """Equal for two ranks exactly when the objects built for one serve the other as they are.
+
+        Pipeline stage decides the layers, tensor and expert rank the slices and their offsets, and
+        the place among the ranks that share an optimizer decides which parameters have state.
+        """
+        place = f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
+        place += f".tp{parallel_state.get_tensor_model_parallel_rank()}"
+        place += f".etp{parallel_state.get_expert_tensor_parallel_rank()}"
+        place += f".ep{parallel_state.get_expert_model_parallel_rank()}"
+        if self.config.use_distributed_optimizer:
+            place += f".dp{parallel_state.get_data_parallel_rank()}"
+        return place
+
+    def train_step(self) -> None:
+        """Train one iteration: forward, backward, optimizer, schedule, counters. Collective."""
+        failpoints.set_context(iteration=self.counters["iteration"] + 1, section="forward-backward")
+        failpoints.hit("step.begin")
+        self._microbatch = 0
+        for chunk in self.model_chunks:
+            cast(Any, chunk).zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._forward_backward(self._train_iterators, forward_only=False)
+        loss = self._mean_loss(losses)
+
+        failpoints.set_context(section="optimizer")
+        failpoints.hit("optimizer.before")
+        updated, grad_norm, _ = self.optimizer.step()
+        failpoints.hit("optimizer.after")
+        if updated:
+            self.scheduler.step(increment=self.config.global_batch_size)
+        self.counters["iteration"] += 1
+        self.counters["consumed_train_samples"] += self.config.global_batch_size
+        self.counters["skipped_iterations"] += not updated
+        self._report_step(loss, grad_norm if updated else None)
+        failpoints.hit("step.end")
+        failpoints.set_context(section="between")
+
+    def segments_after(self, iteration: int) -> tuple[str, ...]:
+        """What is due after this iteration, in order: of "evaluation" and "save"."""
+        config = self.config
+        due = []
+        if config.eval_interval is not None and iteration % config.eval_interval == 0:
+            due.append("evaluation")
+        if config.save is not None and (
+            iteration == config.train_iters
+            or (config.save_interval is not None and iteration % config.save_interval == 0)
+        ):
+            due.append("save")
+        return tuple(due)
+
+    def run_segment(self, name: str) -> None:
+        """Run one segment named by :meth:`segments_after`. Collective; may be run again."""
+        failpoints.set_context(section=name)
+        if name == "evaluation":
+            self._evaluate()
+        elif name == "save":
+            assert self.config.save is not None
+            failpoints.hit("save.begin")
+            checkpoint.write_and_publish(self, self.config.save)
+            failpoints.hit("save.written")
+        else:
+            raise ValueError(f"unknown segment {name!r}")
+        failpoints.set_context(section="between")
+
+    def reset_after_interrupt(self) -> None:
+        """Forget what an exception may have left half done, and go to where the counters point.
+
+        Resets only what this loop owns: iterators, training mode, the functions it gave to
+        Megatron's schedules, the MoE loss tracker. Draws from no generator.
+        """
+        chunks = len(self.model_chunks)
+        train, valid = self._sources
+        consumed = self.counters["consumed_train_samples"]
+        self._train_iterators = [train.iterator_at(consumed) for _ in range(chunks)]
+        consumed = self.counters["consumed_valid_samples"]
+        self._valid_iterators = [valid.iterator_at(consumed) for _ in range(chunks)]
+        for chunk in self.model_chunks:
+            chunk.train()
+        if self.config.num_experts is not None:
+            clear_aux_losses_tracker()
+        self._configure_schedule()
+        failpoints.set_context(section="between")
+
+    def synchronize_parameters(self) -> None:
+        """Bring all parameters up to date where gathering overlaps with the next iteration.
+
+        Collective; nothing to do without ``--overlap-param-gather``.
+        """
+        if self.config.overlap_param_gather:
+            for chunk in self.model_chunks:
+                cast(Any, chunk).start_param_sync(force_sync=True)
+
+    def state_hash(self) -> str:
+        """SHA-256 of this rank's whole state, parameters brought up to date first. Collective."""
+        self.synchronize_parameters()
+        return hashing.state_hash(self)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Write a torch_dist checkpoint of everything into ``directory``. Collective."""
+        checkpoint.write(self, directory)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Load such a checkpoint in place, so that training goes on exactly. Collective."""
+        checkpoint.read(self, directory)
+
+    def _configure_schedule(self) -> None:
+        """Give Megatron's schedules the functions they call; the interleaved one unsets some."""
+        chunks = cast(list[Any], self.model_chunks)
+        settings = chunks[0].config
+        settings.grad_scale_func = self.optimizer.scale_loss
+        settings.finalize_model_grads_func = _finalize
+        if self.config.overlap_grad_reduce:
+            settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+            settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+
+    def _register_failpoints(self) -> None:
+        for number, inner in enumerate(inner_optimizers(self.optimizer)):
+            inner.register_step_pre_hook(functools.partial(_hit, "optimizer.inside", number))
+            inner.register_step_post_hook(functools.partial(_hit, "optimizer.updated", number))
+
+    def _forward_backward(
+        self, iterators: list[Iterator[Batch]], forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
+        losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=self._evaluation_step if forward_only else self._forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.model_chunks,
+            num_microbatches=self._num_microbatches,
+            seq_length=self.config.seq_length,
+            micro_batch_size=self.config.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return losses
+
+    def _forward_step(self, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
+        number = self._microbatch
+        self._microbatch += 1
+        failpoints.hit("forward", microbatch=number)
+        output, loss_function = _forward(iterator, chunk)
+        if failpoints.ACTIVE and output.requires_grad:
+            output.register_hook(lambda _grad: _hit_backward(number))
+        return output, loss_function
+
+    def _evaluation_step(self, iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
+        failpoints.hit("evaluation.microbatch", microbatch=self._microbatch)
+        self._microbatch += 1
+        return _forward(iterator, chunk)
+
+    def _mean_loss(self, losses: list[dict[str, torch.Tensor]]) -> float | None:
+        """Mean loss per token over the global batch; None on ranks without the loss. Collective."""
+        if not losses:
+            return None
+        total = torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
+        dist.all_reduce(
+            total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
+        return float(total[0] / total[1])
+
+    def _evaluate(self) -> None:
+        failpoints.hit("evaluation.begin")
+        config = self.config
+        self._microbatch = 0
+        self.synchronize_parameters()
+        for chunk in self.model_chunks:
+            chunk.eval()
+        losses = []
+        with torch.no_grad():
+            for _ in range(config.eval_iters):
+                losses += self._forward_backward(self._valid_iterators, forward_only=True)
+        for chunk in self.model_chunks:
+            chunk.train()
+        loss = self._mean_loss(losses)
+        self.counters["consumed_valid_samples"] += config.eval_iters * config.global_batch_size
+        if self.reports and loss is not None:
+            facts = {"iteration": self.counters["iteration"], "loss": loss.hex()}
+            self._emit("evaluation", facts)
+        failpoints.hit("evaluation.end")
+
+    def _report_step(self, loss: float | None, grad_norm: float | None) -> None:
+        updated = grad_norm is not None
+        self.log_sums["iterations"] += 1
+        self.log_sums["skipped"] += not updated
+        self.log_sums["loss"] += loss or 0.0
+        rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
+        if self.reports and loss is not None:
+            facts = {
+                "iteration": self.counters["iteration"],
+                "loss": loss.hex(),
+                "grad_norm": float(grad_norm).hex() if grad_norm is not None else None,
+                "learning_rate": rate.hex(),
+                "skipped": not updated,
+                "samples": self.counters["consumed_train_samples"],
+            }
+            self._emit("step", facts)
+        if self.counters["iteration"] % self.config.log_interval == 0:
+            self._log(rate)
+
+    def _log(self, rate: float) -> None:
+        """Emit the averages since the last line, and start new ones."""
+        count = self.log_sums["iterations"]
+        now = time.monotonic()
+        if self.reports:
+            text = (
+                f"iteration {self.counters['iteration']}/{self.config.train_iters}"
+                f" | loss {self.log_sums['loss'] / count:.4f} | learning rate {rate:.3e}"
+                f" | skipped {self.log_sums['skipped']:.0f}"
+                f" | {1000 * (now - self._log_started) / count:.0f} ms per iteration"
+            )
+            self._emit("log", {"level": "info", "text": text})
+        self._log_started = now
+        self.log_sums.update(dict.fromkeys(self.log_sums, 0.0))
+
+
+def _forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
+    """Run one chunk on the next micro batch; answers its output and the function to the loss."""
+    model = cast(Any, _unwrapped(chunk))
+    if not (model.pre_process or model.post_process):
+        # A stage in the middle gets its input from the schedule and needs no text.
+        return chunk(None, None, None), None
+    batch = next(iterator)
+    output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, functools.partial(_loss, batch["loss_mask"])
+
+
+def _loss(
+    mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the token losses ``output`` [batch, sequence] under ``mask``, the number of tokens,
+    and both for the report; the schedule divides."""
+    total = (output.float() * mask).sum()
+    tokens = mask.sum()
+    report = torch.stack([total.detach(), tokens])
+    return total, tokens.to(torch.int), {"lm loss": report}
+
+
+def _finalize(*args: Any, **options: Any) -> None:
+    finalize_model_grads(*args, **options)
+    failpoints.hit("grads.final")
+
+
+def _hit(point: str, number: int, *_unused: object) -> None:
+    failpoints.hit(point, optimizer=number)
+
+
+def _hit_backward(number: int) -> None:
+    failpoints.hit("backward", microbatch=number)
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+    while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+        chunk = cast(torch.nn.Module, chunk.module)
+    return chunk

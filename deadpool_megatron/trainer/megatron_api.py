@@ -1,0 +1,88 @@
+"""All of megatron-core that the trainer uses, imported once and after the CPU stand-ins.
+
+The stand-ins must be in place before Megatron's first import, so no other module of this package
+imports Megatron itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+# torch.optim imports it with the first optimizer, half a second in each rank; here it is there
+# already when ranks are forked.
+import torch._dynamo  # noqa: F401
+
+from deadpool_megatron.platform import select_platform
+
+with warnings.catch_warnings():
+    # Megatron announces on import that it falls back to PyTorch where Apex and TE are missing.
+    # Its modules import each other by names that they announce as outdated.
+    warnings.filterwarnings("ignore", message=".*[Ff]alling back to.*")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+    select_platform().install()
+
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+    from megatron.core.datasets.utils import Split
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.state_dict_saver import (
+        save_state_dict_async_finalize,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import (
+        OptimizerParamScheduler,
+        get_canonical_lr_for_logging,
+    )
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+__all__ = [
+    "AsyncRequest",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "Float16Module",
+    "GPTDataset",
+    "GPTDatasetConfig",
+    "GPTModel",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "OptimizerConfig",
+    "OptimizerParamScheduler",
+    "ShardedObject",
+    "Split",
+    "TorchDistSaveShardedStrategy",
+    "TransformerBlockSubmodules",
+    "TransformerConfig",
+    "clear_aux_losses_tracker",
+    "dist_checkpointing",
+    "filesystem_async",
+    "finalize_model_grads",
+    "get_canonical_lr_for_logging",
+    "get_cuda_rng_tracker",
+    "get_forward_backward_func",
+    "get_gpt_layer_local_spec",
+    "get_megatron_optimizer",
+    "get_num_layers_to_build",
+    "parallel_state",
+    "save_state_dict_async_finalize",
+    "tensor_parallel",
+]

@@ -1,0 +1,255 @@
+"""Builds groups, model chunks, optimizer and learning-rate schedule for one rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from deadpool_megatron.trainer.config import BadArgumentsError, TrainerConfig
+from deadpool_megatron.trainer.megatron_api import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    Float16Module,
+    GPTModel,
+    OptimizerConfig,
+    OptimizerParamScheduler,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    get_gpt_layer_local_spec,
+    get_megatron_optimizer,
+    get_num_layers_to_build,
+    parallel_state,
+    tensor_parallel,
+)
+
+# Megatron's distance between the seeds of neighbouring pipeline stages.
+_STAGE_SEED_STEP = 100
+
+
+class SequenceParallelNorm(torch.nn.LayerNorm):
+    """Layer norm whose gradients finalize_model_grads sums over the tensor-parallel ranks.
+
+    Megatron's own PyTorch norm lacks only this mark, and therefore refuses sequence parallelism.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            cast(Any, parameter).sequence_parallel = config.sequence_parallel
+
+
+def initialize_parallel_state(config: TrainerConfig) -> None:
+    """Create Megatron's groups in the current process-group world. Collective.
+
+    Raises BadArgumentsError when the layout does not fit the world, or when a package is missing
+    that Megatron needs for it.
+    """
+    config.check_world_size(torch.distributed.get_world_size())
+    several = config.num_distributed_optimizer_instances > 1
+    if several and importlib.util.find_spec("einops") is None:
+        raise BadArgumentsError(
+            "--num-distributed-optimizer-instances needs the package einops: pip install einops"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        create_gloo_process_groups=False,
+    )
+
+
+def seed_generators(config: TrainerConfig) -> None:
+    """Seed every random generator for the role of this rank, as Megatron does at start."""
+    seed = config.seed + _STAGE_SEED_STEP * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_model(config: TrainerConfig) -> list[torch.nn.Module]:
+    """The DDP-wrapped model chunks of this rank; several with a virtual pipeline. Collective."""
+    transformer = _transformer_config(config)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.bf16,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        use_distributed_optimizer=config.use_distributed_optimizer,
+        num_distributed_optimizer_instances=config.num_distributed_optimizer_instances,
+        bucket_size=config.ddp_bucket_size,
+    )
+    chunks: list[torch.nn.Module] = []
+    for index in range(config.virtual_pipeline_model_parallel_size or 1):
+        vp_stage = None if config.virtual_pipeline_model_parallel_size is None else index
+        chunk = _build_chunk(config, transformer, vp_stage)
+        # Only the first chunk's gradients are worth splitting into buckets, as in Megatron.
+        chunks.append(
+            DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=index > 0)
+        )
+    return chunks
+
+
+def _build_chunk(config: TrainerConfig, transformer: Any, vp_stage: int | None) -> torch.nn.Module:
+    layer = get_gpt_layer_local_spec(num_experts=config.num_experts)
+    layer.submodules.input_layernorm = SequenceParallelNorm
+    layer.submodules.pre_mlp_layernorm = SequenceParallelNorm
+    layers = [layer] * get_num_layers_to_build(transformer, vp_stage=vp_stage)
+    model = GPTModel(
+        config=transformer,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=layers, layer_norm=SequenceParallelNorm
+        ),
+        vocab_size=config.vocab_size,
+        max_sequence_length=config.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
+        position_embedding_type=config.position_embedding_type,
+        vp_stage=vp_stage,
+    )
+    if torch.cuda.is_available():
+        model.cuda(torch.cuda.current_device())
+    wrapped = Float16Module(transformer, model) if config.bf16 or config.fp16 else model
+    for module in wrapped.modules():
+        # The half-precision wrapper casts the router's bias, which its first forward pass would
+        # turn back into fp32; done now, the layout of the state does not change after start.
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+    return cast(torch.nn.Module, wrapped)
+
+
+def _parameter_type(config: TrainerConfig) -> torch.dtype:
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else torch.float32
+
+
+def _transformer_config(config: TrainerConfig) -> Any:
+    interleaved = config.virtual_pipeline_model_parallel_size is not None
+    dtype = _parameter_type(config)
+    facts: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "add_bias_linear": not config.disable_bias_linear,
+        "hidden_dropout": config.hidden_dropout,
+        "attention_dropout": config.attention_dropout,
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": config.virtual_pipeline_model_parallel_size,
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "sequence_parallel": config.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.bf16,
+        "fp16": config.fp16,
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # What follows needs kernels of Apex or Transformer Engine.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if config.expert_tensor_parallel_size is not None:
+        facts["expert_tensor_parallel_size"] = config.expert_tensor_parallel_size
+    if config.num_experts is not None:
+        facts |= {
+            "num_moe_experts": config.num_experts,
+            "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+            "moe_router_topk": config.moe_router_topk,
+            "moe_router_score_function": config.moe_router_score_function,
+            "moe_router_load_balancing_type": config.moe_router_load_balancing_type,
+            "moe_aux_loss_coeff": config.moe_aux_loss_coeff,
+            "moe_z_loss_coeff": config.moe_z_loss_coeff,
+            "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+            "moe_router_bias_update_rate": config.moe_router_bias_update_rate,
+            "moe_input_jitter_eps": config.moe_input_jitter_eps,
+            "moe_token_dispatcher_type": config.moe_token_dispatcher_type,
+        }
+    return TransformerConfig(**facts)
+
+
+def build_optimizer(config: TrainerConfig, chunks: list[torch.nn.Module]) -> Any:
+    """Megatron's ChainedOptimizer over the chunks, with its moments allocated. Collective."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            params_dtype=_parameter_type(config),
+            loss_scale=config.loss_scale,
+            initial_loss_scale=config.initial_loss_scale,
+            min_loss_scale=config.min_loss_scale,
+            loss_scale_window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            use_distributed_optimizer=config.use_distributed_optimizer,
+            overlap_param_gather=config.overlap_param_gather,
+            clip_grad=config.clip_grad,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    for inner in inner_optimizers(optimizer):
+        create_optimizer_state(inner)
+    return optimizer
+
+
+def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The torch optimizers inside a ChainedOptimizer, in its order; stubs have none."""
+    return [part.optimizer for part in optimizer.chained_optimizers if part.optimizer is not None]
+
+
+def create_optimizer_state(inner: torch.optim.Optimizer) -> None:
+    """Give every parameter the zero moments and step that Adam would create at its first step.
+
+    Early, so that the layout of the state is the same at every moment of the run, and because
+    Megatron cannot write or read a checkpoint of an Adam that has no state yet. Optimizers of Apex
+    or Transformer Engine keep their own layout and are left alone.
+    """
+    if not isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if not state:
+                state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(
+                        parameter, memory_format=torch.preserve_format, requires_grad=False
+                    )
+
+
+def build_scheduler(config: TrainerConfig, optimizer: Any) -> Any:
+    """Megatron's schedule of learning rate and weight decay, counted in samples."""
+    samples = functools.partial(int.__mul__, config.global_batch_size)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=samples(config.lr_warmup_iters),
+        lr_decay_steps=samples(config.lr_decay_iters or config.train_iters),
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=samples(config.train_iters),
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,106 @@
+"""``python -m deadpool_megatron.trainer.plain``: the same training without fault tolerance.
+
+The control of tests and benches: stock gloo or NCCL, ranks from the environment (``RANK``,
+``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``), as torchrun sets them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron.trainer.arguments import (
+    BadArgumentsError,
+    TrainerConfig,
+    build_parser,
+    config_from,
+)
+
+
+def train(config: TrainerConfig) -> dict[str, Any]:
+    """Train from the start, or from the newest checkpoint of ``--load``, to the end. Collective.
+
+    Every rank gets the same facts: ``steps`` and ``evaluations`` as emitted, ``hashes`` by rank,
+    ``samples``, and ``seconds_per_step``, the median over the reporting rank's iterations.
+    """
+    from deadpool_megatron.trainer import checkpoint
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+    emitted: dict[str, list[dict[str, Any]]] = {"step": [], "evaluation": [], "log": []}
+
+    def emit(kind: str, facts: dict[str, Any]) -> None:
+        emitted[kind].append(facts)
+        if kind == "log":
+            print(facts["text"], flush=True)
+
+    loop = TrainingLoop(config, emit)
+    start = checkpoint.latest(config.load) if config.load is not None else None
+    if start is not None:
+        loop.load_checkpoint(start)
+    seconds = []
+    while not loop.done:
+        began = time.perf_counter()
+        loop.train_step()
+        seconds.append(time.perf_counter() - began)
+        for segment in loop.segments_after(loop.counters["iteration"]):
+            loop.run_segment(segment)
+    loop.synchronize_parameters()
+    own = (loop.state_hash(), emitted, statistics.median(seconds) if seconds else 0.0)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    reporter = next((facts for facts in everyone if facts[1]["step"]), everyone[-1])
+    return {
+        "iterations": loop.counters["iteration"],
+        "samples": loop.counters["consumed_train_samples"],
+        "skipped": loop.counters["skipped_iterations"],
+        "steps": reporter[1]["step"],
+        "evaluations": reporter[1]["evaluation"],
+        "hashes": [facts[0] for facts in everyone],
+        "seconds_per_step": reporter[2],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run from the command line; answers the exit status, 2 for arguments that cannot work."""
+    parser = build_parser("python -m deadpool_megatron.trainer.plain")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the facts of the run here")
+    namespace = parser.parse_args(argv)
+    try:
+        config = config_from(namespace)
+        config.check_world_size(int(os.environ["WORLD_SIZE"]))
+    except BadArgumentsError as error:
+        parser.error(str(error))
+    except KeyError as error:
+        parser.error(f"{error} is not set: start the ranks with torchrun, or set it yourself")
+    torch.set_num_threads(1)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        timeout=datetime.timedelta(minutes=config.distributed_timeout_minutes),
+    )
+    from deadpool_megatron.trainer.corpus import DataError
+
+    try:
+        facts = train(config)
+    except (BadArgumentsError, DataError) as error:
+        parser.error(str(error))
+    if namespace.out is not None and dist.get_rank() == 0:
+        namespace.out.write_text(json.dumps(facts, indent=1))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""``python -m deadpool_megatron.vault``: the vault process, started by the agent of its node.
+
+The run's secret, identifier, settings and fault plan come as for every process of the run: from the
+run directory and the environment. Both sockets are listening already and inherited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.service import Vault
+from deadpool_megatron.vault.transport import TcpTransport
+from deadpool_megatron.wire import auth
+
+
+def _die(details: threading.ExceptHookArgs) -> None:
+    """A thread that ends by a mistake of ours would be missed only at the next failure: end now,
+    the agent starts a new vault on the same slots."""
+    traceback.print_exception(details.exc_type, details.exc_value, details.exc_traceback)
+    sys.stderr.flush()
+    os._exit(70)
+
+
+def main() -> int:
+    """Run until told to stop. Exit status 0, 2 for a start that cannot work, 70 for a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m deadpool_megatron.vault")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--segment-dir", type=Path, required=True)
+    parser.add_argument("--unix-fd", type=int, required=True, help="listening vault.sock")
+    parser.add_argument("--tcp-fd", type=int, required=True, help="listening TCP socket")
+    given = parser.parse_args()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(threadName)s %(levelname)s %(message)s"
+    )
+    threading.excepthook = _die
+    failpoints.load()
+    failpoints.set_context(node=given.node, process="vault", run_dir=str(given.run_dir))
+    try:
+        secret = auth.load_secret(given.run_dir)
+        settings = Settings.from_environment(os.environ)
+        run_id = os.environ["DEADPOOL_RUN_ID"]
+    except (auth.AuthenticationError, ValueError, KeyError) as error:
+        print(f"vault of node {given.node}: {error}", file=sys.stderr)
+        return 2
+    listener = socket.socket(fileno=given.tcp_fd)
+    transport = TcpTransport(listener, secret, run_id, settings.connect_seconds)
+    local = socket.socket(fileno=given.unix_fd)
+    vault = Vault(given.node, given.segment_dir, settings, transport, local)
+
+    def end(*_: object) -> None:
+        vault.ended_by_signal = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    vault.start()
+    vault.wait()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,137 @@
+"""The agent's side of its vault: orders with deadlines, and the vault's events. For asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.events import Event
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire import framing
+
+
+class VaultControl:
+    """One connection to the own vault, in one event loop.
+
+    Every order raises VaultError when the vault refuses it, TimeoutError when it does not answer in
+    time and ConnectionError when the vault is gone; then connect again (to its successor).
+    """
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        on_event: Callable[[Event], None],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._on_event = on_event
+        self._numbers = itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._task = asyncio.get_running_loop().create_task(self._read(), name="vault-control")
+
+    @staticmethod
+    async def connect(
+        socket_path: str | Path,
+        on_event: Callable[[Event], None],
+        deadline_seconds: float,
+    ) -> VaultControl:
+        """Connect and wait until the vault answers. Raises OSError, TimeoutError or VaultError."""
+        async with asyncio.timeout(deadline_seconds):
+            reader, writer = await asyncio.open_unix_connection(str(socket_path))
+            writer.write(framing.encode({"t": "agent"}))
+            control = VaultControl(reader, writer, on_event)
+            try:
+                await control.status(deadline_seconds)
+            except BaseException:
+                await control.close()
+                raise
+        return control
+
+    async def close_epoch(self, epoch: int, deadline_seconds: float) -> None:
+        """After this nothing of ``epoch`` is sealed on this node; the inventory is stable."""
+        await self._order("close", deadline_seconds, epoch=epoch)
+
+    async def inventory(self, deadline_seconds: float) -> Inventory:
+        """What this node can produce; only after :meth:`close_epoch`."""
+        return Inventory.from_dict(await self._order("inventory", deadline_seconds))
+
+    async def adopt(self, record: EpochRecord, deadline_seconds: float) -> None:
+        """Open the record's epoch; restoring and re-protection go on in the background."""
+        await self._order("adopt", deadline_seconds, record=record.to_dict())
+
+    async def dump(
+        self,
+        directory: str | Path,
+        generation: Generation,
+        boundary: str,
+        deadline_seconds: float,
+        roles: Collection[int] | None = None,
+    ) -> list[str]:
+        """Write what this node holds of a generation (of ``roles``) to files; their paths."""
+        paths = await self._order(
+            "dump",
+            deadline_seconds,
+            directory=str(directory),
+            generation=generation.to_list(),
+            boundary=boundary,
+            roles=None if roles is None else sorted(roles),
+        )
+        return [str(path) for path in paths]
+
+    async def status(self, deadline_seconds: float) -> dict[str, Any]:
+        """Counters and holdings, see ``Vault.status``."""
+        return dict(await self._order("status", deadline_seconds))
+
+    async def shutdown(self, remove: bool, deadline_seconds: float) -> None:
+        """End the vault; ``remove`` takes the node's segments and their directory away."""
+        await self._order("shutdown", deadline_seconds, remove=remove)
+
+    async def close(self) -> None:
+        """Close the connection; the vault lives on."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def _order(self, kind: str, deadline_seconds: float, **content: object) -> Any:
+        if self._task.done():
+            raise ConnectionError("the vault is gone")
+        number = next(self._numbers)
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            self._writer.write(framing.encode({"t": kind, "id": number, **content}))
+            return await asyncio.wait_for(answer, deadline_seconds)
+        except TimeoutError as error:
+            raise TimeoutError(f"vault: no answer to {kind!r} in {deadline_seconds:g} s") from error
+        finally:
+            del self._answers[number]
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._take(await framing.read_frame(self._reader))
+        except (framing.WireError, OSError) as error:
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(ConnectionError(f"the vault is gone: {error}"))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["t"] == "event":
+            self._on_event(Event.from_dict(message["event"]))
+            return
+        answer = self._answers.get(message["id"])
+        if answer is None or answer.done():
+            return  # its order has run out of time
+        if message["ok"]:
+            answer.set_result(message["value"])
+        else:
+            answer.set_exception(VaultError(str(message["text"])))

@@ -1,0 +1,32 @@
+"""What can go wrong with a vault, in words its callers can act on."""
+
+from __future__ import annotations
+
+
+class VaultError(Exception):
+    """The vault cannot do what was asked; one clear line for a person."""
+
+
+class Frozen(VaultError):
+    """The epoch has been closed: the member must not write (and has not written) into a slot."""
+
+
+class Interrupted(VaultError):
+    """The interrupt descriptor became readable before the vault had an answer."""
+
+
+class SegmentError(VaultError):
+    """The file is no segment of ours, or was cut off while it was made."""
+
+
+class RestoreUnavailable(VaultError):
+    """A part could not be produced from any source.
+
+    ``tried`` holds one ``(node, role, reason)`` for each source, in the order they were tried.
+    """
+
+    def __init__(self, part: str, tried: tuple[tuple[int, int, str], ...]) -> None:
+        self.part = part
+        self.tried = tried
+        listing = "; ".join(f"role {role} on node {node}: {why}" for node, role, why in tried)
+        super().__init__(f"part {part} cannot be restored: {listing or 'no source is listed'}")

@@ -1,0 +1,252 @@
+"""Producing every part of the generation an epoch starts from, each byte checked.
+
+For each part the sources of the record are tried in order. A source that lacks the part or gives
+damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
+asked again until the deadline. What is fetched lies in ``copy-<role>.seg`` of the own node and
+counts as the role's own holding from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    RoleLayout,
+    Source,
+    extras_part,
+)
+from deadpool_megatron.vault.dumping import dump_files
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.serving import receive_part
+from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.transport import Channel, Transport
+from deadpool_megatron.wire.framing import WireError
+
+log = logging.getLogger(__name__)
+_PAUSE_SECONDS = 0.05
+_UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
+
+
+class _Hopeless(Exception):
+    """This source cannot give the part, now or later."""
+
+
+class Obtainer:
+    """Gets the parts of one role for one epoch. One thread."""
+
+    def __init__(
+        self, state: VaultState, transport: Transport, record: EpochRecord, role: int
+    ) -> None:
+        self._state = state
+        self._transport = transport
+        self._record = record
+        self._role = role
+        self._channels: dict[int, Channel] = {}
+
+    def describe(self) -> RoleLayout | None:
+        """Ask the sources what the role consists of, so that fetching need not wait for it."""
+        found = self._record.restore.sources.get(self._role, {})
+        nodes = {s.node for listed in found.values() for s in listed if s.role == self._role}
+        for node in sorted(nodes - {self._state.node}):
+            try:
+                channel = self._channel(node)
+                channel.send({"t": "describe", "role": self._role})
+                layout = channel.receive()["layout"]
+                if layout is not None:
+                    return RoleLayout.from_dict(layout)
+            except _UNREACHABLE as error:
+                log.info("describe role %d by node %d: %s", self._role, node, error)
+                self._forget(node)
+        return None
+
+    def obtain(self, layout: RoleLayout) -> dict[str, Place]:
+        """A verified place in this node's memory for each shard part and the extras.
+
+        Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
+        """
+        restore = self._record.restore
+        deadline = time.monotonic() + self._state.settings.restore_seconds
+        try:
+            return {
+                name: self._obtain_part(layout, name, deadline)
+                for name in (*layout.shard_parts, extras_part(restore.boundary))
+            }
+        finally:
+            self.close()
+
+    def cut(self) -> None:
+        """Break all connections, from any thread: the epoch is over."""
+        for channel in list(self._channels.values()):
+            channel.shutdown()
+
+    def close(self) -> None:
+        """Close connections."""
+        for node in list(self._channels):
+            self._forget(node)
+
+    def _obtain_part(self, layout: RoleLayout, name: str, deadline: float) -> Place:
+        restore, tried = self._record.restore, []
+        place = self._local(name)
+        if place is not None:
+            return place
+        if restore.kind == "dump":
+            return self._load(layout, name, Path(restore.path))
+        sources = list(restore.sources.get(self._role, {}).get(name, ()))
+        while sources:
+            for source in list(sources):
+                if not self._state.is_open(self._record.epoch):
+                    raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+                try:
+                    return self._fetch(layout, name, source)
+                except _Hopeless as error:
+                    sources.remove(source)
+                    tried.append((source.node, source.role, str(error)))
+                except _UNREACHABLE as error:
+                    self._forget(source.node)
+                    if time.monotonic() > deadline:
+                        sources.remove(source)
+                        tried.append((source.node, source.role, f"unreachable: {error}"))
+            with self._state.changed:
+                self._state.changed.wait_for(
+                    lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
+                )
+        raise RestoreUnavailable(name, tuple(tried))
+
+    def _local(self, name: str) -> Place | None:
+        """Checked bytes that this node holds for the role itself."""
+        with self._state.lock:
+            places = self._state.table.find(self._role, self._record.restore.generation, name)
+        for place in places:
+            found = checksum(place.view)
+            if found == place.checksum:
+                return place
+            self._state.mark_bad(place, found)
+        return None
+
+    def _fetch(self, layout: RoleLayout, name: str, source: Source) -> Place:
+        if source == Source(self._state.node, self._role):
+            raise _Hopeless("not held intact here")
+        channel = self._channel(source.node)
+        with self._target(layout) as (segment, slot):
+            return self._transfer(channel, source, segment, slot, name)
+
+    def _transfer(
+        self, channel: Channel, source: Source, segment: Segment, slot: int, name: str
+    ) -> Place:
+        state, record = self._state, self._record
+        generation = record.restore.generation
+        channel.send(
+            {
+                "t": "fetch",
+                "epoch": record.epoch,
+                "node": state.node,
+                "role": source.role,
+                "generation": generation.to_list(),
+                "part": name,
+            }
+        )
+        answer = channel.receive()
+        if answer["t"] == "refused":
+            if answer["why"] == "early":
+                raise ConnectionError("has not adopted the epoch yet")
+            raise _Hopeless(str(answer["why"]))
+        nbytes, expected = int(answer["nbytes"]), int(answer["checksum"])
+        if not 0 <= nbytes <= segment.capacity(name):
+            self._forget(source.node)
+            raise _Hopeless(f"part of {nbytes} bytes does not fit")
+        if not state.open_part(segment, slot, name, record.epoch):
+            raise VaultError(f"epoch {record.epoch} was closed during the restore")
+        found = receive_part(channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        if found != expected:
+            where = f"from node {source.node}"
+            state.emit_corruption(self._role, generation, name, where, expected, found)
+            raise _Hopeless("checksum does not match")
+        return self._seal(segment, slot, name, nbytes, expected)
+
+    def _load(self, layout: RoleLayout, name: str, directory: Path) -> Place:
+        """Read a part from the files of a dump."""
+        tried = []
+        for dumped in dump_files(directory, self._role):
+            why = self._unfit(dumped, layout, name)
+            if why is None:
+                with self._target(layout) as (segment, slot):
+                    place = self._read(dumped, segment, slot, name)
+                if place is not None:
+                    return place
+                why = "checksum does not match"
+            node = int(dumped.path.stem.rsplit("-", 1)[1])
+            tried.append((node, self._role, why))
+        raise RestoreUnavailable(name, tuple(tried))
+
+    def _unfit(self, dumped: Segment, layout: RoleLayout, name: str) -> str | None:
+        """Why a dump file cannot give the part, or None. The generation may have had another
+        lineage in the run that wrote it."""
+        if dumped.layout.layout_hash != layout.layout_hash:
+            return "other layout"
+        if dumped.generation(0).iteration != self._record.restore.generation.iteration:
+            return f"holds {dumped.generation(0)}"
+        if dumped.entry(0, name).state is not PartState.SEALED:
+            return "not in the file"
+        return None
+
+    def _read(self, dumped: Segment, segment: Segment, slot: int, name: str) -> Place | None:
+        """Read a part into the slot; None when its bytes are damaged."""
+        state, entry = self._state, dumped.entry(0, name)
+        if not state.open_part(segment, slot, name, self._record.epoch):
+            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+        digest = xxhash.xxh3_64()
+        view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
+        for start in range(0, entry.nbytes, size):
+            dumped.read_into(0, name, start, view[start : start + size])
+            digest.update(view[start : start + size])
+        found = digest.intdigest()
+        if found == entry.checksum:
+            return self._seal(segment, slot, name, entry.nbytes, entry.checksum)
+        where = str(dumped.path)
+        generation = dumped.generation(0)
+        state.emit_corruption(self._role, generation, name, where, entry.checksum, found)
+        return None
+
+    def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
+        if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
+            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+        return Place(segment, slot, name, nbytes, digest)
+
+    @contextlib.contextmanager
+    def _target(self, layout: RoleLayout) -> Iterator[tuple[Segment, int]]:
+        """The slot for this generation in ``copy-<role>.seg``, held while bytes arrive only: a
+        thread of a closed epoch that still waits for some connection must not keep it."""
+        names = (*layout.shard_parts, extras_part(self._record.restore.boundary))
+        segment = self._state.ensure_copy(layout, names)
+        generation = self._record.restore.generation
+        slot = self._state.claim(segment, generation, self._record.epoch)
+        if slot is None:
+            raise ConnectionError("no slot is free yet")
+        try:
+            yield segment, slot
+        finally:
+            self._state.release(segment, slot)
+
+    def _channel(self, node: int) -> Channel:
+        if node not in self._channels:
+            address = self._state.address(node)
+            if address is None:
+                raise _Hopeless("not a live node")
+            self._channels[node] = self._transport.connect(address.host, address.vault_port)
+            if not self._state.is_open(self._record.epoch):
+                raise ConnectionError("the epoch was closed while connecting")
+        return self._channels[node]
+
+    def _forget(self, node: int) -> None:
+        channel = self._channels.pop(node, None)
+        if channel is not None:
+            channel.close()

@@ -1,0 +1,217 @@
+"""The vault process: wiring of threads, and the orders of the agent.
+
+Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
+the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
+one ``role-*`` and one ``ship-*`` for each of its buddies.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import resource
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.dumping import dump
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.links import Link, LinkServer
+from deadpool_megatron.vault.members import MemberDialogue, Members
+from deadpool_megatron.vault.sealing import RoleWorker
+from deadpool_megatron.vault.serving import Server
+from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.transport import Transport
+from deadpool_megatron.wire.framing import WireError
+
+log = logging.getLogger(__name__)
+_MOST_KEPT_EVENTS = 1000
+
+
+class Vault:
+    """A node's vault; everything it keeps is in ``directory``."""
+
+    def __init__(
+        self,
+        node: int,
+        directory: Path,
+        settings: Settings,
+        transport: Transport,
+        local_listener: socket.socket,
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._settings = settings
+        self._transport = transport
+        self._state = VaultState(node, directory, settings, self._emit)
+        self._members = Members(self._state)
+        self._server = Server(self._state, transport)
+        self._links = LinkServer(local_listener, self._dialogue)
+        self._workers: dict[int, RoleWorker] = {}
+        self._order_lock = threading.Lock()
+        self._event_lock = threading.Lock()
+        self._agent: Link | None = None
+        self._alone_since = time.monotonic()
+        self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
+        self._stop = threading.Event()
+        self._remove = False
+        self.ended_by_signal = False
+
+    def start(self) -> None:
+        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet."""
+        with self._state.lock:
+            found = self._state.table.scan()
+        data = {"pid": os.getpid(), "slots_found": found}
+        self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
+        self._server.start()
+        self._links.start()
+
+    def wait(self) -> None:
+        """Until told to stop, or for want of an agent. Then everything is stopped."""
+        while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
+            with self._event_lock:
+                alone = self._agent is None
+            if alone and time.monotonic() - self._alone_since > self._settings.restore_seconds:
+                log.warning("no agent for %g s: the end", self._settings.restore_seconds)
+                break
+        self._cut()
+        self._server.stop()
+        self._links.stop()
+        self._transport.close()
+        if self._remove:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            with contextlib.suppress(OSError):  # the last node of the run takes the parent along
+                self._directory.parent.rmdir()
+
+    def stop(self, remove: bool = False) -> None:
+        """End :meth:`wait`. Not for signal handlers, which set ``ended_by_signal``."""
+        self._remove = self._remove or remove
+        self._stop.set()
+
+    # Local connections.
+
+    def _dialogue(self, link: Link, stopping: threading.Event) -> None:
+        hello = link.receive(stopping)
+        if hello is None:
+            return
+        if hello.get("t") == "member":
+            MemberDialogue(self._state, self._members, link, hello).run(stopping)
+        elif hello.get("t") == "agent":
+            self._obey(link, stopping)
+        else:
+            raise WireError(f"first message is {hello.get('t')!r}")
+
+    def _emit(self, event: Event) -> None:
+        with self._event_lock:
+            if self._agent is None:
+                self._kept_events.append(event)
+            else:
+                self._agent.send({"t": "event", "event": event.to_dict()})
+
+    def _obey(self, link: Link, stopping: threading.Event) -> None:
+        with self._event_lock:
+            self._agent = link
+            while self._kept_events:
+                link.send({"t": "event", "event": self._kept_events.popleft().to_dict()})
+        try:
+            while (message := link.receive(stopping)) is not None:
+                self._order(link, message)
+        finally:
+            with self._event_lock:
+                if self._agent is link:
+                    self._agent, self._alone_since = None, time.monotonic()
+
+    def _order(self, link: Link, message: Mapping[str, Any]) -> None:
+        kind, number = str(message.get("t")), message.get("id")
+        orders: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+            "close": lambda m: self.close_epoch(int(m["epoch"])),
+            "inventory": lambda _: self._state.inventory().to_dict(),
+            "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
+            "status": lambda _: self.status(),
+            "dump": self._dump,
+            "shutdown": lambda m: self.stop(bool(m["remove"])),
+        }
+
+        def answer() -> None:
+            try:
+                reply: dict[str, Any] = {"ok": True, "value": orders[kind](message)}
+            except (VaultError, OSError, LookupError, TypeError, ValueError) as error:
+                log.warning("order %s: %s: %s", kind, type(error).__name__, error)
+                reply = {"ok": False, "text": f"{kind}: {error}"}
+            link.send({"t": "reply", "id": number, **reply})
+
+        if kind == "dump":  # slow: an order to close must not wait behind it
+            threading.Thread(target=answer, name="dump", daemon=True).start()
+        else:
+            answer()
+
+    # Orders.
+
+    def close_epoch(self, epoch: int) -> None:
+        """After this returns nothing of ``epoch`` is sealed on this node any more."""
+        with self._order_lock:
+            newer_open = self._state.open_epoch > epoch
+            self._state.close(epoch)
+            if not newer_open:
+                self._cut()
+
+    def adopt(self, record: EpochRecord) -> None:
+        """Drop what the record abandons, open its epoch, begin to restore and re-protect.
+
+        Doing it twice is doing it once. Raises VaultError for the record of a closed epoch.
+        """
+        with self._order_lock:
+            self._cut_stale(record.epoch)
+            if not self._state.adopt(record):
+                return
+            self._workers = {
+                role: RoleWorker(self._state, self._transport, record, role, seat)
+                for role, seat in self._state.own_roles().items()
+            }
+            self._members.set_workers(self._workers)
+            for worker in self._workers.values():
+                worker.start()
+
+    def status(self) -> dict[str, Any]:
+        """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
+        state = self._state
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        with state.lock:
+            return {
+                "node": state.node,
+                "pid": os.getpid(),
+                "open_epoch": state.open_epoch,
+                "closed_epoch": state.closed_epoch,
+                "counters": dict(state.counters),
+                "committed": {
+                    str(role): [generation.to_list(), boundary]
+                    for role, (generation, boundary) in state.committed.items()
+                },
+                "segments": {n: s.nbytes for n, s in state.table.segments.items()},
+                "holdings": [holding.to_dict() for holding in state.table.holdings()],
+                "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            }
+
+    def _dump(self, message: Mapping[str, Any]) -> list[str]:
+        generation = Generation.from_list(message["generation"])
+        roles, directory = message.get("roles"), Path(message["directory"])
+        return dump(self._state, directory, generation, str(message["boundary"]), roles)
+
+    def _cut_stale(self, epoch: int) -> None:
+        if self._state.open_epoch not in (0, epoch):
+            self._cut()
+
+    def _cut(self) -> None:
+        """Break every connection to and from other vaults; workers see that they are over."""
+        for worker in self._workers.values():
+            worker.cut()
+        self._server.cut()

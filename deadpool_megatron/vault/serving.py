@@ -1,0 +1,289 @@
+"""What other vaults may ask of this one: keep a copy, hand out a part, describe a role.
+
+One named thread for each connection. The epoch is judged before the first byte and, under the lock
+that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
+they come. Refused messages are counted and reported, never answered with anything but the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.segment import Segment
+from deadpool_megatron.vault.state import VaultState, Verdict
+from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.transport import Channel, Transport
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+
+log = logging.getLogger(__name__)
+_MOST_CONNECTIONS = 256
+
+
+class Server:
+    """Takes connections of other vaults."""
+
+    def __init__(self, state: VaultState, transport: Transport) -> None:
+        self._state = state
+        self._transport = transport
+        self._stopping = threading.Event()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cut everything and accept no more."""
+        self._stopping.set()
+        self.cut()
+        self._thread.join(timeout=2.0)
+
+    def cut(self) -> None:
+        """End every connection: the epoch they belong to has been closed."""
+        with self._lock:
+            for channel in self._channels:
+                channel.shutdown()
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                channel = self._transport.accept(0.5)
+            except OSError as error:  # no file descriptor left, for one
+                log.warning("accept: %s", error)
+                self._stopping.wait(0.1)
+                continue
+            if channel is None:
+                continue
+            with self._lock:
+                full = len(self._channels) >= _MOST_CONNECTIONS
+                if not full:
+                    self._channels.add(channel)
+            if full:
+                self._state.refuse("too many connections")
+                channel.close()
+                continue
+            name = f"serve-{next(self._numbers)}"
+            threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            channel.authenticate()
+            connection = _Connection(self._state, channel)
+            while not self._stopping.is_set():
+                if channel.readable(1.0):
+                    connection.handle(channel.receive())
+        except ConnectionClosed:
+            pass
+        except WireError as error:
+            self._state.refuse("connection", why_exactly=error)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._state.refuse("malformed message", why_exactly=repr(error))
+        except (OSError, VaultError) as error:
+            log.info("%s: %s", threading.current_thread().name, error)
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+            channel.close()
+
+
+class _Connection:
+    """The dialogue with one authenticated vault."""
+
+    def __init__(self, state: VaultState, channel: Channel) -> None:
+        self._state = state
+        self._channel = channel
+        self._layout: RoleLayout | None = None
+
+    def handle(self, message: Mapping[str, Any]) -> None:
+        """Answer one message. Raises WireError for an unknown type."""
+        kind = message.get("t")
+        if kind == "offer":
+            self._layout = RoleLayout.from_dict(message["layout"])
+        elif kind == "put":
+            self._put(message)
+        elif kind == "fetch":
+            self._fetch(message)
+        elif kind == "describe":
+            with self._state.lock:
+                layout = self._state.table.layout(int(message["role"]))
+            self._channel.send({"t": "layout", "layout": layout.to_dict() if layout else None})
+        else:
+            raise WireError(f"unknown message {kind!r}")
+
+    def _refuse(self, why: str, **facts: object) -> None:
+        """Say no; `early` is no offence and not counted."""
+        if why != "early":
+            self._state.refuse(why, **facts)
+        self._channel.send({"t": "refused", "why": why})
+
+    # Keeping a copy.
+
+    def _put(self, message: Mapping[str, Any]) -> None:
+        epoch, role = int(message["epoch"]), int(message["role"])
+        generation = Generation.from_list(message["generation"])
+        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
+        why = self._objection(message, epoch, role, generation, offered)
+        layout = self._layout
+        if why is not None or layout is None:
+            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
+            return
+        state = self._state
+        with state.lock:
+            needed = [
+                (name, size, digest)
+                for name, size, digest in offered
+                if not any(
+                    (place.nbytes, place.checksum) == (size, digest)
+                    for place in state.table.find(role, generation, name)
+                )
+            ]
+        have = [name for name, _, _ in offered if name not in {n for n, _, _ in needed}]
+        if not needed:
+            self._channel.send({"t": "need", "parts": []})
+            self._acknowledge(epoch, role, have)
+            return
+        try:
+            segment = state.ensure_copy(layout, [name for name, _, _ in needed])
+        except VaultError as error:
+            self._refuse(f"no copy possible: {error}", role=role)
+            return
+        slot = state.claim(segment, generation, epoch)
+        if slot is None:
+            self._refuse("superseded" if self._superseded(segment, generation) else "early")
+            return
+        try:
+            self._channel.send({"t": "need", "parts": [name for name, _, _ in needed]})
+            for name, size, digest in needed:
+                if self._receive(segment, slot, name, size, digest, epoch):
+                    have.append(name)
+        finally:
+            state.release(segment, slot)
+        self._acknowledge(epoch, role, have)
+
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
+        if self._state.is_open(epoch):
+            self._channel.send({"t": "sealed", "parts": have})
+        else:
+            self._refuse("stale", role=role, epoch=epoch)
+
+    def _superseded(self, segment: Segment, generation: Generation) -> bool:
+        with self._state.lock:
+            return self._state.table.superseded(segment, generation)
+
+    def _objection(
+        self,
+        message: Mapping[str, Any],
+        epoch: int,
+        role: int,
+        generation: Generation,
+        offered: list[tuple[str, int, int]],
+    ) -> str | None:
+        """Why a put is not accepted, or None."""
+        verdict = self._state.judge(epoch)
+        if verdict is not Verdict.OPEN:
+            return str(verdict)
+        with self._state.lock:
+            record = self._state.record
+            if record is None or record.epoch != epoch:
+                return "early"
+        seat = record.seats.get(role)
+        if seat is None or seat.node != int(message["node"]):
+            return "sender has no such role"
+        if generation.lineage != epoch and generation != record.restore.generation:
+            return "abandoned lineage"
+        layout = self._layout
+        if layout is None or layout.role != role or layout.layout_hash != message["layout_hash"]:
+            return "layout"
+        capacities = {part.name: part.nbytes for part in layout.parts}
+        if any(not 0 <= size <= capacities.get(name, -1) for name, size, _ in offered):
+            return "unknown or oversized part"
+        return None
+
+    def _receive(
+        self, segment: Segment, slot: int, name: str, nbytes: int, expected: int, epoch: int
+    ) -> bool:
+        """Take the bytes of one part into the slot; True when sealed, False when damaged."""
+        state, role = self._state, segment.layout.role
+        generation = segment.generation(slot)
+        if not state.open_part(segment, slot, name, epoch):
+            raise ConnectionClosed("the epoch was closed")
+        found = receive_part(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        if found != expected:
+            state.counters["corruption"] += 1
+            state.emit_corruption(role, generation, name, "wire", expected, found)
+            return False
+        if not state.seal_copy(segment, slot, name, nbytes, expected, epoch):
+            state.refuse("stale", role=role, epoch=epoch)
+            raise ConnectionClosed("the epoch was closed")
+        state.counters["bytes received"] += nbytes
+        state.fail_point_corrupt("vault.received", segment, slot, [name])
+        return True
+
+    # Handing out.
+
+    def _fetch(self, message: Mapping[str, Any]) -> None:
+        epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
+        generation = Generation.from_list(message["generation"])
+        verdict = self._state.judge(epoch)
+        if verdict is not Verdict.OPEN:
+            self._refuse(str(verdict), sender=message["node"], role=role, epoch=epoch)
+            return
+        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
+        with self._state.lock:
+            places = self._state.table.find(role, generation, name)
+            if places:
+                self._state.table.pin(places[0])
+        if not places:
+            self._channel.send({"t": "refused", "why": "not held"})
+            return
+        try:
+            self._send(places[0], generation)
+        finally:
+            with self._state.lock:
+                self._state.table.unpin(places[0])
+
+    def _send(self, place: Place, generation: Generation) -> None:
+        """Send a part and check it on the way, so that a damaged slot is found at its home."""
+        role = place.segment.layout.role
+        self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})
+        digest = xxhash.xxh3_64()
+        view, size = place.view, self._state.settings.chunk_bytes
+        for start in range(0, len(view), size):
+            chunk = view[start : start + size]
+            digest.update(chunk)
+            fault = failpoints.hit(
+                "vault.chunk", role=role, iteration=generation.iteration, part=place.name
+            )
+            if fault is not None:
+                damaged = bytearray(chunk)
+                damaged[0] ^= 0xFF
+                chunk = memoryview(damaged)
+            self._channel.send_bulk(chunk)
+        self._state.counters["bytes fetched from here"] += place.nbytes
+        if digest.intdigest() != place.checksum:
+            self._state.mark_bad(place, digest.intdigest())
+
+
+def receive_part(
+    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
+) -> int:
+    """Receive a part's bytes straight into its slot; answers their checksum."""
+    view = segment.data(slot, name, nbytes)
+    digest = xxhash.xxh3_64()
+    for start in range(0, nbytes, chunk_bytes):
+        chunk = view[start : start + chunk_bytes]
+        channel.receive_bulk(chunk)
+        digest.update(chunk)
+    return digest.intdigest()

@@ -1,0 +1,216 @@
+"""How vaults reach each other: a small seam, authenticated TCP behind it, and an in-process fake.
+
+A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
+Every call ends within the channel's deadline or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.wire import auth, framing
+
+# A stranger that connects and says nothing may hold a thread no longer than this.
+HANDSHAKE_SECONDS = 5.0
+
+
+class Channel(ABC):
+    """One connection. One thread at a time per direction; :meth:`shutdown` from any thread."""
+
+    @abstractmethod
+    def authenticate(self) -> None:
+        """Accepting side, before anything else. Raises AuthenticationError for a stranger."""
+
+    @abstractmethod
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a frame. Raises OSError (TimeoutError after the deadline)."""
+
+    @abstractmethod
+    def receive(self) -> dict[str, Any]:
+        """Receive a frame. Raises WireError or OSError."""
+
+    @abstractmethod
+    def send_bulk(self, view: memoryview) -> None:
+        """Send raw bytes without copying them."""
+
+    @abstractmethod
+    def receive_bulk(self, target: memoryview) -> None:
+        """Fill ``target`` with raw bytes."""
+
+    @abstractmethod
+    def readable(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for a frame or the end of the stream."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Make every call of both sides fail at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the resources back."""
+
+
+class Transport(ABC):
+    """Opens channels to other vaults and takes theirs. Thread-safe."""
+
+    @abstractmethod
+    def connect(self, host: str, port: int) -> Channel:
+        """An authenticated channel. Raises OSError or WireError."""
+
+    @abstractmethod
+    def accept(self, seconds: float) -> Channel | None:
+        """The next channel, not yet authenticated, or None when nobody came in time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more channels."""
+
+
+class SocketChannel(Channel):
+    """A channel over a connected stream socket; ``secret`` None leaves authentication out."""
+
+    def __init__(
+        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, run_id: str
+    ) -> None:
+        self._socket = connection
+        self._deadline_seconds = deadline_seconds
+        self._secret = secret
+        self._run_id = run_id
+        connection.settimeout(deadline_seconds)
+
+    def authenticate(self) -> None:
+        if self._secret is not None:
+            self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
+            auth.accept(self._socket, self._secret, self._run_id)
+            self._socket.settimeout(self._deadline_seconds)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        framing.send(self._socket, message)
+
+    def receive(self) -> dict[str, Any]:
+        return framing.receive(self._socket)
+
+    def send_bulk(self, view: memoryview) -> None:
+        self._socket.sendall(view)
+
+    def receive_bulk(self, target: memoryview) -> None:
+        framing.receive_into(self._socket, target)
+
+    def readable(self, seconds: float) -> bool:
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError as error:  # closed by another thread
+            raise framing.ConnectionClosed("channel is closed") from error
+        return bool(poll.poll(seconds * 1000))
+
+    def shutdown(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TcpTransport(Transport):
+    """TCP with the handshake of :mod:`deadpool_megatron.wire.auth`.
+
+    The listening socket is made by the agent and inherited, so the address and the backlog of
+    connections survive a restart of the vault.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, run_id: str, deadline_seconds: float
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._run_id = run_id
+        self._deadline_seconds = deadline_seconds
+
+    def connect(self, host: str, port: int) -> Channel:
+        connection = auth.connect(
+            (host, port), self._secret, self._run_id, timeout_seconds=self._deadline_seconds
+        )
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._run_id)
+
+    def accept(self, seconds: float) -> Channel | None:
+        self._listener.settimeout(seconds)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._run_id)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class FakeNetwork:
+    """All vaults of one process, for tests: addresses are names, links are socket pairs."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
+        self.cut: set[tuple[str, int]] = set()
+
+    def transport(self, host: str, port: int, deadline_seconds: float) -> FakeTransport:
+        """A vault's end; it listens at once."""
+        with self._condition:
+            self._waiting[host, port] = []
+        return FakeTransport(self, (host, port), deadline_seconds)
+
+    def dial(self, address: tuple[str, int]) -> socket.socket:
+        """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
+        ours, theirs = socket.socketpair()
+        with self._condition:
+            if address not in self._waiting or address in self.cut:
+                ours.close()
+                theirs.close()
+                raise ConnectionRefusedError(f"nobody listens on {address}")
+            self._waiting[address].append(theirs)
+            self._condition.notify_all()
+        return ours
+
+    def answer(self, address: tuple[str, int], seconds: float) -> socket.socket | None:
+        """The next connection dialled to ``address``."""
+        with self._condition:
+            queue = self._waiting.get(address, [])
+            self._condition.wait_for(lambda: bool(queue), seconds)
+            return queue.pop(0) if queue else None
+
+    def forget(self, address: tuple[str, int]) -> None:
+        """Nobody listens there any more."""
+        with self._condition:
+            for connection in self._waiting.pop(address, []):
+                connection.close()
+
+
+class FakeTransport(Transport):
+    """See :class:`FakeNetwork`."""
+
+    def __init__(
+        self, network: FakeNetwork, address: tuple[str, int], deadline_seconds: float
+    ) -> None:
+        self._network = network
+        self._address = address
+        self._deadline_seconds = deadline_seconds
+
+    def connect(self, host: str, port: int) -> Channel:
+        return SocketChannel(self._network.dial((host, port)), self._deadline_seconds, None, "")
+
+    def accept(self, seconds: float) -> Channel | None:
+        connection = self._network.answer(self._address, seconds)
+        if connection is None:
+            return None
+        return SocketChannel(connection, self._deadline_seconds, None, "")
+
+    def close(self) -> None:
+        self._network.forget(self._address)

@@ -1,0 +1,57 @@
+#!/usr/bin/env python
+"""Starts the trainer without protection the way deadpool starts it with: preloaded and forked.
+
+    plain_ranks.py WORLD_SIZE ARGUMENTS OF deadpool_megatron.trainer.plain...
+
+torchrun would import torch once per rank; with the same start, memory can be compared too. For
+machines without a GPU: the parent loads Megatron, which touches the driver where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+
+from deadpool_megatron.trainer import (
+    loop,  # noqa: F401 - Megatron is loaded before the forks
+    plain,
+)
+
+# Below the range from which the kernel gives out ports to others at any moment.
+_PORTS = range(21000, 31000)
+
+
+def main(argv: list[str]) -> int:
+    """Fork the ranks and wait for them; answers the first exit status that is not 0."""
+    world_size, arguments = int(argv[0]), argv[1:]
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(world_size)
+    )
+    children = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            status = 1
+            try:
+                status = plain.main(arguments)
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        children.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    return next((status for status in statuses if status), 0)
+
+
+def _free_port() -> int:
+    while True:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

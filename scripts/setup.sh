@@ -1,0 +1,207 @@
+#!/usr/bin/env bash
+# Makes .venv in this checkout with everything the demo and the tests need, or finds it ready.
+#
+#   ./scripts/setup.sh
+#
+# demo.sh and test.sh call it. It checks the machine first; whatever is missing is named in one
+# line with what to do about it (exit status 2). Nothing outside .venv is written.
+# PYTHON=/path/to/python3.12 chooses the interpreter.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv=$root/.venv
+stamp=$venv/.deadpool-stamp
+log=$venv/setup.log
+cpu_index=https://download.pytorch.org/whl/cpu
+torch_version=$(sed -n 's/^torch==//p' "$root/constraints.txt")
+step_number=0
+worker=
+
+fail() {
+    printf 'setup: %s\n' "$1" >&2
+    exit 2
+}
+
+stop_worker() {
+    [ -z "$worker" ] || kill "$worker" 2>/dev/null || true
+    printf '\nsetup: interrupted\n' >&2
+    exit 130
+}
+trap stop_worker INT TERM
+
+has_gpu() { [ -e /dev/nvidiactl ] || [ -e /dev/nvidia0 ]; }
+
+# step TITLE COMMAND...: one line with the elapsed time; all output goes to the log.
+step() {
+    local title=$1 started=$SECONDS status=0
+    shift
+    step_number=$((step_number + 1))
+    printf '  %d. %-44s' "$step_number" "$title"
+    printf '\n== %s\n' "$title" >>"$log"
+    "$@" >>"$log" 2>&1 &
+    worker=$!
+    if [ -t 1 ]; then
+        while kill -0 "$worker" 2>/dev/null; do
+            printf '\r  %d. %-44s %3d s' "$step_number" "$title" $((SECONDS - started))
+            sleep 0.5
+        done
+        printf '\r  %d. %-44s' "$step_number" "$title"
+    fi
+    wait "$worker" || status=$?
+    worker=
+    if [ "$status" -eq 0 ]; then
+        printf ' %3d s\n' $((SECONDS - started))
+    else
+        printf ' failed after %d s\n' $((SECONDS - started))
+    fi
+    return "$status"
+}
+
+show_log_and_fail() {
+    tail -n 8 "$log" | sed 's/^/     | /' >&2
+    fail "$1 (the whole log is in $log)"
+}
+
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
+
+# --- checks ---------------------------------------------------------------------------------
+
+check_machine() {
+    [ "$(uname -s)" = Linux ] ||
+        fail "this is $(uname -s); deadpool needs Linux (pidfd, /dev/shm). Use a Linux machine or container."
+    command -v git >/dev/null ||
+        fail "git was not found. Run: sudo apt install git"
+    local available limit
+    available=$(awk '/^MemAvailable:/ {print int($2 / 1024)}' /proc/meminfo)
+    limit=$(cat /sys/fs/cgroup/memory.max 2>/dev/null || echo max)
+    if [ "$limit" != max ] && [ $((limit / 1048576)) -lt "$available" ]; then
+        available=$((limit / 1048576))
+    fi
+    [ "$available" -ge "$1" ] ||
+        fail "$available MB of memory are free; $1 MB are needed. Close other programs or use a larger machine."
+    memory_mb=$available
+}
+
+check_disk() {
+    local free
+    free=$(df -Pm "$root" | awk 'NR == 2 {print $4}')
+    [ "$free" -ge "$1" ] ||
+        fail "$free MB of disk are free in $root; the install needs $1 MB. Free some, or clone to another disk."
+}
+
+# Sets $python to the first interpreter that is 3.11 or 3.12 and can make virtual environments.
+find_python() {
+    local candidate version seen="" without_venv=""
+    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
+        # A pyenv shim may exist and still not run, so ask each one for its version.
+        version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+            continue
+        seen+=" $candidate=$version"
+        case $version in 3.11 | 3.12) ;; *) continue ;; esac
+        if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            python=$candidate
+            return
+        fi
+        without_venv=$version
+    done
+    [ -z "$without_venv" ] ||
+        fail "Python $without_venv has no venv module. Run: sudo apt install python$without_venv-venv"
+    fail "Python 3.11 or 3.12 is needed (found:${seen:- none}). Run: sudo apt install python3.11 python3.11-venv   (or the same with 3.12, whichever your release has)"
+}
+
+# --- install --------------------------------------------------------------------------------
+
+# What the environment depends on; when it changes, the environment is brought up to date.
+wanted_stamp() {
+    { printf '%s\n' "$root" "$(has_gpu && echo gpu)" && cat "$root/pyproject.toml" \
+        "$root/constraints.txt"; } | sha256sum | cut -d' ' -f1
+}
+
+is_ready() {
+    [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(wanted_stamp)" ] &&
+        "$venv/bin/python" -c 'import deadpool_megatron' 2>/dev/null
+}
+
+# An environment of another place or Python cannot be mended; ours can be updated in place.
+is_usable() {
+    grep -qsF "$venv" "$venv/pyvenv.cfg" && "$venv/bin/python" - 2>/dev/null <<'PY'
+import sys
+import pip
+sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))
+PY
+}
+
+installed_torch() {
+    "$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null ||
+        echo none
+}
+
+# The default index has the CUDA build of torch, gigabytes that a machine without a GPU cannot
+# use. So there: the CPU build from wherever pip is set up to look, then from PyTorch's own index.
+install_torch() {
+    local problem="torch could not be installed; is the package index reachable?"
+    local wheel_only=(--only-binary=:all: --no-deps) cpu="torch==$torch_version+cpu"
+    if has_gpu; then
+        [ "$(installed_torch)" = "$torch_version" ] && return
+        step "torch $torch_version (with CUDA)" pip install "${wheel_only[@]}" \
+            "torch==$torch_version" || show_log_and_fail "$problem"
+        return
+    fi
+    [ "$(installed_torch)" = "$torch_version+cpu" ] && return
+    step "torch $torch_version (CPU build)" try_each \
+        "pip install ${wheel_only[*]} $cpu" \
+        "pip install ${wheel_only[*]} --index-url $cpu_index $cpu" && return
+    echo "     The CPU build could not be had; taking the default build, which may be several GB."
+    check_disk 12000
+    step "torch $torch_version (default build)" pip install "${wheel_only[@]}" \
+        "torch==$torch_version" || show_log_and_fail "$problem"
+}
+
+try_each() {
+    local line
+    for line in "$@"; do
+        printf '$ %s\n' "$line"
+        # shellcheck disable=SC2086 # the words of the command, none of which has blanks
+        $line && return
+    done
+    return 1
+}
+
+# megatron-core without a wheel would compile C++; all packages have wheels for 3.11 and 3.12.
+install_packages() {
+    local problem="the packages could not be installed; is the package index reachable?"
+    local options=(--only-binary=:all: -c "$root/constraints.txt")
+    step "megatron-core and its packages" pip install "${options[@]}" setuptools megatron-core ||
+        show_log_and_fail "$problem"
+    # The build backend was installed just now, so nothing is fetched that is not pinned.
+    step "deadpool-megatron and the tools" pip install "${options[@]}" --no-build-isolation \
+        -e "${root}[dev]" || show_log_and_fail "$problem"
+}
+
+main() {
+    check_machine 2500
+    # Two callers at once (a demo beside a test run): the second waits and then finds it ready.
+    exec 9<"$root/pyproject.toml"
+    flock -n 9 || { echo "setup: another setup of this checkout is running, waiting for it" &&
+        flock 9; }
+    if is_ready; then
+        return
+    fi
+    find_python
+    if has_gpu; then check_disk 12000; else check_disk 3000; fi
+    echo "Setting up .venv: $("$python" -V), $memory_mb MB of memory free" \
+        "$(has_gpu && echo "and an NVIDIA GPU")"
+    if ! is_usable; then
+        rm -rf "$venv"
+        mkdir "$venv"
+        step "virtual environment" "$python" -m venv "$venv" ||
+            show_log_and_fail "the virtual environment could not be made"
+    fi
+    rm -f "$stamp"
+    install_torch
+    install_packages
+    wanted_stamp >"$stamp"
+    echo "  Ready after $SECONDS s."
+}
+
+main

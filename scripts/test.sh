@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Sets up (first time only), then runs the checks and the tests.
+#
+#   ./scripts/test.sh [--fast | --all] [arguments of pytest]
+#
+#   (nothing)   what CI runs: checks of the source, unit tests, whole runs with real kills, the
+#               fault matrix in chained runs
+#   --fast      checks of the source and the tests that need no whole training run
+#   --all       in addition every cell of the full fault matrix
+#
+# Exit status: 0 when everything passed and nothing was left running or in /dev/shm.
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+cd "$root"
+
+selection=()
+case ${1:-} in
+    --fast)
+        selection=(-m "not slow and not matrix")
+        shift
+        ;;
+    --all)
+        selection=(--all)
+        shift
+        ;;
+    -h | --help)
+        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+        exit 0
+        ;;
+esac
+
+"$root/scripts/setup.sh"
+export PATH=$root/.venv/bin:$PATH
+
+# check TITLE COMMAND...: one line when it passes, its whole output when it does not.
+check() {
+    local title=$1 output
+    shift
+    if output=$("$@" 2>&1); then
+        printf 'ok    %s\n' "$title"
+    else
+        printf '%s\n' "$output"
+        printf 'FAIL  %s: %s\n' "$title" "$*"
+        exit 1
+    fi
+}
+
+check "lint" ruff check
+check "format" ruff format --check
+check "types" mypy
+check "imports point one way" lint-imports
+
+exec python -m pytest "${selection[@]}" "$@"

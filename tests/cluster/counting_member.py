@@ -1,0 +1,345 @@
+"""A member that trains nothing: a role's state is a list of integers, changed once per iteration.
+
+It speaks to agent and vault exactly as a real member does, and keeps step with the other roles
+through counters in a file of the run directory (in place of collectives). No torch: it starts in a
+fraction of a second, so whole runs with real kills fit in a test.
+
+Arguments: --iterations N --step-seconds S [--save-interval K] [--misbehave NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    EpochRecord,
+    Generation,
+    PartInfo,
+    RoleLayout,
+    extras_part,
+)
+from deadpool_megatron.vault.client import VaultClient
+from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
+
+VALUES = 512
+_FORMAT = struct.Struct(f"<{VALUES}Q")
+_COUNTER = struct.Struct("<QQ")
+
+
+class EpochLeft(Exception):
+    """The interrupt was seen."""
+
+
+class Lockstep:
+    """Counters (epoch, iteration) of all roles in one shared file: the stand-in for collectives."""
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        with open(path, "a+b") as file:
+            file.truncate(world_size * _COUNTER.size)
+            self._map = mmap.mmap(file.fileno(), world_size * _COUNTER.size)
+        self._world_size = world_size
+
+    def put(self, role: int, epoch: int, iteration: int) -> None:
+        _COUNTER.pack_into(self._map, role * _COUNTER.size, epoch, iteration)
+
+    def reached(self, epoch: int, iteration: int) -> bool:
+        found = (
+            _COUNTER.unpack_from(self._map, r * _COUNTER.size) for r in range(self._world_size)
+        )
+        return all(e == epoch and i >= iteration for e, i in found)
+
+
+class Counting:
+    """The process. ``role`` is None while it is a spare."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.link = MemberLink.from_environment()
+        self.run_dir = Path(os.environ["DEADPOOL_RUN_DIR"])
+        self.world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
+        self.lockstep = Lockstep(self.run_dir / "lockstep", self.world_size)
+        self.vault = VaultClient(
+            os.environ["DEADPOOL_VAULT_SOCKET"],
+            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            self.link.seat,
+            connect_seconds=self.link.settings.connect_seconds,
+        )
+        self.role: int | None = None
+        self.epoch = 0
+        self.iteration = 0
+        self.values = [0] * VALUES
+        self.pause_after: int | None = None
+        self.section = "parked"
+        self.waiting: list[Any] | None = None
+        self.progress = 0
+
+    # Link.
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "section": self.section,
+            "iteration": self.iteration,
+            "waiting": self.waiting,
+            "progress": self.progress,
+        }
+
+    def on_pause(self, iteration: int) -> None:
+        self.pause_after = iteration
+
+    def ignore(self, *_: object) -> None:
+        pass
+
+    def main(self) -> int:
+        handlers = Handlers(self.ignore, self.ignore, self.ignore, self.on_pause, self.status)
+        self.link.start(handlers)
+        try:
+            while True:
+                self.take_record(self.link.wait_record(self.epoch))
+        except StopOrder as order:
+            print(f"stop: {order}")
+            return 0
+
+    def take_record(self, record: EpochRecord) -> None:
+        self.epoch, self.pause_after = record.epoch, None
+        mine = [role for role, seat in record.seats.items() if seat == self.link.seat]
+        if not mine:
+            self.section = "parked"
+            self.link.send({"t": "warm", "stage_class": "", "provisional_role": 0})
+            return
+        self.role = mine[0]
+        failpoints.set_context(role=self.role, epoch=record.epoch)
+        try:
+            self.enter(record)
+            self.train()
+        except (EpochLeft, Frozen, Interrupted):
+            pass
+        self.section = "drain"
+        self.link.send({"t": "drained", "epoch": record.epoch, "clean": True})
+
+    # Recovery.
+
+    def layout(self) -> RoleLayout:
+        assert self.role is not None
+        parts = [PartInfo("values", _FORMAT.size, (self.role,))]
+        parts += [PartInfo(extras_part(name), 64, (self.role,)) for name in BOUNDARIES]
+        everybody = tuple(range(self.world_size))
+        return RoleLayout(self.role, tuple(parts), everybody, 2, f"counting-{VALUES}")
+
+    def enter(self, record: EpochRecord) -> None:
+        assert self.role is not None
+        self.section = "load"
+        failpoints.hit("member.restore")
+        layout = self.layout()
+        self.vault.register(layout, record.epoch)
+        self.link.send({"t": "registered", "layout": layout.to_dict()})
+        restore = record.restore
+        self.iteration = restore.generation.iteration
+        started = time.monotonic()
+        if restore.kind in ("memory", "dump"):
+            try:
+                parts = self.vault.restore(
+                    layout,
+                    record.epoch,
+                    restore.generation,
+                    restore.boundary,
+                    deadline_seconds=self.link.settings.restore_seconds,
+                    interrupted=self.link.interrupt_fd,
+                )
+            except RestoreUnavailable as error:
+                self.link.send(
+                    {
+                        "t": "restore-failed",
+                        "epoch": record.epoch,
+                        "part": error.part,
+                        "text": str(error),
+                    }
+                )
+                self.wait(lambda: False)
+            self.values = list(_FORMAT.unpack(bytes(parts.part("values"))))
+            assert bytes(parts.part("extras@step")) == str(self.iteration).encode()
+            parts.close()
+        elif restore.kind == "durable":
+            self.values = list(_FORMAT.unpack((Path(restore.path) / str(self.role)).read_bytes()))
+            self.seal()
+        else:
+            self.values = [self.role] * VALUES
+            self.seal()
+        seconds = time.monotonic() - started
+        self.link.send(
+            {"t": "phase", "epoch": record.epoch, "phase": "restore", "seconds": seconds}
+        )
+        self.link.send(
+            {
+                "t": "restored",
+                "epoch": record.epoch,
+                "generation": restore.generation.to_list(),
+                "hash": self.sha256(),
+            }
+        )
+        self.lockstep.put(self.role, self.epoch, self.iteration)
+
+    def seal(self) -> None:
+        """Write the present state as a generation and pass the commit gate."""
+        failpoints.hit("member.seal", iteration=self.iteration)
+        generation = Generation(self.epoch, self.iteration)
+        writer = self.vault.begin(generation, self.epoch)
+        _FORMAT.pack_into(writer.part("values"), 0, *self.values)
+        extras = str(self.iteration).encode()
+        writer.part("extras@step")[: len(extras)] = extras
+        writer.fill({"values": _FORMAT.size, "extras@step": len(extras)})
+        self.section = "gate"
+        verdict = self.vault.wait_committed(
+            generation,
+            "step",
+            deadline_seconds=60.0,
+            interrupted=self.link.interrupt_fd,
+            on_wait=lambda seconds: print(f"gate: {seconds:.1f} s"),
+            report_every_seconds=5.0,
+        )
+        if verdict == "interrupted":
+            raise EpochLeft
+
+    # Training.
+
+    def train(self) -> None:
+        assert self.role is not None
+        if self.args.misbehave == "raise":
+            raise RuntimeError("the user's command is broken")
+        while self.iteration < self.args.iterations:
+            self.section = "train"
+            self.barrier(self.iteration)
+            if self.pause_after is not None:
+                self.pause()
+            iteration = self.iteration + 1
+            failpoints.set_context(iteration=iteration)
+            failpoints.hit("member.step")
+            self.sleep(self.args.step_seconds)
+            self.hang_if_asked(iteration)
+            self.values = [(31 * v + iteration) % (1 << 61) for v in self.values]
+            self.iteration = iteration
+            self.seal()
+            self.progress += 1
+            self.lockstep.put(self.role, self.epoch, iteration)
+            if self.role == 0:
+                self.report_step()
+            if self.args.save_interval and iteration % self.args.save_interval == 0:
+                self.save()
+        self.barrier(self.iteration)
+        self.section = "done"
+        self.link.send(
+            {
+                "t": "done",
+                "epoch": self.epoch,
+                "role": self.role,
+                "state_hash": self.sha256(),
+                "samples": self.iteration,
+            }
+        )
+        self.wait(lambda: False)
+
+    def report_step(self) -> None:
+        salt = 1.0 if self.args.misbehave == "diverge" and self.epoch > 1 else 0.0
+        data = {
+            "loss": float(self.values[0] % 1000 + salt).hex(),
+            "grad_norm": 1.0.hex(),
+            "learning_rate": 0.5.hex(),
+            "skipped": False,
+            "samples": self.iteration,
+        }
+        self.link.send_event(
+            Event(Kind.STEP, self.epoch, role=self.role, iteration=self.iteration, data=data)
+        )
+
+    def save(self) -> None:
+        self.section = "save"
+        base = self.run_dir / "checkpoints"
+        temporary = base / f".iteration-{self.iteration}-{self.epoch}"
+        temporary.mkdir(exist_ok=True)
+        (temporary / str(self.role)).write_bytes(_FORMAT.pack(*self.values))
+        if self.role == 0:
+            self.wait(lambda: len(list(temporary.iterdir())) == self.world_size)
+            self.link.send(
+                {
+                    "t": "durable-request",
+                    "epoch": self.epoch,
+                    "iteration": self.iteration,
+                    "temporary": str(temporary),
+                    "final": str(base / f"iteration-{self.iteration}"),
+                }
+            )
+
+    def pause(self) -> None:
+        wanted = self.pause_after
+        assert wanted is not None
+        if self.iteration > wanted:
+            self.pause_after = None
+            message = {"t": "pause-refused", "epoch": self.epoch, "iteration": self.iteration}
+            self.link.send(message)
+        elif self.iteration == wanted:
+            self.section = "paused"
+            self.link.send({"t": "paused", "epoch": self.epoch, "iteration": self.iteration})
+            self.wait(lambda: False)
+
+    def hang_if_asked(self, iteration: int) -> None:
+        if self.args.misbehave == "hang" and iteration == 5 and self.role == 1 and self.epoch == 1:
+            self.section = "train"
+            self.wait(lambda: False)
+
+    def barrier(self, iteration: int) -> None:
+        self.waiting = ["world", "barrier", iteration]
+        self.wait(lambda: self.lockstep.reached(self.epoch, iteration))
+        self.waiting = None
+
+    def sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() >= end)
+
+    def wait(self, ready: Any) -> None:
+        """Until ready; EpochLeft when interrupted."""
+        while not ready():
+            if select.select([self.link.interrupt_fd], [], [], 0.001)[0]:
+                self.waiting = None
+                raise EpochLeft
+
+    def sha256(self) -> str:
+        return hashlib.sha256(_FORMAT.pack(*self.values)).hexdigest()
+
+
+def expected_sha256(role: int, iterations: int) -> str:
+    """What a role's state must hash to after so many iterations, however often it was moved."""
+    value = role
+    for iteration in range(1, iterations + 1):
+        value = (31 * value + iteration) % (1 << 61)
+    return hashlib.sha256(_FORMAT.pack(*[value] * VALUES)).hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--step-seconds", type=float, default=0.01)
+    parser.add_argument("--save-interval", type=int, default=0)
+    parser.add_argument("--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit"))
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if args.misbehave == "exit":
+        print("the user's command does not like its input", file=sys.stderr)
+        return 7
+    return Counting(args).main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,503 @@
+"""A simulated cluster around the machine: vaults, members, agents, and messages that take time.
+
+Per agent there is one queue in each direction, as with TCP; nothing else is ordered. Vaults keep
+what the design says they keep (two slots for own generations and for each copy), members train in
+lock step with the commit gate. The world checks the rules of the design as it goes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from machine_rig import STEP, layout
+
+from deadpool_megatron.cluster import machine_actions as act
+from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.machine import Machine
+from deadpool_megatron.cluster.machine_state import Config, MemberStatus, Phase
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.records import EpochRecord, Generation, Holding, Inventory, Seat
+from deadpool_megatron.recovery import plan
+from deadpool_megatron.settings import Settings
+
+SLOTS = 2
+
+
+@dataclass
+class Vault:
+    """Sealed generations by role (own and copies alike), and which epoch may add to them."""
+
+    held: dict[int, set[Generation]] = field(default_factory=dict)
+    epoch: int = 0
+    frozen: bool = True
+    promised: dict[int, frozenset[Generation]] = field(default_factory=dict)
+
+    def seal(self, role: int, generation: Generation) -> None:
+        """Keeps the newest SLOTS: never the newest is overwritten, of the others the oldest."""
+        assert not self.frozen
+        kept = self.held.setdefault(role, set()) | {generation}
+        self.held[role] = set(sorted(kept)[-SLOTS:])
+
+    def close(self, epoch: int) -> None:
+        self.frozen = True
+        self.promised = {role: frozenset(kept) for role, kept in self.held.items()}
+        self.epoch = max(self.epoch, epoch)
+
+    def adopt(self, record: EpochRecord) -> None:
+        # Rule 3: between its inventory and the next record a vault changes nothing.
+        if self.frozen and self.promised:
+            assert self.promised == {role: frozenset(kept) for role, kept in self.held.items()}
+        newest = record.restore.generation if record.restore.kind == "memory" else None
+        for role, kept in self.held.items():
+            self.held[role] = {one for one in kept if newest is not None and one <= newest}
+        self.epoch, self.frozen, self.promised = record.epoch, False, {}
+
+
+@dataclass
+class Member:
+    """A live process. ``at``: the generation its state is, None before it restored."""
+
+    seat: Seat
+    epoch: int = 0
+    role: int | None = None
+    at: Generation | None = None
+    entered: int = 0  # the iteration whose collective it has passed
+    pause_at: int | None = None
+    paused: bool = False
+
+
+@dataclass
+class Node:
+    """An agent with its vault, its members and its two queues."""
+
+    vault: Vault = field(default_factory=Vault)
+    members: dict[int, Member] = field(default_factory=dict)
+    orders: deque[act.Action] = field(default_factory=deque)
+    reports: deque[ev.Input] = field(default_factory=deque)
+
+
+class World:
+    """Everything outside the machine, and the machine."""
+
+    def __init__(self, nodes: int, spares: int, nproc: int, replicas: int) -> None:
+        settings = Settings(replicas=replicas, restarts_in_place=10_000)
+        self.config = Config(nodes, spares, nproc, settings, "/dump")
+        self.machine = Machine(self.config, plan)
+        self.now = 0.0
+        self.state = self.machine.start(self.now)
+        self.nodes: dict[int, Node] = {}
+        self.next_node = nodes + spares
+        self.journal: deque[EpochRecord] = deque()
+        self.written: list[int] = []
+        self.announced: list[EpochRecord] = []
+        self.closed: list[int] = []
+        self.signal = 100  # every death has its own, so that none counts as a repetition
+        self.losses_since_protected = 0
+        self.tolerance = 0
+        self.common: Generation | None = None
+        self.committed: dict[Generation, set[int]] = {}
+        self.finished: act.Finish | None = None
+        self.feed(ev.StoreReady("store", 1))
+        for node in range(nodes + spares):
+            self.join(node)
+
+    # The machine and its actions.
+
+    def feed(self, event: ev.Input) -> list[act.Action]:
+        before = self.state
+        self.state, actions = self.machine.step(self.state, event, self.now)
+        waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
+        assert (self.state.deadline is not None) == waits
+        assert self.state.epoch >= before.epoch
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.WriteRecord(record):
+                self._check_written(record)
+                self.journal.append(record)
+            case act.Announce(record):
+                self._check_announced(record)
+                self.announced.append(record)
+                self._send_all(action)
+            case act.CloseEpoch(epoch):
+                assert self.announced[-1].epoch == epoch
+                assert epoch not in self.closed
+                self.closed.append(epoch)
+                self._send_all(action)
+            case act.Pause():
+                self._send_all(action)
+            case act.Dump(nodes):
+                for node in set(nodes) & set(self.nodes):
+                    self.nodes[node].orders.append(action)
+            case act.StartMembers(node) | act.KillMember(node):
+                if node in self.nodes:
+                    self.nodes[node].orders.append(action)
+            case act.DropNode(node):
+                self.lose(node, report=False)
+            case act.Finish():
+                assert self.finished is None
+                self.finished = action
+                self._check_finish(action)
+
+    def _send_all(self, action: act.Action) -> None:
+        for node in self.state.nodes:
+            if node in self.nodes:
+                self.nodes[node].orders.append(action)
+
+    # Rules about decisions.
+
+    def _check_written(self, record: EpochRecord) -> None:
+        assert record.epoch > max(self.written, default=0)
+        self.written.append(record.epoch)
+        assert set(record.seats) == set(range(self.config.world_size))
+        assert len(set(record.seats.values())) == len(record.seats)
+        if self.state.redecide is not None:
+            return  # overtaken in the same step: it will not be announced
+        assert set(record.nodes) == set(self.state.nodes)
+        for seat in record.seats.values():
+            member = self.state.members[seat.node, seat.slot]
+            assert member.incarnation == seat.incarnation
+            assert member.status is not MemberStatus.KILLED
+
+    def _check_announced(self, record: EpochRecord) -> None:
+        assert record.epoch in self.written
+        assert record.epoch > max((r.epoch for r in self.announced), default=0)
+        # Rule 2: what was committed by all is what training goes on from, or something newer.
+        if self.protected:
+            assert record.restore.kind == "memory"
+            assert self.common is not None
+            assert record.restore.generation >= self.common
+        elif record.restore.kind != "memory":
+            self.common = None
+        else:
+            kept = record.restore.generation
+            self.common = min(self.common, kept) if self.common else None
+
+    def _check_finish(self, finish: act.Finish) -> None:
+        if self.protected and finish.exit_status == 75:
+            assert finish.resume is not None
+            assert finish.resume.kind == "dump"
+            assert self.common is not None
+            assert finish.resume.generation >= self.common
+        if self.protected and finish.exit_status == 1:
+            assert "no generation" not in finish.reason, finish.reason
+
+    @property
+    def protected(self) -> bool:
+        """Whether rule 2 promises anything: fewer losses than copies since all were in place."""
+        return self.common is not None and self.losses_since_protected <= self.tolerance
+
+    # Nodes and members.
+
+    def join(self, node: int) -> None:
+        self.nodes[node] = Node()
+        self.nodes[node].reports.append(ev.NodeJoined(node, "host", node, f"node{node}"))
+
+    def lose(self, node: int, *, report: bool = True) -> None:
+        """A machine burns down: what it had said is still on its way, in order."""
+        lost = self.nodes.pop(node, None)
+        if lost is None:
+            return
+        if lost.vault.held:
+            self.losses_since_protected += 1
+        if report:
+            self.last_words.append((node, lost.reports))
+
+    @property
+    def last_words(self) -> deque[tuple[int, deque[ev.Input]]]:
+        return self.__dict__.setdefault("_last_words", deque())  # type: ignore[no-any-return]
+
+    def end_member(self, node: int, slot: int) -> None:
+        member = self.nodes[node].members.pop(slot)
+        self.signal += 1
+        self.nodes[node].reports.append(
+            ev.MemberLost(node, slot, member.seat.incarnation, signal=self.signal)
+        )
+
+    # Time and messages.
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.feed(ev.Tick())
+
+    def write_journal(self) -> bool:
+        if not self.journal:
+            return False
+        self.feed(ev.JournalWritten(self.journal.popleft().epoch))
+        return True
+
+    def hear(self, node: int) -> bool:
+        """The machine takes the next report of an agent."""
+        reports = self.nodes[node].reports
+        if not reports:
+            return False
+        self.feed(reports.popleft())
+        return True
+
+    def hear_last_words(self) -> bool:
+        if not self.last_words:
+            return False
+        node, reports = self.last_words[0]
+        if reports:
+            self.feed(reports.popleft())
+        else:
+            self.last_words.popleft()
+            self.feed(ev.NodeLost(node, "connection closed"))
+        return True
+
+    def obey(self, node: int) -> bool:
+        """An agent takes its next order."""
+        orders = self.nodes[node].orders
+        if not orders:
+            return False
+        self._obey(node, orders.popleft())
+        return True
+
+    def _obey(self, node: int, order: act.Action) -> None:
+        here = self.nodes[node]
+        match order:
+            case act.StartMembers(_, slots):
+                for slot, incarnation in slots.items():
+                    assert slot not in here.members, "two processes in one slot"
+                    here.members[slot] = Member(Seat(node, slot, incarnation))
+                    here.reports.append(ev.MemberHello(node, slot, incarnation))
+            case act.KillMember(_, slot, incarnation):
+                member = here.members.get(slot)
+                if member is not None and member.seat.incarnation == incarnation:
+                    self.end_member(node, slot)
+            case act.CloseEpoch(epoch):
+                here.vault.close(epoch)
+                for member in here.members.values():
+                    member.role, member.at = None, None
+                here.reports.append(ev.NodeInventory(self.inventory(node, epoch)))
+            case act.Announce(record):
+                self._adopt(node, record)
+            case act.Pause(epoch, iteration):
+                self._pause(here, epoch, iteration)
+            case act.Dump(_, _, generation):
+                here.reports.append(ev.Dumped(node, generation))
+
+    def inventory(self, node: int, epoch: int) -> Inventory:
+        held = self.nodes[node].vault.held
+        return Inventory(
+            node,
+            epoch,
+            tuple(Holding(role, one, STEP) for role, kept in held.items() for one in kept),
+            tuple(layout(role, self.config.world_size) for role in held),
+        )
+
+    def _adopt(self, node: int, record: EpochRecord) -> None:
+        here = self.nodes[node]
+        assert record.epoch > here.vault.epoch or here.vault.epoch == 0
+        here.vault.adopt(record)
+        for member in here.members.values():
+            roles = [role for role, seat in record.seats.items() if seat == member.seat]
+            member.epoch, member.role, member.at = record.epoch, None, None
+            member.pause_at, member.paused = None, False
+            if roles:
+                member.role = roles[0]
+            else:
+                here.reports.append(ev.MemberWarm(*member.seat.to_list()))
+
+    def _pause(self, here: Node, epoch: int, iteration: int) -> None:
+        for member in here.members.values():
+            if member.role is None or member.epoch != epoch or member.at is None:
+                continue
+            seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+            if member.entered > iteration:
+                here.reports.append(ev.PauseRefused(*seat, epoch, member.entered - 1))
+            else:
+                member.pause_at = iteration
+                self._stand_still(here, member)
+
+    def _stand_still(self, here: Node, member: Member) -> None:
+        if member.at is not None and member.at.iteration == member.pause_at:
+            seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+            here.reports.append(ev.Paused(*seat, member.epoch, member.at.iteration))
+
+    # Work of the open epoch.
+
+    @property
+    def record(self) -> EpochRecord | None:
+        return self.announced[-1] if self.announced else None
+
+    def player(self, role: int) -> Member | None:
+        """The live member of a role, if it knows the newest record and its vault is open."""
+        if self.record is None:
+            return None
+        seat = self.record.seats[role]
+        here = self.nodes.get(seat.node)
+        member = here.members.get(seat.slot) if here else None
+        if here is None or member is None or here.vault.frozen:
+            return None
+        good = member.seat == seat and member.role == role and member.epoch == self.record.epoch
+        return member if good else None
+
+    def restore(self, role: int) -> bool:
+        """A member fetches what the record says; only then it takes part."""
+        member, record = self.player(role), self.record
+        if member is None or record is None or member.at is not None:
+            return False
+        restore, here = record.restore, self.nodes[member.seat.node]
+        seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
+        if restore.kind == "memory":
+            sources = restore.sources[role]["main"]
+            live = [source for source in sources if source.node in self.nodes]
+            for source in live:  # rule 3: what was promised is there
+                assert restore.generation in self.nodes[source.node].vault.held[role]
+            if not live:
+                text = "no source is alive"
+                here.reports.append(ev.RestoreFailed(*seat, record.epoch, "main", text))
+                return True
+        member.at = restore.generation
+        member.entered = restore.generation.iteration
+        here.vault.seal(role, restore.generation)
+        here.reports += [
+            ev.MemberRegistered(*seat, layout(role, self.config.world_size)),
+            ev.Restored(*seat, record.epoch, restore.generation),
+        ]
+        return True
+
+    def enter(self) -> bool:
+        """All roles pass the gate and the collective of their next iteration together."""
+        players = [self.player(role) for role in range(self.config.world_size)]
+        ready = [p for p in players if p is not None and p.at is not None]
+        if len(ready) < len(players):
+            return False
+        iterations = {p.at.iteration for p in ready if p.at} | {p.entered for p in ready}
+        for role, player in enumerate(ready):
+            paused = player.pause_at is not None and player.entered >= player.pause_at
+            if paused or len(iterations) > 1 or not self.is_committed(role, player):
+                return False
+        for player in ready:
+            player.entered += 1
+        return True
+
+    def complete(self, role: int) -> bool:
+        """A role that passed the collective seals; others may be dead by now."""
+        member = self.player(role)
+        if member is None or member.at is None or member.entered == member.at.iteration:
+            return False
+        member.at = Generation(member.epoch, member.entered)
+        here = self.nodes[member.seat.node]
+        here.vault.seal(role, member.at)
+        here.reports.append(ev.StepReported(member.epoch, member.entered))
+        self._stand_still(here, member)
+        return True
+
+    def buddies(self, role: int) -> tuple[int, ...]:
+        record = self.record
+        assert record is not None
+        seats = {r: seat.node for r, seat in record.seats.items()}
+        domains = {n: address.domain for n, address in record.nodes.items()}
+        spares = {n for n, address in record.nodes.items() if address.spare}
+        peers = layout(role, self.config.world_size).peers
+        return choose_buddies(role, peers, seats, domains, spares, record.replicas)
+
+    def ship(self, role: int) -> bool:
+        """The next copy that is missing arrives, if both vaults have the same epoch open."""
+        member = self.player(role)
+        if member is None or member.at is None:
+            return False
+        for node in self.buddies(role):
+            buddy = self.nodes.get(node)
+            if buddy is None or buddy.vault.frozen or buddy.vault.epoch != member.epoch:
+                continue
+            if member.at not in buddy.vault.held.get(role, ()):
+                buddy.vault.seal(role, member.at)
+                self._note_commit(role, member)
+                return True
+        return False
+
+    def is_committed(self, role: int, member: Member) -> bool:
+        return member.at is not None and all(
+            node in self.nodes and member.at in self.nodes[node].vault.held.get(role, ())
+            for node in self.buddies(role)
+        )
+
+    def _note_commit(self, role: int, member: Member) -> None:
+        if member.at is None or not self.is_committed(role, member):
+            return
+        roles = self.committed.setdefault(member.at, set())
+        roles.add(role)
+        players = [self.player(r) for r in range(self.config.world_size)]
+        same = [p for p in players if p is not None and p.at == member.at]
+        if len(roles) == self.config.world_size:
+            self.common = member.at
+        if len(same) == len(players) and all(self.is_committed(r, p) for r, p in enumerate(same)):
+            self.losses_since_protected = 0
+            self.tolerance = min(len(self.buddies(r)) for r in range(len(players)))
+
+    # Stretches.
+
+    def settle(self, limit: int = 400) -> None:
+        """Messages, journal and work until nothing moves; no training."""
+        for _ in range(limit):
+            moved = self.write_journal() | self.hear_last_words()
+            for node in list(self.nodes):
+                moved |= node in self.nodes and self.obey(node)
+                moved |= node in self.nodes and self.hear(node)
+            for role in range(self.config.world_size):
+                moved |= self.restore(role)
+            if not moved:
+                return
+
+    def train(self) -> None:
+        """One iteration of all roles with all copies, if possible."""
+        roles = range(self.config.world_size)
+        for _ in range(self.config.settings.replicas):
+            for role in roles:
+                self.ship(role)
+        if self.enter():
+            for role in roles:
+                self.complete(role)
+            for _ in range(self.config.settings.replicas):
+                for role in roles:
+                    self.ship(role)
+
+    def stale_inputs(self) -> Iterable[ev.Input]:
+        """Messages of closed epochs, ended processes and lost nodes."""
+        past = [r for r in self.announced if r.epoch != self.state.open_epoch]
+        for record in past[-2:]:
+            for seat in list(record.seats.values())[:2]:
+                who = (seat.node, seat.slot, seat.incarnation)
+                g = record.restore.generation
+                yield ev.Restored(*who, record.epoch, g)
+                yield ev.RestoreFailed(*who, record.epoch, "main", "late")
+                yield ev.MemberFault(*who, record.epoch, "late")
+                yield ev.Paused(*who, record.epoch, g.iteration)
+                yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)
+                yield ev.MemberDone(*who, record.epoch)
+            yield ev.StepReported(record.epoch, 10_000)
+            yield ev.RolesHung(record.epoch, (0,), "late")
+            if self.state.record is not None and record.epoch < self.state.record.epoch:
+                for node in record.nodes:
+                    yield ev.NodeInventory(Inventory(node, record.epoch))
+        for node, slot in list(self.state.members):
+            gone = self.state.members[node, slot].incarnation - 1
+            yield ev.MemberLost(node, slot, gone, signal=9)
+            yield ev.MemberHello(node, slot, gone)
+            yield ev.MemberWarm(node, slot, gone)
+            yield ev.MemberSuspected(node, slot, gone, "late")
+        for node in self.state.gone:
+            yield ev.NodeLost(node, "late")
+            yield ev.NodeJoined(node, "host", 1, "anywhere")
+            yield ev.Dumped(node, Generation(1, 0))
+        if self.state.phase is not Phase.DECIDING:
+            yield ev.JournalWritten(self.state.epoch)
+            yield ev.JournalFailed(self.state.epoch, "late")
+
+    def feed_stale(self) -> None:
+        """Rule 5: none of them changes anything; at most they are refused."""
+        for event in list(self.stale_inputs()):
+            state, actions = self.machine.step(self.state, event, self.now)
+            assert state == self.state, event
+            for action in actions:
+                refused = isinstance(action, act.EmitEvent) and action.kind is Kind.REFUSED
+                assert refused or isinstance(action, act.DropNode), action

@@ -1,0 +1,199 @@
+"""Orderly changes (drain, new copies) and the account of where recovery time went."""
+
+from __future__ import annotations
+
+import pytest
+from machine_rig import Phase, Rig, g, killed, nodes_of
+
+from deadpool_megatron.cluster import machine_actions as act
+from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.machine_timing import PHASES
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Seat
+
+
+def drained() -> Rig:
+    """Nodes 0 and 1 train, 2 is a spare; drain of node 1 is asked for after iteration 7."""
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.DrainRequested(1))
+    return rig
+
+
+def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
+    rig = drained()
+    assert rig.one(act.Pause) == act.Pause(1, 9)
+    assert rig.state.phase is Phase.PAUSING
+    rig.feed(ev.Paused(*rig.seat(0), 1, 9))
+    assert not rig.of(act.CloseEpoch)
+    rig.feed(ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
+    rig.closed(g(9))
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    assert rig.pending.restore.generation == g(9)
+    assert rig.pending.nodes[1].spare
+    assert [s.node for s in rig.pending.restore.sources[1]["main"]] == [1, 0]
+    rig.journal()
+    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    assert rig.one(act.StartMembers).slots == {0: 1}
+    assert rig.state.nodes[1].restarts == 0
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+    assert not rig.state.drains
+
+
+def test_member_that_is_past_the_iteration_makes_it_later() -> None:
+    rig = drained()
+    rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.PauseRefused(*rig.seat(1), 1, 9))
+    assert rig.one(act.Pause) == act.Pause(1, 11)
+    rig.feed(ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.emitted(Kind.REFUSED)
+    rig.feed(ev.PauseRefused(*rig.seat(1), 1, 9))  # an answer to the earlier order
+    assert not rig.of(act.Pause)
+    rig.feed(ev.Paused(*rig.seat(0), 1, 11), ev.Paused(*rig.seat(1), 1, 11))
+    assert rig.one(act.CloseEpoch)
+
+
+def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
+    rig = drained()
+    rig.tick(rig.settings.hang_seconds)
+    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
+
+
+def test_done_roles_count_as_paused() -> None:
+    rig = drained()
+    rig.feed(ev.MemberDone(*rig.seat(0), 1), ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.one(act.CloseEpoch)
+
+
+def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
+    rig = drained()
+    rig.feed(killed(rig, 0))
+    assert rig.one(act.CloseEpoch)
+    rig.closed(g(8))
+    rig.journal()
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+    rig.restored()
+    assert rig.one(act.Pause).epoch == 2
+
+
+def test_drain_without_spare_waits_for_one() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.feed(ev.DrainRequested(1))
+    assert rig.state.phase is Phase.RUNNING
+    assert "waits for a spare" in str(rig.emitted(Kind.LOG)[0].data)
+    rig.join(2)
+    assert rig.one(act.Pause)
+
+
+def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_are() -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(9))
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+    rig.journal()
+    assert not rig.of(act.KillMember)
+
+
+def test_drain_of_an_unknown_or_idle_node_changes_nothing() -> None:
+    rig = Rig().run()
+    before = rig.state
+    rig.feed(ev.DrainRequested(9))
+    assert rig.emitted(Kind.REFUSED)
+    rig.feed(ev.DrainRequested(2))
+    assert rig.state == before
+
+
+def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
+    rig = Rig(nodes=2, spares=0, replicas=2).run()
+    assert rig.record.fewer_copies == {0, 1}
+    rig.join(7)
+    assert rig.one(act.Welcome).record == rig.record
+    assert rig.one(act.Pause)
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
+    assert rig.state.awaited == {0, 1}
+    rig.closed(g(2))
+    assert rig.pending.fewer_copies == frozenset()
+    assert rig.pending.seats == rig.record.seats
+
+
+def test_drained_node_is_the_last_choice_as_a_spare() -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.journal()
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    rig.restored()
+    rig.join(3)
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.closed(g(9))
+    assert rig.pending.seats[0] == Seat(3, 0, 0)
+
+
+def test_account_of_a_recovery() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.now += 10
+    rig.feed(ev.NodeLost(1, "silent", silent_seconds=2.0))
+    rig.now += 0.5
+    rig.closed(g(6))
+    rig.now += 0.25
+    rig.journal()
+    rig.feed(
+        ev.PhaseReported(2, "rebuild", 0.5),
+        ev.PhaseReported(2, "rebuild", 1.5),
+        ev.PhaseReported(2, "restore", 0.75),
+        ev.PhaseReported(1, "restore", 99.0),
+        ev.Exposed(2, 3.0),
+    )
+    rig.now += 2.25
+    rig.restored()
+    rig.now += 4
+    rig.steps(6)
+    assert not rig.state.recoveries
+    rig.steps(7)
+    (report,) = rig.state.recoveries
+    assert report.phases == {
+        **dict.fromkeys(PHASES, 0.0),
+        "detect": 2.0,
+        "close": 0.5,
+        "decide": 0.25,
+        "rebuild": 1.5,
+        "restore": 0.75,
+        "replay": 4.0,
+    }
+    assert report.seconds == pytest.approx(2 + 0.5 + 0.25 + 2.25 + 4)
+    assert report.steps_recomputed == 1
+    assert report.exposed_seconds == 3.0
+    assert report.to_dict()["seats_changed"] == {"1": [[1, 0, 0], [2, 0, 0]]}
+    (emitted,) = rig.emitted(Kind.RECOVERED)
+    assert emitted.data["cause"] == "node 1: silent"
+    rig.feed(ev.PhaseReported(2, "reprotect", 1.25), ev.Exposed(2, 5.0))
+    assert rig.state.recoveries[0].phases["reprotect"] == 1.25
+    assert rig.state.recoveries[0].exposed_seconds == 5.0
+
+
+def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.journal()
+    rig.now += 3
+    rig.feed(killed(rig, 0))
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    rig.steps(8)
+    (report,) = rig.state.recoveries
+    assert report.epoch == 3
+    assert report.phases["abandoned"] == 3.0
+    assert report.seconds == 3.0
+    assert "1.0.0" in report.cause
+    assert "0.0.0" in report.cause
+    assert report.seats_changed == {
+        0: (Seat(0, 0, 0), Seat(0, 0, 1)),
+        1: (Seat(1, 0, 0), Seat(1, 0, 1)),
+    }

@@ -1,0 +1,200 @@
+"""Any order of deaths, messages, journal delays and orders: the rules of the design hold.
+
+The checks themselves are in machine_world: rule 2 (what all committed can be produced), rule 3
+(what was promised is there), rule 5 (nothing stale changes anything), and that epochs rise, records
+are one per epoch, seats are live, and every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+from machine_world import World
+
+from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.machine_state import Phase
+
+INDEX = st.integers(0, 1_000)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Rules pick what happens next; numbers are taken modulo what there is."""
+
+    world: World
+
+    @initialize(
+        nodes=st.integers(2, 3),
+        spares=st.integers(0, 2),
+        nproc=st.integers(1, 2),
+        replicas=st.integers(1, 2),
+        started=st.booleans(),
+    )
+    def begin(self, nodes: int, spares: int, nproc: int, replicas: int, started: bool) -> None:
+        self.world = World(nodes, spares, nproc, replicas)
+        if started:
+            self.world.settle()
+            assert self.world.state.phase is Phase.RUNNING
+            self.world.train()
+
+    def node(self, index: int) -> int | None:
+        nodes = sorted(self.world.nodes)
+        return nodes[index % len(nodes)] if nodes else None
+
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
+    @rule(times=st.integers(1, 3))
+    def train(self, times: int) -> None:
+        for _ in range(times):
+            self.world.train()
+
+    @rule()
+    def enter(self) -> None:
+        self.world.enter()
+
+    @rule(index=INDEX)
+    def complete(self, index: int) -> None:
+        self.world.complete(index % self.world.config.world_size)
+
+    @rule(index=INDEX)
+    def ship(self, index: int) -> None:
+        self.world.ship(index % self.world.config.world_size)
+
+    @rule(index=INDEX)
+    def restore(self, index: int) -> None:
+        self.world.restore(index % self.world.config.world_size)
+
+    @rule(index=INDEX, times=st.integers(1, 4))
+    def obey(self, index: int, times: int) -> None:
+        for _ in range(times):
+            node = self.node(index)
+            if node is not None:
+                self.world.obey(node)
+
+    @rule(index=INDEX, times=st.integers(1, 4))
+    def hear(self, index: int, times: int) -> None:
+        for _ in range(times):
+            node = self.node(index)
+            if node is not None:
+                self.world.hear(node)
+
+    @rule()
+    def hear_last_words(self) -> None:
+        self.world.hear_last_words()
+
+    @rule()
+    def write_journal(self) -> None:
+        self.world.write_journal()
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 0.6, 5.0, 30.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule(index=INDEX)
+    def lose_node(self, index: int) -> None:
+        node = self.node(index)
+        if node is not None:
+            self.world.lose(node)
+
+    @rule(index=INDEX, slot=INDEX)
+    def end_member(self, index: int, slot: int) -> None:
+        node = self.node(index)
+        members = sorted(self.world.nodes[node].members) if node is not None else []
+        if members and node is not None:
+            self.world.end_member(node, members[slot % len(members)])
+
+    @rule(index=INDEX)
+    def suspect_member(self, index: int) -> None:
+        places = sorted(self.world.state.members)
+        if places:
+            node, slot = places[index % len(places)]
+            self.world.signal += 1
+            member = self.world.state.members[node, slot]
+            cause = f"frozen {self.world.signal}"
+            self.world.feed(ev.MemberSuspected(node, slot, member.incarnation, cause))
+
+    @precondition(lambda self: self.world.next_node < 12)
+    @rule()
+    def join_spare(self) -> None:
+        self.world.join(self.world.next_node)
+        self.world.next_node += 1
+
+    @rule(index=INDEX)
+    def drain(self, index: int) -> None:
+        node = self.node(index)
+        if node is not None:
+            self.world.feed(ev.DrainRequested(node))
+
+    @rule()
+    def stale(self) -> None:
+        self.world.feed_stale()
+
+    @invariant()
+    def waits_name_what_they_wait_for(self) -> None:
+        state = self.world.state
+        assert bool(state.waiting_for()) == (state.deadline is not None)
+
+    def teardown(self) -> None:
+        """Nobody answers any more: time alone must end every wait."""
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for _ in range(100):
+            if world.state.phase in (Phase.RUNNING, Phase.ENDED):
+                break
+            world.tick(400.0)
+        assert world.state.phase in (Phase.RUNNING, Phase.ENDED)
+
+
+Cluster.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestCluster = Cluster.TestCase
+
+
+def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end() -> None:
+    """Liveness of the simulation itself: it is not only true because nothing ever happens."""
+    world = World(nodes=3, spares=2, nproc=2, replicas=1)
+    world.settle()
+    for _ in range(3):
+        world.train()
+    world.settle()
+    assert world.state.newest == 3
+    assert world.common is not None
+    assert world.common.iteration == 3
+    world.lose(1)
+    world.settle()
+    assert world.state.phase is Phase.RUNNING
+    assert world.state.record is not None
+    assert world.state.record.restore.generation.iteration == 3
+    for _ in range(2):
+        world.train()
+    world.settle()
+    assert world.state.newest == 5
+    assert world.protected
+    world.end_member(0, 0)
+    world.lose(2)
+    world.settle()
+    assert world.state.phase is Phase.RUNNING
+    assert world.state.record.seats[0].incarnation == 1
+    world.train()
+    world.settle()
+    world.feed(ev.DrainRequested(0))
+    world.settle()
+    world.join(9)
+    for _ in range(4):
+        world.train()
+        world.settle()
+    assert 0 not in {seat.node for seat in world.state.record.seats.values()}
+    assert world.state.phase is Phase.RUNNING

@@ -1,0 +1,248 @@
+"""Forks ranks out of the test process: real processes and sockets, one import of torch.
+
+A test gives a function to run in each rank; it gets a :class:`Member`. The store is a process of
+its own, so that it can be killed. A watcher thread in each rank carries out what the test sends,
+as an agent's orders would arrive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from deadpool_megatron.comms import Communicators
+
+DEADLINE_SECONDS = 60.0
+
+
+@dataclass
+class Member:
+    """What a rank's function works with."""
+
+    rank: int
+    size: int
+    port: int
+    channel: socket.socket
+    settings: dict[str, Any]
+    faults: list[tuple[str, str, str]] = field(default_factory=list)
+    interrupted_at: float = 0.0
+    orders: dict[str, threading.Event] = field(default_factory=dict)
+    _client: dist.Store | None = None
+
+    def __post_init__(self) -> None:
+        self.comms = Communicators(
+            on_fault=lambda *what: self.faults.append(what),
+            **{"operation_timeout_seconds": 20.0, "close_wait_seconds": 10.0, **self.settings},
+        )
+        self._lock = threading.Lock()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def init(self, backend: str = "gloo") -> None:
+        """Install the seam and make WORLD, detached."""
+        self.comms.install()
+        dist.init_process_group(backend, rank=self.rank, world_size=self.size)
+
+    def store(self) -> dist.Store:
+        """A new client of the store."""
+        return dist.TCPStore(
+            "127.0.0.1", self.port, is_master=False, timeout=timedelta(seconds=DEADLINE_SECONDS)
+        )
+
+    def attach(self, epoch: int, deadline_seconds: float = 30.0) -> None:
+        """Attach as this rank. The client is used again: making one sometimes takes 5 s."""
+        if self._client is None:
+            self._client = self.store()
+        client, self._client = self._client, None
+        self.comms.attach(epoch, client, self.rank, deadline_seconds)
+        self._client = client
+
+    def say(self, what: Any) -> None:
+        """Send something to the test."""
+        data = pickle.dumps(what)
+        with self._lock:
+            self.channel.sendall(struct.pack("<I", len(data)) + data)
+
+    def order(self, name: str) -> threading.Event:
+        """Set when the test sent ("order", name)."""
+        return self.orders.setdefault(name, threading.Event())
+
+    def _watch(self) -> None:
+        while (order := _receive(self.channel)) is not None:
+            if order[0] == "interrupt":
+                self.interrupted_at = time.monotonic()
+                self.comms.interrupt(order[1])
+            elif order[0] == "order":
+                self.order(order[1]).set()
+            elif order[0] == "ask":
+                self.say(("answer", getattr(self.comms, order[1])()))
+
+
+class Ranks:
+    """The test's side. Use as a context manager; kills what is left."""
+
+    def __init__(self, size: int, **settings: Any) -> None:
+        self.size = size
+        self.settings = settings
+        self.pids: dict[int, int] = {}
+        self.channels: dict[int, socket.socket] = {}
+        self.store_pid, self.port = _start_store()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in [*self.pids.values(), self.store_pid]:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        for channel in self.channels.values():
+            channel.close()
+
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Any = None) -> Ranks:
+        """Fork ``ranks`` (default: all) and run ``function(member, *args)`` in each."""
+        for rank in range(self.size) if ranks is None else ranks:
+            ours, theirs = socket.socketpair()
+            pid = os.fork()
+            if pid == 0:
+                for channel in [ours, *self.channels.values()]:
+                    channel.close()
+                self._run(rank, theirs, function, args)
+            theirs.close()
+            self.pids[rank], self.channels[rank] = pid, ours
+        return self
+
+    def _run(
+        self, rank: int, channel: socket.socket, function: Callable[..., Any], args: Any
+    ) -> None:
+        code = 1
+        try:
+            sys.stdout = sys.stderr
+            # What the test process holds is not this rank's to collect.
+            gc.freeze()
+            member = Member(rank, self.size, self.port, channel, self.settings)
+            result = function(member, *args)
+            member.say(("result", result))
+            code = 0
+        except BaseException:
+            with contextlib.suppress(OSError):
+                member.say(("error", traceback.format_exc()))
+        finally:
+            os._exit(code)
+
+    def say(self, rank: int, *order: Any) -> None:
+        data = pickle.dumps(order)
+        self.channels[rank].sendall(struct.pack("<I", len(data)) + data)
+
+    def interrupt(self, epoch: int, ranks: Any = None) -> None:
+        for rank in self.pids if ranks is None else ranks:
+            self.say(rank, "interrupt", epoch)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
+        os.kill(self.pids[rank], number)
+        if number == signal.SIGKILL:
+            os.waitpid(self.pids.pop(rank), 0)
+            self.channels.pop(rank).close()
+
+    def hear(self, rank: int, kind: str, seconds: float = DEADLINE_SECONDS) -> Any:
+        """The next message of ``rank``, which must be (kind, value); answers the value."""
+        self.channels[rank].settimeout(seconds)
+        message = _receive(self.channels[rank])
+        assert message is not None, f"rank {rank} died"
+        assert message[0] == kind, f"rank {rank}: {message[0]}: {message[1]}"
+        return message[1]
+
+    def results(self, seconds: float = DEADLINE_SECONDS) -> dict[int, Any]:
+        """The results of all living ranks; an error of one is shown with those of the others."""
+        messages = {}
+        for rank in sorted(self.pids):
+            self.channels[rank].settimeout(seconds)
+            messages[rank] = _receive(self.channels[rank])
+        errors = [f"rank {r}: {m}" for r, m in messages.items() if not m or m[0] != "result"]
+        assert not errors, "\n".join(errors).replace("\\n", "\n")
+        return {rank: message[1] for rank, message in messages.items()}
+
+    def kill_store(self) -> None:
+        os.kill(self.store_pid, signal.SIGKILL)
+        os.waitpid(self.store_pid, 0)
+
+
+def run(size: int, function: Callable[..., Any], *args: Any, **settings: Any) -> dict[int, Any]:
+    """Run ``function`` in ``size`` ranks to its end; answers its results by rank."""
+    with Ranks(size, **settings) as ranks:
+        return ranks.start(function, *args).results()
+
+
+@contextlib.contextmanager
+def plain_gloo(member: Member, name: str = "plain") -> Iterator[None]:
+    """torch.distributed as it is, for comparison."""
+    store = dist.PrefixStore(name, member.store())
+    dist.init_process_group("gloo", store=store, rank=member.rank, world_size=member.size)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def usage() -> dict[str, int]:
+    """File descriptors, threads and resident KiB of this process."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4
+    return {
+        "fds": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "kib": resident,
+    }
+
+
+def _start_store() -> tuple[int, int]:
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(write, struct.pack("<I", store.port))
+            while os.getppid() != 1:
+                time.sleep(0.5)
+        finally:
+            os._exit(0)
+    os.close(write)
+    port = struct.unpack("<I", os.read(read, 4))[0]
+    os.close(read)
+    return pid, port
+
+
+def _receive(channel: socket.socket) -> Any:
+    head = _exactly(channel, 4)
+    if head is None:
+        return None
+    body = _exactly(channel, struct.unpack("<I", head)[0])
+    return None if body is None else pickle.loads(body)
+
+
+def _exactly(channel: socket.socket, count: int) -> bytes | None:
+    data = b""
+    while len(data) < count:
+        try:
+            part = channel.recv(count - len(data))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        data += part
+    return data

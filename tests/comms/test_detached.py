@@ -1,0 +1,182 @@
+"""Without peers a group behaves as if every peer held the same data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms import Communicators, ReconfigurableGroup
+
+from .ranks import Member, run
+
+
+def tasks() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def everything_alone(member: Member) -> bool:
+    before = (tasks(), descriptors())
+    member.comms.install()
+    dist.init_process_group("nccl", rank=1, world_size=4)
+    assert dist.get_backend() == "nccl"
+    row = dist.new_group([0, 1], group_desc="ROW")
+    assert dist.new_group([2, 3]) is dist.GroupMember.NON_GROUP_MEMBER
+    assert (tasks(), descriptors()) == before  # a fork would be safe here
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_rank(row)) == (1, 4, 1)
+    assert member.comms.epoch is None
+
+    x = torch.arange(4.0)
+    dist.all_reduce(x)
+    assert torch.equal(x, torch.arange(4.0))
+    out = torch.zeros(16)
+    dist.all_gather_single(out, x)
+    assert torch.equal(out, x.repeat(4))
+    part = torch.zeros(1)
+    work = dist.reduce_scatter_single(part, x, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    assert part.item() == 1.0
+    slots = [torch.zeros(4) for _ in range(4)]
+    dist.all_gather(slots, x)
+    assert all(torch.equal(slot, x) for slot in slots)
+    dist.reduce_scatter(part, [torch.full((1,), float(i)) for i in range(4)])
+    assert part.item() == 1.0
+    out = torch.zeros(4)
+    dist.all_to_all_single(out, x)
+    assert torch.equal(out, torch.ones(4))
+    uneven = torch.full((8,), -1.0)
+    dist.all_to_all_single(uneven, torch.arange(7.0), [2, 2, 2, 2], [1, 2, 3, 1])
+    assert torch.equal(uneven, torch.tensor([1.0, 2.0] * 4))
+    dist.barrier()
+    dist.send(x, 0)
+    y = torch.full((2,), 7.0)
+    dist.recv(y, 0)
+    assert torch.equal(y, torch.zeros(2))
+    with c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+        dist.all_gather_single(torch.zeros(8), torch.ones(2))
+    manager.wait()
+    assert dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 0)])[0].wait()
+    objects: list[Any] = [None] * 4
+    dist.all_gather_object(objects, "mine")
+    assert objects == ["mine"] * 4
+    objects = ["kept"]
+    dist.broadcast_object_list(objects, src=0)
+    assert objects == ["kept"]
+    assert row._get_backend(torch.device("cpu")).supports_splitting is False
+    assert (tasks(), descriptors()) == before
+    dist.destroy_process_group()
+    return True
+
+
+def test_a_spare_can_do_everything_alone() -> None:
+    assert run(1, everything_alone)[0]
+
+
+def swaps(member: Member) -> bool:
+    """Exchanging all inner groups in the middle changes no bit."""
+    member.init()
+    rank, size = member.rank, member.size
+    row = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    groups = [dist.new_group([r, r + 2]) for r in range(2)]
+    column = groups[rank % 2]
+
+    def train(swap: bool) -> torch.Tensor:
+        torch.manual_seed(rank)
+        weight = torch.randn(32, 32)
+        handle = None
+        for step in range(12):
+            if swap and step % 4 == 2:
+                if handle is not None:
+                    handle.wait()
+                    handle = None
+                member.attach(10 + step)
+            gradient = weight @ weight.t() / 32
+            dist.all_reduce(gradient, group=row)
+            shard = torch.empty(16, 32)
+            dist.reduce_scatter_single(shard, gradient, group=column)
+            if handle is not None:
+                handle.wait()
+            weight = torch.tanh(gradient) * 0.9
+            handle = dist.all_gather_single(weight, shard, group=column, async_op=True)
+            other = torch.zeros(32)
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, shard[0].clone(), (rank + 1) % size),
+                    dist.P2POp(dist.irecv, other, (rank - 1) % size),
+                ]
+            ):
+                work.wait()
+            handle.wait()
+            handle = None
+            weight = weight + other / 7
+        return weight
+
+    member.attach(1)
+    plain = train(swap=False)
+    swapped = train(swap=True)
+    assert torch.equal(plain, swapped)
+    dist.destroy_process_group()
+    member.comms.uninstall()
+    return True
+
+
+def test_swaps_change_no_bit() -> None:
+    assert all(run(4, swaps).values())
+
+
+def adopts(member: Member) -> bool:
+    """A spare that was built as role 0 becomes role 3 by renumbering the same objects."""
+    role = member.rank
+    built_as = 0 if role == 3 else role
+    member.comms.install()
+    dist.init_process_group("gloo", rank=built_as, world_size=4)
+    groups = {}
+    for start in (0, 2):
+        group = dist.new_group([start, start + 1], group_desc="ROW")
+        groups["row"] = group if isinstance(group, ReconfigurableGroup) else groups.get("row")
+    for start in (0, 1):
+        group = dist.new_group([start, start + 2], group_desc="COLUMN")
+        groups["col"] = group if isinstance(group, ReconfigurableGroup) else groups.get("col")
+    member.attach(5)
+    assert dist.get_rank() == role
+    assert dist.get_process_group_ranks(groups["row"]) == [role // 2 * 2, role // 2 * 2 + 1]
+    assert dist.get_rank(groups["col"]) == role // 2
+    for group in groups.values():
+        value = torch.tensor([float(role)])
+        dist.all_reduce(value, group=group)
+        assert value.item() == sum(dist.get_process_group_ranks(group))
+    peer = {0: 1, 1: 0, 2: 3, 3: 2}[role]
+    value = torch.tensor([float(role)])
+    if role % 2:
+        dist.send(value, peer, group=groups["row"])
+    else:
+        dist.recv(value, peer, group=groups["row"])
+        assert value.item() == peer
+    return True
+
+
+def test_a_spare_takes_another_role() -> None:
+    assert all(run(4, adopts).values())
+
+
+def test_renumbering_refuses_another_shape() -> None:
+    communicators = Communicators()
+    communicators.install()
+    try:
+        dist.init_process_group("gloo", rank=0, world_size=4)
+        dist.new_group([0, 1, 2], group_desc="EMBEDDING")
+        with pytest.raises(ValueError, match="other groups"):
+            communicators.attach(1, dist.HashStore(), 3, 1.0)
+    finally:
+        dist.destroy_process_group()
+        communicators.uninstall()

@@ -1,0 +1,213 @@
+"""The seam under NCCL's semantics; and that the fake is strict enough to notice traps."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms import EpochClosed, fake_nccl
+
+from .ranks import Member, Ranks, run
+from .test_forwarding import everything
+
+KIND = "fake-nccl"
+
+
+def same_as_gloo(member: Member) -> bool:
+    from .ranks import plain_gloo
+
+    fake_nccl.allow_unbatched = True
+    with plain_gloo(member):
+        expected = collectives(member)
+    member.init("nccl")
+    member.attach(0)
+    assert dist.get_backend() == "nccl"
+    got = collectives(member)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+    return True
+
+
+def collectives(member: Member) -> list[torch.Tensor]:
+    torch.manual_seed(member.rank)
+    size, rank = member.size, member.rank
+    value = torch.randn(6)
+    dist.all_reduce(value)
+    doubled = value * 2
+    out = torch.zeros(2 * size)
+    work = dist.all_gather_single(out, value[:2], async_op=True)
+    work.wait()
+    part = torch.zeros(1)
+    dist.reduce_scatter_single(part, doubled[:size].contiguous())
+    other = torch.zeros(6)
+    for work in dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, value, (rank + 1) % size),
+            dist.P2POp(dist.irecv, other, (rank - 1) % size),
+        ]
+    ):
+        work.wait()
+    dist.barrier()
+    return [value, doubled, out + 0, part + 0, other + 0]
+
+
+def test_results_are_those_of_gloo() -> None:
+    assert all(run(2, same_as_gloo, kind=KIND).values())
+
+
+def traps(member: Member) -> bool:
+    member.init("nccl")
+    member.attach(0)
+    rank = member.rank
+    # wait() does not block the host, and data is junk until the stream is joined.
+    value = torch.ones(3)
+    if rank == 1:
+        time.sleep(0.4)
+    begin = time.monotonic()
+    work = dist.all_reduce(value, async_op=True)
+    work.wait()
+    assert time.monotonic() - begin < 0.2
+    if rank == 0:
+        assert value.numpy()[0] != 2.0  # numpy memory is read past torch: junk still
+    assert value[0].item() == 2.0
+    # Unbatched messages are refused, batched ones pass.
+    with pytest.raises(RuntimeError, match="unbatched"):
+        dist.isend(value, 1 - rank)
+    # A wait by another thread orders that thread only.
+    work = dist.all_reduce(value, async_op=True)
+    helper = threading.Thread(target=work.wait)
+    helper.start()
+    helper.join()
+    with pytest.raises(fake_nccl.StreamOrderError):
+        value.sum()
+    work.wait()
+    assert value.sum().item() == 12.0
+    # Memory beside an operation's own is free.
+    buffer = torch.zeros(8)
+    work = dist.all_reduce(buffer[:4], async_op=True)
+    buffer[4:].add_(1.0)
+    work.wait()
+    assert buffer.sum().item() == 4.0
+    return True
+
+
+def test_the_fake_notices_traps() -> None:
+    assert all(run(2, traps, kind=KIND).values())
+
+
+def stock_batch(member: Member) -> bool:
+    """torch's own batch_isend_irecv does not batch on a Python group: noticed (trap B1)."""
+    stock = c10d.batch_isend_irecv
+    member.init("nccl")
+    member.attach(0)
+    value = torch.ones(2)
+    peer = 1 - member.rank
+    ops = [dist.P2POp(dist.isend, value, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)]
+    with pytest.raises(RuntimeError, match="unbatched"):
+        stock(ops)
+    works = dist.batch_isend_irecv(ops)
+    assert len(works) == 1
+    works[0].wait()
+    dist.barrier()
+    return True
+
+
+def test_batches_are_batches() -> None:
+    assert all(run(2, stock_batch, kind=KIND).values())
+
+
+def junk(member: Member) -> bool:
+    """Trap A3: after an abort the host reads junk and nothing raises, up to the next call."""
+    member.init("nccl")
+    member.attach(0)
+    norm = torch.ones(1).clone()  # the first operation that is watched takes long
+    dist.barrier()
+    member.say(("ready", None))
+    dist.all_reduce(norm)  # rank 1 is dead: returns, the host goes on
+    begin = time.monotonic()
+    read = norm.item()  # sits here until the abort
+    assert time.monotonic() - begin > 0.1
+    assert member.comms.interrupted
+    assert read not in (1.0, 2.0)
+    assert 0.0 < read < 1.0
+    with pytest.raises(EpochClosed):
+        dist.all_reduce(norm)
+    assert member.comms.drain()
+    member.attach(1)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == 2.0
+    return True
+
+
+def dies_then_replaced(member: Member, epoch: int) -> bool:
+    member.init("nccl")
+    member.attach(epoch)
+    if epoch == 0:
+        dist.barrier()
+        member.say(("ready", None))
+        time.sleep(60)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return bool(value.item() == 2.0)
+
+
+def test_junk_after_an_abort() -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(junk, ranks=[0])
+        ranks.start(dies_then_replaced, 0, ranks=[1])
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        time.sleep(0.3)
+        ranks.interrupt(0)
+        ranks.start(dies_then_replaced, 1, ranks=[1])
+        assert all(ranks.results().values())
+
+
+def lazy(member: Member) -> bool:
+    """A communicator that is not made by attach needs the store (trap B9): noticed."""
+    fake_nccl.FakeCommunicator.eager_connect_single_device = (  # type: ignore[method-assign]
+        lambda self, device: None
+    )
+    member.init("nccl")
+    dist.new_group([0, 1], group_desc="LAZY")
+    group = next(g for g in c10d._world.pg_map if g.group_desc == "LAZY")
+    member.attach(0)
+    member.say(("ready", None))
+    member.order("go").wait()
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except (RuntimeError, EpochClosed) as error:
+        return "all_reduce" not in str(error)
+    return False
+
+
+def test_lazy_communicators_fail_without_the_store() -> None:
+    with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
+        ranks.start(lazy)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill_store()
+        for rank in range(2):
+            ranks.say(rank, "order", "go")
+        assert all(ranks.results().values())
+
+
+def whole_set(member: Member) -> bool:
+    fake_nccl.allow_unbatched = True
+    member.init("gloo")  # gloo groups stay gloo
+    member.attach(0)
+    everything(member.rank, member.size)
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    return True
+
+
+def test_gloo_groups_stay_gloo() -> None:
+    assert all(run(2, whole_set, kind=KIND).values())

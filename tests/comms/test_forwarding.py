@@ -1,0 +1,277 @@
+"""Everything a caller can do gives what plain gloo gives, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms import Communicators, ReconfigurableGroup
+from deadpool_megatron.comms.operations import COMMUNICATION, NOT_COMMUNICATION
+
+from .ranks import Member, plain_gloo, run
+
+EXPECTED = {
+    "allgather",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "recv_anysource",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+}
+
+
+def everything(rank: int, size: int) -> list[Any]:
+    """One of each operation over WORLD and two subgroups; answers all results."""
+    torch.manual_seed(rank)
+    out: list[Any] = []
+    world = dist.group.WORLD
+    even = dist.new_group(list(range(0, size, 2)), group_desc="EVEN")
+    pair = dist.new_group([0, 1], backend="gloo")
+
+    def data(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape)
+
+    t = data(7)
+    dist.all_reduce(t)
+    out.append(t)
+    t = data(5)
+    work = dist.all_reduce(t, op=dist.ReduceOp.MAX, async_op=True)
+    assert work.wait()
+    assert work.is_completed()
+    out.append(t)
+    t = data(3, 3)
+    future = dist.all_reduce(t, async_op=True).get_future()
+    future.wait()
+    out.append(t)
+    if rank % 2 == 0:
+        t = data(4)
+        dist.all_reduce(t, group=even)
+        out.append(t)
+        assert dist.get_rank(even) == rank // 2
+        assert dist.get_process_group_ranks(even) == list(range(0, size, 2))
+        assert even.group_desc == "EVEN"
+    t = data(6)
+    dist.broadcast(t, src=1)
+    out.append(t)
+    t = data(6)
+    dist.reduce(t, dst=0)
+    out.append(t if rank == 0 else None)
+    slots = [torch.zeros(3) for _ in range(size)]
+    dist.all_gather(slots, data(3))
+    out.append(slots)
+    flat = torch.zeros(2 * size)
+    dist.all_gather_into_tensor(flat, data(2))
+    out.append(flat)
+    t = torch.zeros(2)
+    dist.reduce_scatter_tensor(t, data(2 * size))
+    out.append(t)
+    t = torch.zeros(2)
+    work = dist.reduce_scatter_tensor(t, data(2 * size), async_op=True)
+    work.wait()
+    out.append(t)
+    t = torch.zeros(2)
+    dist.reduce_scatter(t, [data(2) for _ in range(size)])
+    out.append(t)
+    t = torch.zeros(size * 2)
+    dist.all_to_all_single(t, data(size * 2))
+    out.append(t)
+    sent = [1 + (rank + peer) % 2 for peer in range(size)]
+    t = torch.zeros(sum(sent))
+    dist.all_to_all_single(t, data(sum(sent)), sent, sent)
+    out.append(t)
+    slots = [torch.zeros(2) for _ in range(size)]
+    dist.all_to_all(slots, [data(2) for _ in range(size)])
+    out.append(slots)
+    slots = [torch.zeros(2) for _ in range(size)] if rank == 0 else None
+    dist.gather(data(2), slots, dst=0)
+    out.append(slots)
+    t = torch.zeros(2)
+    dist.scatter(t, [data(2) for _ in range(size)] if rank == 1 else None, src=1)
+    out.append(t)
+    dist.barrier()
+    dist.barrier(async_op=True).wait()
+    dist.monitored_barrier()
+
+    # Coalescing, all three fast paths.
+    with c10d._coalescing_manager(world):
+        a, b = data(3), data(4)
+        dist.all_reduce(a)
+        dist.all_reduce(b)
+    out += [a, b]
+    a, b = torch.zeros(2 * size), torch.zeros(3 * size)
+    with c10d._coalescing_manager(world, async_ops=True) as manager:
+        dist.all_gather_into_tensor(a, data(2))
+        dist.all_gather_into_tensor(b, data(3))
+    manager.wait()
+    out += [a, b]
+    a, b = torch.zeros(2), torch.zeros(3)
+    with c10d._coalescing_manager(world, async_ops=True) as manager:
+        dist.reduce_scatter_tensor(a, data(2 * size))
+        dist.reduce_scatter_tensor(b, data(3 * size))
+    manager.wait()
+    out += [a, b]
+
+    # Messages.
+    right, left = (rank + 1) % size, (rank - 1) % size
+    t = torch.zeros(4)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, data(4), right), dist.P2POp(dist.irecv, t, left)]
+    ):
+        work.wait()
+    out.append(t)
+    t = torch.zeros(4)
+    if rank == 0:
+        dist.send(data(4), 1)
+        dist.recv(t, 1, group=pair, tag=7)
+    elif rank == 1:
+        assert dist.recv(t) == 0
+        dist.send(data(4), 0, group=pair, tag=7)
+    out.append(t)
+
+    # Objects.
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    out.append(objects)
+    objects = [("from", rank)] if rank == 0 else [None]
+    dist.broadcast_object_list(objects, src=0)
+    out.append(objects)
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered, dst=0)
+    out.append(gathered)
+    received = [None]
+    dist.scatter_object_list(received, list(range(size)) if rank == 0 else None, src=0)
+    out.append(received)
+
+    # Functional collectives reach the group from C++.
+    import torch.distributed._functional_collectives as functional
+
+    t = functional.all_reduce(data(3), "sum", world)
+    out.append(t + 0)
+    t = functional.all_gather_tensor(data(2), 0, world)
+    out.append(t + 0)
+    t = functional.reduce_scatter_tensor(data(2 * size), "sum", 0, world)
+    out.append(t + 0)
+    assert dist.get_backend() == "gloo"
+    assert dist.get_backend(pair if rank < 2 else None) == "gloo"
+    assert dist.get_world_size() == size
+    return out
+
+
+def both(member: Member) -> bool:
+    with plain_gloo(member):
+        expected = everything(member.rank, member.size)
+    member.init()
+    member.attach(0)
+    got = everything(member.rank, member.size)
+    assert len(got) == len(expected)
+    for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+        if isinstance(one, torch.Tensor):
+            assert torch.equal(one, other), index
+        elif isinstance(one, list) and one and isinstance(one[0], torch.Tensor):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), index
+        else:
+            assert one == other, index
+    assert member.comms.unfinished_works <= 1  # the future that was waited for directly
+    member.comms.finish_iteration()
+    assert member.comms.unfinished_works == 0
+    assert member.comms.progress() > 30
+    return True
+
+
+def test_forwards_equal_plain_gloo() -> None:
+    assert all(run(3, both).values())
+
+
+def test_every_method_of_this_torch_is_accounted_for() -> None:
+    assert set(COMMUNICATION) >= EXPECTED
+    for name in COMMUNICATION:
+        assert name in vars(ReconfigurableGroup)
+    unknown = NOT_COMMUNICATION - set(dir(ProcessGroup))
+    assert unknown <= {"XCCL"}, unknown
+
+
+def uneven(member: Member) -> bool:
+    member.init()
+    rank, size = member.rank, member.size
+    member.attach(1)
+    sizes = [3, 0, 5][:size]
+    slots = [torch.full((n,), -1.0) for n in sizes]
+    dist.all_gather(slots, torch.full((sizes[rank],), float(rank)))
+    for peer, slot in enumerate(slots):
+        assert torch.equal(slot, torch.full((sizes[peer],), float(peer)))
+    output = torch.zeros(sizes[rank])
+    inputs = [torch.full((n,), float(rank + 1)) for n in sizes]
+    work = dist.reduce_scatter(output, inputs, async_op=True)
+    work.wait()
+    assert torch.equal(output, torch.full((sizes[rank],), float(sum(range(1, size + 1)))))
+    assert inputs[0][0] == rank + 1
+    return True
+
+
+def test_uneven_gather_and_reduce_scatter() -> None:
+    assert all(run(3, uneven).values())
+
+
+def errors_of_the_caller(member: Member) -> bool:
+    member.init()
+    member.attach(1)
+    with pytest.raises(RuntimeError, match="size"):
+        dist.all_gather_into_tensor(torch.zeros(3), torch.zeros(2))
+    assert not member.faults
+    t = torch.ones(1)
+    dist.all_reduce(t)
+    assert t.item() == member.size
+    return True
+
+
+def test_errors_of_the_caller_pass_through() -> None:
+    assert all(run(2, errors_of_the_caller).values())
+
+
+def timeouts(member: Member) -> bool:
+    from datetime import timedelta
+
+    member.init()
+    world = dist.group.WORLD
+    c10d._set_pg_timeout(timedelta(seconds=33), world)
+    member.attach(1)
+    assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=500))
+    assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=20)
+    assert isinstance(group._get_backend(torch.device("cpu")), dist.ProcessGroupGloo)
+    member.attach(2)
+    assert world._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=33)
+    assert world.group_name == c10d._get_process_group_name(world)
+    assert world._device_types == [torch.device("cpu")]
+    return True
+
+
+def test_timeouts_are_remembered_over_attach() -> None:
+    assert all(run(2, timeouts).values())
+
+
+def test_install_and_uninstall_leave_no_trace() -> None:
+    before = {name: getattr(dist, name) for name in ("init_process_group", "batch_isend_irecv")}
+    with_tag = c10d._new_group_with_tag
+    backends = list(dist.Backend.backend_list)
+    communicators = Communicators()
+    communicators.install()
+    assert dist.init_process_group is not before["init_process_group"]
+    with pytest.raises(RuntimeError, match="already"):
+        Communicators().install()
+    communicators.uninstall()
+    assert {name: getattr(dist, name) for name in before} == before
+    assert c10d._new_group_with_tag is with_tag
+    assert dist.Backend.backend_list == backends

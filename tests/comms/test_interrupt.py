@@ -1,0 +1,384 @@
+"""A rank dies or hangs under load: everybody else gets out, and the next epoch computes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+
+from .ranks import Member, Ranks, run
+
+MEGABYTE = 1 << 18  # float32 elements
+OUT_SECONDS = 1.0
+LOADS = ["all_reduce", "messages", "reduce_scatter", "barrier", "all_gather"]
+
+
+def groups(member: Member) -> tuple[Any, Any]:
+    """Two ways to split the ranks into pairs, as tensor and data parallel groups."""
+    rows = [dist.new_group([r, r + 1]) for r in range(0, member.size, 2)]
+    half = member.size // 2
+    columns = [dist.new_group([r, r + half]) for r in range(half)]
+    return rows[member.rank // 2], columns[member.rank % half]
+
+
+def check(member: Member, row: Any, column: Any) -> bool:
+    """All groups compute what they should."""
+    value = torch.full((5,), float(member.rank))
+    dist.all_reduce(value)
+    assert value[0].item() == sum(range(member.size))
+    for group in (row, column):
+        value = torch.full((5,), float(member.rank))
+        dist.all_reduce(value, group=group)
+        assert value[0].item() == sum(dist.get_process_group_ranks(group))
+    value = torch.zeros(4)
+    ops = [
+        dist.P2POp(
+            dist.isend, torch.full((4,), float(member.rank)), (member.rank + 1) % member.size
+        ),
+        dist.P2POp(dist.irecv, value, (member.rank - 1) % member.size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert value[0].item() == (member.rank - 1) % member.size
+    return True
+
+
+def load(member: Member, kind: str, row: Any) -> None:
+    """Communicate for ever."""
+    size, rank = member.size, member.rank
+    big = torch.zeros(8 * MEGABYTE)
+    other = torch.zeros(8 * MEGABYTE)
+    part = torch.zeros(8 * MEGABYTE // size)
+    while True:
+        if kind == "all_reduce":
+            dist.all_reduce(big)
+            dist.all_reduce(part, group=row)
+        elif kind == "messages":
+            works = [dist.isend(big, (rank + 1) % size), dist.irecv(other, (rank - 1) % size)]
+            for work in works:
+                work.wait()
+        elif kind == "reduce_scatter":
+            dist.reduce_scatter_tensor(part, big)
+        elif kind == "all_gather":
+            dist.all_gather_into_tensor(big, part, async_op=True).wait()
+        else:
+            dist.barrier()
+
+
+def survive(member: Member, kind: str) -> dict[str, float]:
+    member.init()
+    row, column = groups(member)
+    member.attach(0)
+    member.say(("ready", None))
+    try:
+        load(member, kind, row)
+    except EpochClosed:
+        out = time.monotonic() - member.interrupted_at
+    assert member.comms.interrupted
+    with pytest.raises(EpochClosed):
+        dist.all_reduce(torch.zeros(1))
+    drained = member.comms.drain()
+    with pytest.raises(EpochClosed):
+        dist.barrier()
+    begin = time.monotonic()
+    member.attach(1)
+    attach = time.monotonic() - begin
+    assert not member.comms.interrupted
+    check(member, row, column)
+    return {"out": out, "drained": drained, "attach": attach}
+
+
+def replace(member: Member) -> dict[str, float]:
+    member.init()
+    row, column = groups(member)
+    dist.all_reduce(torch.zeros(3), group=row)  # detached: warm
+    member.attach(1)
+    check(member, row, column)
+    return {}
+
+
+@pytest.mark.parametrize("kind", LOADS)
+def test_killed_rank_is_replaced(kind: str) -> None:
+    size, victim = 4, 2
+    with Ranks(size) as ranks:
+        ranks.start(survive, kind)
+        for rank in range(size):
+            ranks.hear(rank, "ready")
+        time.sleep(0.15)
+        ranks.kill(victim)
+        time.sleep(0.05)
+        ranks.interrupt(0)
+        ranks.start(replace, ranks=[victim])
+        results = ranks.results()
+    for rank in set(range(size)) - {victim}:
+        assert results[rank]["out"] < OUT_SECONDS, results
+        assert results[rank]["drained"], results
+
+
+def faulted(member: Member) -> str:
+    member.init()
+    member.attach(0)
+    member.say(("ready", None))
+    if member.rank == 1:
+        time.sleep(30)
+    with pytest.raises(CommunicatorFault) as caught:
+        dist.all_reduce(torch.zeros(MEGABYTE))
+    assert caught.value.operation == "allreduce"
+    assert len(member.faults) == 1
+    assert member.faults[0][:2] == ("default_pg", "allreduce")
+    with pytest.raises(CommunicatorFault):
+        dist.barrier()
+    assert len(member.faults) == 1
+    return str(caught.value)
+
+
+def test_fault_without_interrupt_is_reported_once_and_named() -> None:
+    with Ranks(2, close_wait_seconds=0.3) as ranks:
+        ranks.start(faulted)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        assert "default_pg" in ranks.results()[0]
+
+
+def stopped_receiver(member: Member) -> dict[str, Any]:
+    member.init()
+    member.attach(0)
+    dist.barrier()
+    member.say(("ready", None))
+    if member.rank == 1:
+        time.sleep(60)
+    big = torch.full((32 * MEGABYTE,), 3.0)
+    begin = time.monotonic()
+    with pytest.raises(EpochClosed):
+        dist.send(big, 1)
+    out = time.monotonic() - member.interrupted_at
+    assert begin < member.interrupted_at
+    assert member.comms.drain()
+    assert big.sum().item() == 3.0 * big.numel()
+    return {"out": out, "threads": member.comms.reaping}
+
+
+def test_stopped_receiver_of_a_big_send() -> None:
+    with Ranks(2, operation_timeout_seconds=4.0) as ranks:
+        ranks.start(stopped_receiver)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1, signal.SIGSTOP)
+        time.sleep(0.3)
+        ranks.interrupt(0, [0])
+        assert ranks.hear(0, "result")["out"] < 0.5
+
+
+def interrupted_attach(member: Member) -> float:
+    member.init()
+    group = dist.new_group([0, 1])
+    member.say(("ready", None))
+    with pytest.raises(EpochClosed) as caught:
+        member.attach(0)  # rank 2 never comes
+    assert caught.value.epoch == 0
+    out = time.monotonic() - member.interrupted_at
+    with pytest.raises(EpochClosed):
+        dist.all_reduce(torch.zeros(1), group=group)
+    # An epoch that was closed before it was attached is refused at once.
+    begin = time.monotonic()
+    with pytest.raises(EpochClosed):
+        member.attach(0)
+    assert time.monotonic() - begin < 0.2
+    assert member.comms.drain()
+    member.say(("out", out))
+    member.attach(1)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == member.size
+    return out
+
+
+def late(member: Member) -> float:
+    member.init()
+    dist.new_group([0, 1])
+    member.attach(1)
+    dist.all_reduce(torch.ones(1))
+    return 0.0
+
+
+def test_interrupt_during_attach() -> None:
+    with Ranks(3) as ranks:
+        ranks.start(interrupted_attach, ranks=[0, 1])
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        time.sleep(0.4)
+        ranks.interrupt(0)
+        for rank in range(2):
+            assert ranks.hear(rank, "out") < 0.5
+        ranks.start(late, ranks=[2])
+        ranks.results()
+
+
+def late_peer(member: Member) -> str:
+    member.init()
+    dist.new_group([0, 1], group_desc="PAIR")
+    if member.rank == 1:
+        return ""
+    begin = time.monotonic()
+    with pytest.raises(CommunicatorFault) as caught:
+        member.attach(0, deadline_seconds=0.5)
+    assert time.monotonic() - begin < 2
+    assert len(member.faults) == 1
+    return str(caught.value)
+
+
+def test_attach_names_what_it_waited_for() -> None:
+    text = run(2, late_peer)[0]
+    assert "default_pg" in text
+    assert "0.5 s" in text
+
+
+def leftovers(member: Member) -> bool:
+    member.init()
+    world = dist.group.WORLD
+    member.attach(0)
+    member.comms.interrupt(0)
+    with pytest.raises(EpochClosed), c10d._coalescing_manager(world):  # noqa: PT012
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+    assert world in c10d._world.pg_coalesce_state
+    assert member.comms.drain()
+    assert world not in c10d._world.pg_coalesce_state
+    member.attach(1)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == member.size
+    return True
+
+
+def test_coalescing_leftovers_are_dropped() -> None:
+    assert all(run(2, leftovers).values())
+
+
+def dropped_send(member: Member) -> bool:
+    member.init()
+    member.attach(0)
+    for _ in range(3):
+        if member.rank == 0:
+            value = torch.full((MEGABYTE,), 5.0)
+            dist.isend(value, 1)
+            # Megatron's deallocate_output_tensor: the storage goes while the send flies.
+            value.data = torch.empty(1)
+            member.order("go").wait()
+        else:
+            member.say(("ready", None))
+            member.order("go").wait()
+            time.sleep(0.05)
+            junk = [torch.full((MEGABYTE,), -1.0) for _ in range(4)]
+            value = torch.zeros(MEGABYTE)
+            dist.recv(value, 0)
+            assert torch.all(value == 5.0)
+            del junk
+        assert member.comms.unfinished_works == (1 if member.rank == 0 else 0)
+        member.comms.finish_iteration()
+        assert member.comms.unfinished_works == 0
+    return True
+
+
+def test_dropped_sends_are_kept_alive_and_drained() -> None:
+    with Ranks(2) as ranks:
+        ranks.start(dropped_send)
+        ranks.hear(1, "ready")
+        for rank in range(2):
+            ranks.say(rank, "order", "go")
+        for _ in range(2):
+            ranks.hear(1, "ready")
+        assert ranks.hear(0, "result")
+        assert ranks.hear(1, "result")
+
+
+def culprit(member: Member) -> bool:
+    member.init()
+    group = dist.new_group([0, 1], group_desc="TENSOR_PARALLEL")
+    member.attach(0)
+    dist.barrier()
+    dist.all_reduce(torch.ones(1), group=group)
+    if member.rank == 1:
+        member.order("go").wait()
+    dist.all_reduce(torch.ones(1), group=group)
+    return True
+
+
+def test_waiting_for_names_the_culprit() -> None:
+    with Ranks(2) as ranks:
+        ranks.start(culprit)
+        time.sleep(0.5)
+        ranks.say(0, "ask", "waiting_for")
+        ranks.say(1, "ask", "waiting_for")
+        assert ranks.hear(0, "answer") == ("TENSOR_PARALLEL", "allreduce", 2)
+        assert ranks.hear(1, "answer") is None
+        ranks.say(1, "ask", "progress")
+        assert ranks.hear(1, "answer") == 3  # one of them attach's own barrier
+        ranks.say(1, "order", "go")
+        assert all(ranks.results().values())
+
+
+def backward(member: Member) -> bool:
+    """EpochClosed comes through the autograd engine and through C++ functional collectives."""
+    import torch.distributed._functional_collectives as functional
+
+    member.init()
+    member.attach(0)
+    parameter = torch.ones(3, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        member.comms.interrupt(0)
+        dist.all_reduce(gradient)
+
+    parameter.register_hook(hook)
+    with pytest.raises(EpochClosed):
+        (parameter * 2).sum().backward()
+    with pytest.raises(EpochClosed):
+        functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+    try:
+        dist.barrier()
+    except Exception:
+        raise AssertionError("swallowed") from None
+    except EpochClosed:
+        return True
+    return False
+
+
+def test_closing_passes_through_autograd_and_cpp() -> None:
+    assert run(1, backward)[0]
+
+
+def other_thread(member: Member) -> dict[str, Any]:
+    """The interrupt of a rank that waits for a living peer which waits for nobody."""
+    member.init()
+    member.attach(3)
+    member.comms.interrupt(2)  # an older epoch: no effect
+    dist.barrier()
+    member.say(("ready", None))
+    if member.rank == 0:
+        with pytest.raises(EpochClosed):
+            dist.recv(torch.zeros(4), 1)
+        return {"out": time.monotonic() - member.interrupted_at, "drained": member.comms.drain()}
+    time.sleep(0.5)
+    os._exit(0)
+
+
+def test_interrupt_wakes_a_receive_at_once() -> None:
+    with Ranks(2) as ranks:
+        ranks.start(other_thread)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        time.sleep(0.1)
+        ranks.interrupt(3, [0])
+        result = ranks.hear(0, "result")
+        assert result["out"] < 0.3
+        assert result["drained"]

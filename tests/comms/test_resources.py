@@ -1,0 +1,144 @@
+"""Unlimited rebuilds: descriptors, threads and memory stay bounded and come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron.comms import EpochClosed
+
+from .ranks import Member, Ranks, run, usage
+
+TIMEOUT_SECONDS = 2.0
+MEGABYTE = 1 << 18
+
+
+def settle(member: Member, abandoned: bool) -> dict[str, int]:
+    """Usage when old epochs are freed; waits that were left end with the gloo timeout."""
+    if abandoned:
+        time.sleep(TIMEOUT_SECONDS)
+    until = time.monotonic() + 4 * TIMEOUT_SECONDS
+    while member.comms.reaping and time.monotonic() < until:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    return usage()
+
+
+def communicate(member: Member) -> None:
+    """Exchange 32 MB messages around a ring for ever."""
+    big = torch.zeros(8 * MEGABYTE)
+    other = torch.zeros(8 * MEGABYTE)
+    while True:
+        works = [
+            dist.isend(big, (member.rank + 1) % member.size),
+            dist.irecv(other, (member.rank - 1) % member.size),
+        ]
+        for work in works:
+            work.wait()
+
+
+def many_swaps(member: Member, count: int, interrupts: bool) -> tuple[Any, Any]:
+    member.init()
+    for start in range(member.size - 1):
+        dist.new_group([start, start + 1])
+    first: Any = None
+    for epoch in range(count):
+        member.attach(epoch)
+        value = torch.ones(MEGABYTE)
+        dist.all_reduce(value)
+        assert value[0].item() == member.size
+        if interrupts:
+            threading.Timer(0.02, member.comms.interrupt, [epoch]).start()
+            with pytest.raises(EpochClosed):
+                communicate(member)
+            assert member.comms.drain()
+        if epoch == 4:
+            first = settle(member, interrupts)
+    return first, settle(member, interrupts)
+
+
+@pytest.mark.parametrize("interrupts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_fifty_swaps(interrupts: bool) -> None:
+    results = run(3, many_swaps, 50, interrupts, operation_timeout_seconds=TIMEOUT_SECONDS)
+    for first, last in results.values():
+        assert last["fds"] <= first["fds"] + 1, results
+        assert last["threads"] <= first["threads"] + 2, results
+        assert last["kib"] <= first["kib"] + (120_000 if interrupts else 30_000), results
+
+
+def loses_peers(member: Member, epochs: int) -> tuple[Any, Any]:
+    member.init()
+    dist.new_group([0, 1])
+    first: Any = None
+    for epoch in range(epochs):
+        member.attach(epoch)
+        if epoch == 1:
+            first = settle(member, True)
+        member.say(("ready", epoch))
+        with pytest.raises(EpochClosed):
+            communicate(member)
+        assert member.comms.drain()
+    member.comms.detach()
+    return first, settle(member, True)
+
+
+def victim(member: Member, epoch: int) -> None:
+    member.init()
+    dist.new_group([0, 1])
+    member.attach(epoch)
+    communicate(member)
+
+
+@pytest.mark.slow
+def test_many_kills() -> None:
+    epochs = 8
+    with Ranks(3, operation_timeout_seconds=TIMEOUT_SECONDS) as ranks:
+        ranks.start(loses_peers, epochs, ranks=[0, 1])
+        for epoch in range(epochs):
+            ranks.start(victim, epoch, ranks=[2])
+            for rank in range(2):
+                assert ranks.hear(rank, "ready") == epoch
+            time.sleep(0.1)
+            ranks.kill(2)
+            ranks.interrupt(epoch)
+        for first, last in ranks.results().values():
+            assert last["fds"] <= first["fds"], (first, last)
+            assert last["threads"] <= first["threads"] + 1, (first, last)
+            assert last["kib"] <= first["kib"] + 100_000, (first, last)
+
+
+def without_store(member: Member) -> bool:
+    member.init()
+    group = dist.new_group([0, 1])
+    member.attach(0)
+    member.say(("ready", None))
+    member.order("go").wait()
+    value = torch.ones(4)
+    dist.all_reduce(value)
+    dist.all_reduce(value, group=group)
+    right, left = (member.rank + 1) % member.size, (member.rank - 1) % member.size
+    other = torch.zeros(4)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, value, right), dist.P2POp(dist.irecv, other, left)]
+    ):
+        work.wait()
+    dist.barrier()
+    assert not member.faults
+    return bool(other[0].item() == 4.0)
+
+
+@pytest.mark.parametrize("kind", ["gloo", "fake-nccl"])
+def test_nothing_touches_the_store_after_attach(kind: str) -> None:
+    with Ranks(2, kind=kind) as ranks:
+        ranks.start(without_store)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill_store()
+        for rank in range(2):
+            ranks.say(rank, "order", "go")
+        assert all(ranks.results().values())

@@ -1,0 +1,118 @@
+"""What all tests share: which cells run, and that nothing of a session outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SEGMENT_ROOT = Path("/dev/shm")
+SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
+# Ending processes get this long to be gone before they count as left over.
+_GRACE_SECONDS = 5.0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run every cell of the full fault matrix as well"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        deselected = [item for item in items if item.get_closest_marker("full")]
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+        if deselected:
+            config.hook.pytest_deselected(items=deselected)
+    if not Path("/dev/nvidiactl").exists():
+        no_gpu = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(no_gpu)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # Inherited by everything that the tests start, however far down.
+    os.environ[SESSION_VARIABLE] = uuid.uuid4().hex
+    session.config.stash[_SEGMENTS_BEFORE] = _segments()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    leftovers = _leftover_processes()
+    leftovers += [f"{path}" for path in _leftover_segments(session.config.stash[_SEGMENTS_BEFORE])]
+    session.config.stash[_LEFTOVERS] = leftovers
+    if leftovers:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    leftovers = config.stash.get(_LEFTOVERS, [])
+    if leftovers:
+        terminalreporter.section("left over by this session: a failure", red=True)
+        for line in leftovers:
+            terminalreporter.write_line(line)
+
+
+_SEGMENTS_BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
+_LEFTOVERS: pytest.StashKey[list[str]] = pytest.StashKey()
+
+
+def _leftover_processes() -> list[str]:
+    """Processes of this session that do not end by themselves; they are killed and named."""
+    token = f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}".encode()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (found := list(_processes_with(token))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    lines = []
+    for pid in found:
+        lines.append(f"process {pid}: {_command_line(pid)}")
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    return lines
+
+
+def _processes_with(token: bytes) -> Iterator[int]:
+    for pid, environment in _environments():
+        if pid != os.getpid() and token in environment:
+            yield pid
+
+
+def _environments() -> Iterator[tuple[int, list[bytes]]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                yield int(entry.name), (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue  # gone meanwhile, or of another user
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except OSError:
+        return "(ended just now)"
+
+
+def _segments() -> set[Path]:
+    return set(SEGMENT_ROOT.glob("deadpool-*"))
+
+
+def _leftover_segments(before: set[Path]) -> list[Path]:
+    """New segments, save those of a run that somebody else has going on this machine."""
+    found = _segments() - before
+    token = f"{SESSION_VARIABLE}={os.environ[SESSION_VARIABLE]}".encode()
+    for _, environment in _environments():
+        if token not in environment:
+            runs = [e.decode() for e in environment if e.startswith(b"DEADPOOL_RUN_ID=")]
+            found -= {SEGMENT_ROOT / f"deadpool-{run.partition('=')[2]}" for run in runs}
+    return sorted(found)

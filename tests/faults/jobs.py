@@ -1,0 +1,157 @@
+"""Runs whole jobs with planned faults and holds them against an undisturbed run of the same seed.
+
+A job is ``deadpool run`` in a process of its own, on real text, with real kills. Faults strike at
+exact points (failpoints.py). Every job hashes the state of all roles after every iteration, so one
+comparison with the cached reference covers every recovery of a chain of faults.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.events import Event, read_events
+
+JOB_SECONDS = 240.0
+
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 8 --lr 1e-2 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2"
+    " --seed 11 --log-interval 3"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to cut a model: trainer flags, and how many nodes of how many members."""
+
+    name: str
+    flags: str
+    nodes: int
+    members_per_node: int
+
+    @property
+    def roles(self) -> int:
+        """Number of roles."""
+        return self.nodes * self.members_per_node
+
+
+@dataclass
+class Outcome:
+    """What a job left behind."""
+
+    directory: Path
+    status: int
+    output: str
+    final: Mapping[str, Any]
+    events: list[Event]
+    fired: set[str] = field(default_factory=set)
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """Events of one kind, in order."""
+        return [event for event in self.events if event.kind == kind]
+
+    def story(self) -> str:
+        """For a failed assertion: what the run printed, and its last events."""
+        lines = [json.dumps(event.to_dict()) for event in self.events[-60:]]
+        return "\n".join([f"exit status {self.status}", self.output[-4000:], *lines])
+
+
+def fault(name: str, point: str, **options: Any) -> dict[str, Any]:
+    """One entry of a fault plan; ``match`` keys are given with a ``when_`` prefix."""
+    match = {k.removeprefix("when_"): v for k, v in options.items() if k.startswith("when_")}
+    rest = {k: v for k, v in options.items() if not k.startswith("when_")}
+    return {"id": name, "point": point, "match": match, **rest}
+
+
+def run_job(
+    directory: Path,
+    layout: Layout,
+    iterations: int,
+    faults: Sequence[Mapping[str, Any]] = (),
+    *,
+    spares: int = 0,
+    refill: int = 0,
+    flags: str = "",
+    settings: str = "",
+    seconds: float = JOB_SECONDS,
+    arguments: Sequence[str] = (),
+) -> Outcome:
+    """Run one job to its end (or kill it after ``seconds``, which fails the test)."""
+    plan = directory.with_suffix(".faults")
+    plan.write_text(json.dumps(list(faults)))
+    command = [
+        sys.executable,
+        "-m",
+        "deadpool_megatron",
+        "run",
+        *("--nodes", str(layout.nodes), "--nproc-per-node", str(layout.members_per_node)),
+        *("--spares", str(spares), "--refill", str(refill), "--run-dir", str(directory)),
+        *("--deadpool-hash-interval", "1", *settings.split(), *arguments),
+        *("--", "-m", "deadpool_megatron.trainer", *MODEL.split(), *layout.flags.split()),
+        *("--train-iters", str(iterations), *flags.split()),
+    ]
+    environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan) if faults else ""}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        output += f"\n(the test's limit of {seconds:g} s was over)"
+    final = directory / "final.json"
+    log = directory / "events.jsonl"
+    return Outcome(
+        directory=directory,
+        status=process.returncode,
+        output=output,
+        final=json.loads(final.read_text()) if final.exists() else {},
+        events=list(read_events(log)) if log.exists() else [],
+        fired=failpoints.fired(plan),
+    )
+
+
+@functools.cache
+def _reference_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="reference-")
+
+
+@functools.cache
+def reference(layout: Layout, iterations: int, flags: str = "") -> Outcome:
+    """The undisturbed run of this layout; made once per test session."""
+    folder = Path(_reference_folder().name)
+    directory = folder / f"{layout.name}-{iterations}-{abs(hash(flags))}"
+    outcome = run_job(directory, layout, iterations, flags=flags)
+    assert outcome.status == 0, outcome.story()
+    return outcome
+
+
+def assert_unnoticed(
+    outcome: Outcome, wanted: Outcome, faults: Sequence[Mapping[str, Any]]
+) -> None:
+    """All faults fired, and the job ended with the very bits of the undisturbed one."""
+    missing = {str(entry["id"]) for entry in faults} - outcome.fired
+    assert outcome.status == 0, outcome.story()
+    assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
+    comparison = compare_results(read_result(wanted.directory), read_result(outcome.directory))
+    assert comparison.identical, "\n".join(map(str, comparison.differences))
+    assert comparison.compared["hashes"] >= len(wanted.final["roles"])

@@ -1,0 +1,111 @@
+"""Copies beside training on the CPU: complete, bounded in time, honest about errors."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from deadpool_megatron.platform import CopyFailedError
+from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
+from deadpool_megatron.platform.cuda import CudaPlatform
+
+
+@pytest.fixture
+def platform() -> CpuPlatform:
+    return CpuPlatform()
+
+
+def test_copies_all_types_and_sizes(platform: CpuPlatform) -> None:
+    generator = torch.Generator().manual_seed(1)
+    big = torch.randn(CHUNK_BYTES // 2, generator=generator)
+    weight = torch.nn.Parameter(torch.randn(3, 5, generator=generator))
+    src = [big, weight, torch.tensor(7.0), weight.detach().bfloat16(), torch.empty(0)]
+    dst = [torch.empty_like(tensor, requires_grad=False) for tensor in src]
+    handle = platform.side_copy(dst, src)
+    assert handle.wait(10.0)
+    assert handle.done()
+    for into, source in zip(dst, src, strict=True):
+        assert torch.equal(into, source)
+
+
+def test_copies_into_views_of_one_buffer(platform: CpuPlatform) -> None:
+    buffer = torch.zeros(8)
+    handle = platform.side_copy([buffer[:3], buffer[5:]], [torch.ones(3), torch.full((3,), 2.0)])
+    assert handle.wait(10.0)
+    assert buffer.tolist() == [1, 1, 1, 0, 0, 2, 2, 2]
+
+
+def test_wait_ends_at_its_deadline(platform: CpuPlatform) -> None:
+    blocker = _Blocker()
+    platform._copier.submit(blocker)
+    handle = platform.side_copy([torch.zeros(1)], [torch.ones(1)])
+    assert not handle.done()
+    assert not handle.wait(0.05)
+    with pytest.raises(TimeoutError, match="copier thread"):
+        platform.synchronize(0.05)
+    blocker.release.set()
+    platform.synchronize(10.0)
+    assert handle.done()
+
+
+def test_error_is_reported_and_the_thread_survives(platform: CpuPlatform) -> None:
+    # A view of expanded memory cannot be written to.
+    bad = platform.side_copy([torch.zeros(1).expand(4)], [torch.ones(4)])
+    with pytest.raises(CopyFailedError):
+        bad.wait(10.0)
+    good = torch.zeros(4)
+    assert platform.side_copy([good], [torch.ones(4)]).wait(10.0)
+    assert good.sum() == 4
+
+
+def test_lists_that_do_not_match_are_refused(platform: CpuPlatform) -> None:
+    with pytest.raises(ValueError, match="1 tensors into 2"):
+        platform.side_copy([torch.zeros(1), torch.zeros(1)], [torch.zeros(1)])
+    with pytest.raises(ValueError, match="tensor 0"):
+        platform.side_copy([torch.zeros(1)], [torch.zeros(2)])
+
+
+def test_a_forked_child_copies_too(platform: CpuPlatform) -> None:
+    assert platform.side_copy([torch.zeros(1)], [torch.ones(1)]).wait(10.0)
+    pid = os.fork()
+    if pid == 0:
+        into = torch.zeros(1)
+        done = platform.side_copy([into], [torch.ones(1)]).wait(10.0)
+        os._exit(0 if done and into.item() == 1.0 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_host_memory_must_be_writable_and_contiguous(platform: CpuPlatform) -> None:
+    platform.register_host_memory(memoryview(bytearray(16)))
+    platform.unregister_host_memory(torch.zeros(4))
+    with pytest.raises(ValueError, match="writable"):
+        platform.register_host_memory(memoryview(b"1234"))
+    with pytest.raises(ValueError, match="contiguous"):
+        platform.register_host_memory(torch.zeros(4, 4)[:, 1])
+
+
+@pytest.mark.gpu
+def test_cuda_copies_into_registered_memory() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    platform = CudaPlatform()
+    memory = torch.zeros(1 << 20)
+    platform.register_host_memory(memory)
+    source = torch.randn(1 << 20, device="cuda")
+    assert platform.side_copy([memory], [source]).wait(10.0)
+    platform.synchronize(10.0)
+    assert torch.equal(memory, source.cpu())
+    platform.unregister_host_memory(memory)
+
+
+class _Blocker:
+    """Something in the copier's queue that takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.release = threading.Event()
+
+    def run(self) -> None:
+        self.release.wait(10.0)

@@ -1,0 +1,211 @@
+"""Choosing the restore: what every role can produce, from where, and what comes after memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery, keep_line
+from deadpool_megatron.layout.records import (
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+)
+from deadpool_megatron.recovery.plan import choose_restore
+
+ALL = frozenset({"main", "extras@step", "extras@evaluation", "extras@save"})
+STEP = frozenset({"main", "extras@step"})
+Content = Mapping[int, Iterable[tuple[int, Generation, frozenset[str]]]]
+
+
+def g(iteration: int, lineage: int = 1) -> Generation:
+    return Generation(lineage, iteration)
+
+
+def layout(role: int, replicas: tuple[int, ...] = (), layout_hash: str = "") -> RoleLayout:
+    parts = (
+        PartInfo("main", 8, replicas or (role,)),
+        *(PartInfo(f"extras@{b}", 8, (role,)) for b in ("step", "evaluation", "save")),
+    )
+    return RoleLayout(role, parts, (0, 1), 3, layout_hash or f"hash{role}")
+
+
+def ask(
+    content: Content,
+    *,
+    roles: int = 2,
+    replicas: tuple[int, ...] = (),
+    seats: Mapping[int, Seat] | None = None,
+    **more: object,
+) -> RestoreQuery:
+    """A query about nodes whose vaults hold ``content``; roles sit on the node of their number."""
+    inventories = {
+        node: Inventory(
+            node,
+            1,
+            tuple(Holding(role, generation, parts) for role, generation, parts in held),
+            tuple(layout(role, replicas) for role in sorted({role for role, _, _ in held})),
+        )
+        for node, held in ((node, list(held)) for node, held in content.items())
+    }
+    owners = {role: Seat(role, 0, 0) for role in range(roles)}
+    facts: dict[str, object] = {"kept": {1: NO_LIMIT}, **more}
+    return RestoreQuery(2, roles, inventories, owners if seats is None else seats, owners, **facts)  # type: ignore[arg-type]
+
+
+def chosen(query: RestoreQuery) -> Restore:
+    answer = choose_restore(query)
+    assert isinstance(answer, Restore), answer
+    return answer
+
+
+def test_newest_generation_that_every_role_can_produce() -> None:
+    answer = chosen(
+        ask({0: [(0, g(6), STEP), (0, g(7), STEP)], 1: [(1, g(6), STEP), (0, g(7), STEP)]})
+    )
+    assert (answer.kind, answer.generation, answer.boundary) == ("memory", g(6), "step")
+    assert answer.sources == {
+        0: {"main": (Source(0, 0),), "extras@step": (Source(0, 0),)},
+        1: {"main": (Source(1, 1),), "extras@step": (Source(1, 1),)},
+    }
+
+
+def test_dead_owner_is_restored_from_its_copy_with_the_layout_that_came_with_it() -> None:
+    seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+    answer = chosen(ask({0: [(0, g(7), STEP), (1, g(7), STEP)], 2: []}, seats=seats))
+    assert answer.generation == g(7)
+    assert answer.sources[1]["main"] == (Source(0, 1),)
+
+
+def test_boundary_is_the_latest_that_all_roles_have() -> None:
+    evaluated = STEP | {"extras@evaluation"}
+    assert chosen(ask({0: [(0, g(7), ALL)], 1: [(1, g(7), evaluated)]})).boundary == "evaluation"
+    # Only the copy, which is behind its dead owner, is left: evaluation after 7 is done again.
+    assert chosen(ask({0: [(0, g(7), ALL), (1, g(7), STEP)]})).boundary == "step"
+
+
+def test_source_order_own_seat_previous_owner_buddies_replicas() -> None:
+    held = [(0, g(7), STEP), (1, g(7), STEP)]
+    seats = {0: Seat(3, 0, 0), 1: Seat(1, 0, 0)}
+    answer = chosen(ask(dict.fromkeys(range(5), held), seats=seats, replicas=(0, 1)))
+    nodes = [3, 0, 1, 2, 4]
+    wanted = [Source(n, 0) for n in nodes] + [Source(n, 1) for n in nodes]
+    assert list(answer.sources[0]["main"]) == wanted
+    assert list(answer.sources[0]["extras@step"]) == wanted[:5]
+
+
+def test_replica_gives_the_shard_but_never_the_extras() -> None:
+    content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"extras@step"}))]}
+    layouts = {0: layout(0, (0, 1))}
+    answer = chosen(ask(content, replicas=(0, 1), layouts=layouts))
+    assert answer.sources[0] == {"main": (Source(1, 1),), "extras@step": (Source(1, 0),)}
+    content = {1: [(1, g(7), STEP), (0, g(7), frozenset({"main"}))]}
+    assert isinstance(choose_restore(ask(content, replicas=(0, 1), layouts=layouts)), NoRestore)
+
+
+def test_bad_parts_fall_to_the_next_source_then_the_next_generation() -> None:
+    content = {
+        0: [(0, g(6), STEP), (0, g(7), STEP), (1, g(7), STEP)],
+        1: [(1, g(6), STEP), (1, g(7), STEP)],
+    }
+    bad = {BadPart(1, 1, g(7), "main")}
+    answer = chosen(ask(content, bad_parts=frozenset(bad)))
+    assert answer.generation == g(7)
+    assert answer.sources[1]["main"] == (Source(0, 1),)
+    bad.add(BadPart(0, 1, g(7), "main"))
+    assert chosen(ask(content, bad_parts=frozenset(bad))).generation == g(6)
+    assert chosen(ask(content, bad_generations=frozenset({g(7)}))).generation == g(6)
+
+
+def test_abandoned_lineages_are_never_chosen() -> None:
+    content = {
+        0: [(0, g(7), STEP), (0, g(8), STEP), (0, g(9, 2), STEP)],
+        1: [(1, g(7), STEP), (1, g(8), STEP), (1, g(9, 2), STEP)],
+    }
+    assert chosen(ask(content, kept={1: 7, 3: NO_LIMIT})).generation == g(7)
+    assert chosen(ask(content, kept={1: 8, 2: NO_LIMIT})).generation == g(9, 2)
+
+
+def test_bytes_of_another_layout_are_not_used() -> None:
+    content = {0: [(0, g(7), STEP)], 1: [(1, g(7), STEP)]}
+    other = {1: layout(1, layout_hash="other")}
+    assert isinstance(choose_restore(ask(content, layouts=other)), NoRestore)
+
+
+def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None:
+    content = {0: [(0, g(7), STEP)]}
+    durable = Restore("durable", g(5), "save", path="/ck/5")
+    start = Restore("initial", g(0))
+    answer = chosen(ask(content, durable=durable, start=start))
+    assert (answer.kind, answer.generation, answer.path) == ("durable", g(5, 2), "/ck/5")
+    assert (answer.boundary, answer.sources) == ("save", {})
+    assert chosen(ask(content, start=start)) == Restore("initial", g(0, 2))
+    nothing = choose_restore(ask(content))
+    assert isinstance(nothing, NoRestore)
+    assert "layout of role 1" in nothing.reason
+
+
+def test_kept_line() -> None:
+    line = keep_line({1: NO_LIMIT}, Restore("memory", g(7)), 2)
+    assert line == {1: 7, 2: NO_LIMIT}
+    assert keep_line(line, Restore("memory", g(9, 2)), 3) == {1: 7, 2: 9, 3: NO_LIMIT}
+    assert keep_line(line, Restore("memory", g(6)), 3) == {1: 6, 3: NO_LIMIT}
+    assert keep_line(line, Restore("durable", g(5, 3)), 3) == {3: NO_LIMIT}
+
+
+PARTS = ["main", "extras@step", "extras@evaluation"]
+
+
+@st.composite
+def contents(
+    draw: st.DrawFn,
+) -> tuple[int, dict[int, list[tuple[int, Generation, frozenset[str]]]]]:
+    roles = draw(st.integers(1, 3))
+    generations = [g(6), g(7), g(7, 2)]
+    return roles, {
+        node: [
+            (role, generation, draw(st.frozensets(st.sampled_from(PARTS))))
+            for role in range(roles)
+            for generation in generations
+            if draw(st.booleans())
+        ]
+        for node in range(draw(st.integers(1, 3)))
+    }
+
+
+@given(contents())
+def test_what_is_chosen_is_producible_and_nothing_newer_is(case) -> None:  # type: ignore[no-untyped-def]
+    roles, content = case
+    answer = choose_restore(ask(content, roles=roles, kept={1: 7, 2: NO_LIMIT}))
+
+    def holders(role: int, generation: Generation, part: str) -> set[Source]:
+        return {
+            Source(node, role)
+            for node, held in content.items()
+            for r, gen, parts in held
+            if (r, gen) == (role, generation) and part in parts
+        }
+
+    def producible(generation: Generation) -> bool:
+        return all(holders(role, generation, "main") for role in range(roles)) and any(
+            all(holders(role, generation, f"extras@{b}") for role in range(roles))
+            for b in ("step", "evaluation")
+        )
+
+    candidates = [gen for gen in (g(6), g(7), g(7, 2)) if producible(gen)]
+    if not candidates:
+        assert isinstance(answer, NoRestore)
+        return
+    assert isinstance(answer, Restore)
+    assert answer.generation == max(candidates)
+    for role in range(roles):
+        assert set(answer.sources[role]) == {"main", f"extras@{answer.boundary}"}
+        for part, found in answer.sources[role].items():
+            assert set(found) == holders(role, answer.generation, part)

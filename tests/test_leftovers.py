@@ -1,0 +1,89 @@
+"""The check at the end of each test session: what a session leaves behind makes it fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+CONFTEST = Path(__file__).with_name("conftest.py")
+
+
+def run_session(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """A session of its own with our conftest, less patient, and one test with ``body``."""
+    text = CONFTEST.read_text().replace("_GRACE_SECONDS = 5.0", "_GRACE_SECONDS = 0.3")
+    (directory / "conftest.py").write_text(text)
+    (directory / "test_it.py").write_text(f"def test_it():\n    {body}\n")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+
+
+def test_a_clean_session_passes(tmp_path: Path) -> None:
+    done = run_session(tmp_path, "pass")
+    assert done.returncode == 0, done.stdout
+
+
+def test_a_process_left_running_is_named_and_ended(tmp_path: Path) -> None:
+    token = f"token-{uuid.uuid4().hex}"
+    body = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c',"
+        f" 'import time; time.sleep(60)', '{token}'], start_new_session=True)"
+    )
+    done = run_session(tmp_path, body)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("process ")]
+    assert token in line
+    assert done.stdout.splitlines()[-1].startswith("1 passed")
+    pid = line.split()[1].rstrip(":")
+    # Killed; until its new parent has looked after it, it may still be listed, without a name.
+    try:
+        assert token.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        pass
+
+
+def test_a_segment_left_behind_is_named(tmp_path: Path) -> None:
+    segment = Path("/dev/shm") / f"deadpool-leftover-{uuid.uuid4().hex}"
+    try:
+        done = run_session(tmp_path, f"open({str(segment)!r}, 'w').close()")
+        assert done.returncode == 1
+        assert str(segment) in done.stdout
+    finally:
+        segment.unlink(missing_ok=True)
+
+
+def test_a_segment_of_somebody_else_is_not_ours(tmp_path: Path) -> None:
+    run_id = f"other-{uuid.uuid4().hex}"
+    segment = Path("/dev/shm") / f"deadpool-{run_id}"
+    environment = {k: v for k, v in os.environ.items() if k != "DEADPOOL_TEST_SESSION"}
+    other = subprocess.Popen(
+        [sys.executable, "-c", "input()"],
+        env={**environment, "DEADPOOL_RUN_ID": run_id},
+        stdin=subprocess.PIPE,
+    )
+    try:
+        done = run_session(tmp_path, f"open({str(segment)!r}, 'w').close()")
+        assert done.returncode == 0, done.stdout
+    finally:
+        segment.unlink(missing_ok=True)
+        other.communicate(b"\n", timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"), [((), "1 passed, 1 deselected"), (("--all",), "2 p")]
+)
+def test_the_full_product_runs_only_when_asked_for(
+    tmp_path: Path, flag: tuple[str, ...], expected: str
+) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full: x\n  gpu: x\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flag]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1].startswith(expected)

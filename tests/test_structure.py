@@ -1,0 +1,119 @@
+"""What holds for the repository as a whole: versions agree, scripts work, commands start fast."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import deadpool_megatron
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "deadpool_megatron"
+SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
+LONGEST_MODULE = 450
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        values: dict[str, Any] = tomllib.load(file)["project"]
+    return values
+
+
+@pytest.fixture(scope="module")
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.split("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def requirements_of(project: dict[str, Any]) -> list[Requirement]:
+    optional = [line for lines in project["optional-dependencies"].values() for line in lines]
+    found = [Requirement(line) for line in [*project["dependencies"], *optional]]
+    return [requirement for requirement in found if requirement.name != project["name"]]
+
+
+def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert project["version"] == deadpool_megatron.__version__ == newest[1]
+
+
+def test_constraints_fit_the_ranges(project: dict[str, Any], constraints: dict[str, str]) -> None:
+    for requirement in requirements_of(project):
+        pinned = constraints[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(pinned), requirement
+
+
+def test_constraints_cover_everything_that_is_needed(
+    project: dict[str, Any], constraints: dict[str, str]
+) -> None:
+    waiting, seen = requirements_of(project), set[str]()
+    while waiting:
+        name = canonicalize_name(waiting.pop().name)
+        if name in seen:
+            continue
+        seen.add(name)
+        for line in metadata.distribution(name).requires or ():
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": ""}):
+                waiting.append(needed)
+    # CUDA builds bring libraries of their own version with them.
+    missing = {name for name in seen if not name.startswith(("nvidia-", "cuda-", "triton"))}
+    assert missing <= constraints.keys()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_can_be_run_from_anywhere(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    assert script.read_text().startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+def test_ci_and_the_readme_name_the_same_commands() -> None:
+    assert "./scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert "./scripts/demo.sh" in readme
+    assert "./scripts/test.sh" in readme
+
+
+def test_the_command_line_does_not_load_torch() -> None:
+    """``deadpool status`` and friends answer at once, also on a host without torch's memory."""
+    program = (
+        "import sys, deadpool_megatron.cli\n"
+        "print(sorted({'torch', 'megatron', 'matplotlib', 'rich'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_are_short_documented_and_careful(path: Path) -> None:
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert len(text.splitlines()) <= LONGEST_MODULE
+    if tree.body:
+        assert ast.get_docstring(tree), "a module says what its one job is"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            assert node.type is not None, f"line {node.lineno}: bare except"
+        if isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            assert owner not in ("pickle", "cloudpickle", "dill"), f"line {node.lineno}: unpickling"

@@ -1,0 +1,120 @@
+"""The command line: good ones are understood, bad ones cost one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.trainer.arguments import BadArgumentsError, parse_args
+from tests.trainer.layouts import LAYOUTS, repository
+
+BAD = {
+    "--num-layers 5 --pipeline-model-parallel-size 2": "--num-layers 5 is not a multiple",
+    "--hidden-size 30 --num-attention-heads 4": "--hidden-size 30 is not a multiple",
+    "--vocab-size 300 --tensor-model-parallel-size 8 --num-attention-heads 8": "--vocab-size 300",
+    "--vocab-size 100": "--vocab-size 100 is too small",
+    "--micro-batch-size 0": "--micro-batch-size must be positive",
+    "--hidden-dropout 1": "--hidden-dropout must be in [0, 1)",
+    "--lr 1e-3 --min-lr 1e-2": "--min-lr 0.01 must be between",
+    "--lr-warmup-iters 20": "--lr-warmup-iters 20 must be below",
+    "--bf16 --fp16": "choose one of --bf16 and --fp16",
+    "--sequence-parallel": "--sequence-parallel needs",
+    "--expert-model-parallel-size 2": "needs --num-experts",
+    "--num-experts 4 --moe-router-topk 5": "--moe-router-topk 5 exceeds",
+    "--num-experts 4 --moe-router-enable-expert-bias": "needs --moe-router-score-function sigmoid",
+    "--num-experts 4": "need --disable-bias-linear",
+    "--num-experts 4 --tensor-model-parallel-size 2": "need --sequence-parallel",
+    "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel": "need --disable-bias",
+    "--moe-input-jitter-eps 0.1": "--moe-input-jitter-eps needs --num-experts",
+    "--num-layers-per-virtual-pipeline-stage 1": "needs several pipeline stages",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2": "does not split",
+    "--overlap-param-gather": "needs --use-distributed-optimizer",
+    "--overlap-param-gather --use-distributed-optimizer": "needs --overlap-grad-reduce",
+    "--num-distributed-optimizer-instances 2": "needs --use-distributed-optimizer",
+    "--save-interval 5": "--save-interval needs --save",
+    "--data /no/such/text": "no such file or folder: /no/such/text",
+    "--lr fast": "invalid float value",
+    "--no-such-flag": "unrecognized arguments: --no-such-flag",
+    "--num-layer 4": "unrecognized arguments: --num-layer",
+    "@no-such-file": "no-such-file",
+}
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_line_costs_one_line_and_status_2(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(line.split())
+    assert stopped.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert BAD[line] in output.err
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "problem"),
+    [
+        ("--pipeline-model-parallel-size 2", 3, "3 ranks do not divide into models of 2"),
+        ("--global-batch-size 6", 4, "--global-batch-size 6 is not a multiple"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+            " --global-batch-size 6",
+            4,
+            "multiple of 2 micro batches",
+        ),
+        (
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
+            4,
+            "does not divide data-parallel size 4",
+        ),
+        (
+            "--num-experts 4 --expert-model-parallel-size 4 --global-batch-size 6",
+            6,
+            "6 ranks do not divide into expert models of 4",
+        ),
+    ],
+)
+def test_a_layout_must_fit_the_ranks(line: str, ranks: int, problem: str) -> None:
+    config = parse_args(line.split())
+    with pytest.raises(BadArgumentsError, match=problem):
+        config.check_world_size(ranks)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_the_tests_fit(name: str) -> None:
+    ranks, flags = LAYOUTS[name]
+    parse_args(flags.split()).check_world_size(ranks)
+
+
+def test_flags_come_from_files_with_comments(tmp_path: Path) -> None:
+    file = tmp_path / "some.args"
+    file.write_text("# a comment\n--num-layers 6 --bf16  # and another\n\n--lr 2e-3\n")
+    config = parse_args([f"@{file}", "--lr", "1e-3"])
+    assert (config.num_layers, config.bf16, config.lr) == (6, True, 1e-3)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "20m"])
+def test_shipped_models_parse(name: str) -> None:
+    config = parse_args([f"@{repository() / 'configs' / name}.args"])
+    for ranks in (1, 2, 4, 8):
+        config.check_world_size(ranks)
+    if name == "20m":
+        assert config.global_batch_size * config.seq_length == 8192
+
+
+def test_help_teaches_and_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
+        "from deadpool_megatron.trainer.arguments import parse_args; parse_args(['--help'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for word in ("--tensor-model-parallel-size", "@configs/tiny.args", "default: 1234"):
+        assert word in done.stdout

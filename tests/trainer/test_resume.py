@@ -1,0 +1,139 @@
+"""A run that goes on from a checkpoint is the run that never stopped."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.layouts import LAYOUTS, MODEL, make_loop, steps, train
+from tests.trainer.ranks import run_ranks
+
+DUE = "--eval-interval 2 --eval-iters 1 --log-interval 4"
+EXACT = (
+    "bf16",
+    "bf16-whole",
+    "fp32",
+    "fp32-whole",
+    "fp16",
+    "overlap",
+    "instances",
+    "sequence-parallel",
+    "moe-bias-jitter",
+)
+
+
+def save_in_the_middle(arguments: str, folder: Path) -> dict[str, Any]:
+    """Three iterations, a checkpoint, three more."""
+    from deadpool_megatron.trainer.hashing import state_digests
+
+    loop, _ = make_loop(arguments)
+    steps(loop, 3)
+    before = state_digests(loop)
+    loop.save_checkpoint(folder)
+    after = state_digests(loop)
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    steps(loop, 3)
+    return {
+        "changed by saving": _differences(before, after),
+        "children": children,
+        "middle": after,
+        "end": state_digests(loop),
+    }
+
+
+def load_and_go_on(arguments: str, folder: Path, trained_before: int) -> dict[str, Any]:
+    """Load into a loop that has already trained some iterations, and train three."""
+    from deadpool_megatron.trainer.hashing import state_digests
+    from deadpool_megatron.trainer.model import inner_optimizers
+
+    loop, _ = make_loop(arguments)
+    steps(loop, trained_before)
+    inner = inner_optimizers(loop.optimizer)
+    tensors = [t for o in inner for state in o.state.values() for t in state.values()]
+    loop.load_checkpoint(folder)
+    loaded = [t for o in inner for state in o.state.values() for t in state.values()]
+    middle = state_digests(loop)
+    steps(loop, 3)
+    return {
+        "kept": all(a is b for a, b in zip(tensors, loaded, strict=True)),
+        "middle": middle,
+        "end": state_digests(loop),
+    }
+
+
+def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return [name for name in {**one, **other} if one.get(name) != other.get(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[name]
+    arguments = f"{MODEL} {text} {flags} {DUE}"
+    folder = tmp_path / "checkpoint"
+    straight = run_ranks(ranks, save_in_the_middle, arguments, folder)
+    # Into fresh objects, and into live ones that went elsewhere meanwhile.
+    for trained_before in (0, 2):
+        resumed = run_ranks(ranks, load_and_go_on, arguments, folder, trained_before)
+        for whole, half in zip(straight, resumed, strict=True):
+            assert whole["changed by saving"] == []
+            assert whole["children"] == "", "no writer process inherits this rank's sockets"
+            assert _differences(whole["middle"], half["middle"]) == []
+            assert _differences(whole["end"], half["end"]) == []
+            assert half["kept"], "optimizer state keeps its tensors"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_before_the_first_update(text: str, tmp_path: Path) -> None:
+    """Steps of zero, which Megatron does not write for unsharded optimizers."""
+    arguments = f"{MODEL} {text} --bf16"
+    folder = tmp_path / "checkpoint"
+    (straight,) = run_ranks(1, save_at_once, arguments, folder)
+    (resumed,) = run_ranks(1, load_and_go_on, arguments, folder, 1)
+    assert _differences(straight, resumed["middle"]) == []
+
+
+def save_at_once(arguments: str, folder: Path) -> dict[str, str]:
+    from deadpool_megatron.trainer.hashing import state_digests
+
+    loop, _ = make_loop(arguments)
+    loop.save_checkpoint(folder)
+    return state_digests(loop)
+
+
+def publish_over_a_torn_attempt(arguments: str, folder: Path) -> list[str]:
+    """A save that was cut short before, then one that works."""
+    from deadpool_megatron.trainer import checkpoint
+
+    loop, _ = make_loop(arguments)
+    loop.train_step()
+    torn = folder / "iter_0000001.partial"
+    torn.mkdir()
+    (torn / "junk").write_text("half a file")
+    assert checkpoint.latest(folder) is None
+    loop.run_segment("save")
+    assert checkpoint.latest(folder) == folder / "iter_0000001"
+    return sorted(path.name for path in (folder / "iter_0000001").iterdir())
+
+
+def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
+    (names,) = run_ranks(
+        1, publish_over_a_torn_attempt, f"{MODEL} {text} --save {tmp_path}", tmp_path
+    )
+    assert "junk" not in names
+    assert "metadata.json" in names
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.slow
+def test_load_flag_goes_on_to_the_same_end(text: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS["bf16"]
+    arguments = f"{MODEL} {text} {flags} --save {tmp_path} --save-interval 2"
+    whole = run_ranks(ranks, train, arguments)[0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    rest = run_ranks(ranks, train, f"{arguments} --load {tmp_path}")[0]
+    assert rest["hashes"] == whole["hashes"]
+    assert rest["steps"] == whole["steps"][4:]

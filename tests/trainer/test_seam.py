@@ -1,0 +1,74 @@
+"""Layouts that stock gloo trains wrongly or not at all, on the reconfigurable communicators."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.trainer.layouts import BF16, LAYOUTS, MODEL, MOE, OVERLAP, PP2, TP2, make_loop, train
+from tests.trainer.ranks import run_ranks
+
+VIRTUAL = f"{PP2} {BF16} --num-layers-per-virtual-pipeline-stage 1"
+EXPERTS = f"{TP2} {BF16} --sequence-parallel {MOE} --train-iters 3"
+SEAM_LAYOUTS = {
+    "virtual-pipeline": VIRTUAL,
+    "virtual-pipeline-overlap": f"{VIRTUAL} {OVERLAP}",
+    "moe-tensor": f"{EXPERTS} --disable-bias-linear",
+    "moe-tensor-allgather": (
+        f"{EXPERTS} --disable-bias-linear --moe-token-dispatcher-type allgather"
+    ),
+    "moe-expert-tensor-1": f"{EXPERTS} --expert-tensor-parallel-size 1",
+}
+
+_communicators: Any = None
+
+
+def connect(folder: Path, rank: int, world_size: int) -> None:
+    """WORLD on the communicators of the product, connected at once."""
+    global _communicators
+    from deadpool_megatron.comms import Communicators
+
+    _communicators = Communicators("gloo", interface="lo")
+    _communicators.install()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    _communicators.attach(0, dist.FileStore(f"{folder}/store", world_size), rank, 30.0)
+
+
+def train_on_seam(arguments: str) -> tuple[str, list[str]]:
+    """Train to the end; answers state hash and emitted losses."""
+    loop, emitted = make_loop(arguments)
+    while not loop.done:
+        loop.train_step()
+        _communicators.finish_iteration()
+    loop.synchronize_parameters()
+    return loop.state_hash(), [facts["loss"] for kind, facts in emitted if kind == "step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SEAM_LAYOUTS)
+def test_two_runs_are_bit_identical(name: str, text: str) -> None:
+    arguments = f"{MODEL} {text} {SEAM_LAYOUTS[name]}"
+    one, other = (run_ranks(4, train_on_seam, arguments, connect=connect) for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.slow
+def test_the_seam_changes_no_bit(text: str) -> None:
+    ranks, flags = LAYOUTS["bf16"]
+    arguments = f"{MODEL} {text} {flags}"
+    stock = run_ranks(ranks, train, arguments)[0]
+    seam = run_ranks(ranks, train_on_seam, arguments, connect=connect)
+    assert [answer[0] for answer in seam] == stock["hashes"]
+
+
+@pytest.mark.slow
+def test_overlap_changes_no_bit_of_the_virtual_pipeline(text: str) -> None:
+    arguments = f"{MODEL} {text} {VIRTUAL}"
+    plain = run_ranks(4, train_on_seam, arguments, connect=connect)
+    overlapped = run_ranks(4, train_on_seam, f"{arguments} {OVERLAP}", connect=connect)
+    assert plain == overlapped

@@ -1,0 +1,434 @@
+"""Real vault processes on loopback, driven like an agent drives them, and members in the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+    extras_part,
+)
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.client import RestoredParts, VaultClient
+from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.wire import auth
+
+T = TypeVar("T")
+DEADLINE = 20.0
+RUN_ID = "test-run"
+
+
+def make_layout(
+    role: int,
+    nbytes: int = 64 << 10,
+    slots: int = 2,
+    peers: tuple[int, ...] = (0, 1, 2),
+    replicas: tuple[int, ...] | None = None,
+) -> RoleLayout:
+    """Two shard parts and the extras of every boundary."""
+    own = (role,)
+    return RoleLayout(
+        role=role,
+        parts=(
+            PartInfo("shard", nbytes, replicas or own),
+            PartInfo("tail", 1000, replicas or own),
+            PartInfo("extras@step", 8192, own),
+            PartInfo("extras@evaluation", 8192, own),
+            PartInfo("extras@save", 8192, own),
+        ),
+        peers=peers,
+        slots=slots,
+        layout_hash=f"hash-{nbytes}",
+    )
+
+
+def content(role: int, generation: Generation, name: str, nbytes: int) -> bytes:
+    """The bytes every test writes and expects."""
+    seed = f"{role}/{generation.lineage}/{generation.iteration}/{name}"
+    return random.Random(seed).randbytes(nbytes)
+
+
+def wait_until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T:
+    """Poll for something another process does."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
+        time.sleep(0.005)
+
+
+class Loop:
+    """An asyncio loop in a thread, as the agent has one."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE + 5)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(5)
+        self.loop.close()
+
+
+@dataclass
+class Node:
+    """One node: its sockets, its vault process, its agent's connection."""
+
+    number: int
+    run_dir: Path
+    directory: Path
+    settings: Settings
+    loop: Loop
+    faults: Path | None = None
+    events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.tcp = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port = self.tcp.getsockname()[1]
+        self.unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket_path = str(self.directory / "vault.sock")
+        self.unix.bind(self.socket_path)
+        self.unix.listen(64)
+        self.control: VaultControl | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        self.clients: list[VaultClient] = []
+
+    def start(self) -> None:
+        """Start the vault and connect to it."""
+        environment = {
+            **os.environ,
+            "DEADPOOL_RUN_ID": RUN_ID,
+            "DEADPOOL_SETTINGS": self.settings.to_json(),
+        }
+        if self.faults is not None:
+            environment["DEADPOOL_FAULTS"] = str(self.faults)
+        with open(self.run_dir / f"vault{self.number}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "deadpool_megatron.vault"),
+                    *("--run-dir", str(self.run_dir), "--node", str(self.number)),
+                    *("--segment-dir", str(self.directory)),
+                    *("--unix-fd", str(self.unix.fileno()), "--tcp-fd", str(self.tcp.fileno())),
+                ],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                pass_fds=(self.unix.fileno(), self.tcp.fileno()),
+                process_group=0,
+            )
+        self.control = self.loop(
+            VaultControl.connect(self.socket_path, self.events.append, DEADLINE)
+        )
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, as a real failure; the sockets stay with the agent."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    def die(self) -> None:
+        """The whole node is gone: vault, agent with its sockets, members."""
+        self.kill()
+        self.tcp.close()
+        self.unix.close()
+        for client in self.clients:
+            client.close()
+        shutil.rmtree(self.directory)
+
+    def order(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.loop(coroutine)
+
+    def adopt(self, record: EpochRecord) -> None:
+        assert self.control is not None
+        self.order(self.control.adopt(record, DEADLINE))
+
+    def close_epoch(self, epoch: int) -> None:
+        assert self.control is not None
+        self.order(self.control.close_epoch(epoch, DEADLINE))
+
+    def inventory(self) -> Inventory:
+        assert self.control is not None
+        return self.order(self.control.inventory(DEADLINE))
+
+    def status(self) -> dict[str, Any]:
+        assert self.control is not None
+        return self.order(self.control.status(DEADLINE))
+
+    def dump(self, directory: Path, generation: Generation, boundary: str) -> list[str]:
+        assert self.control is not None
+        return self.order(self.control.dump(directory, generation, boundary, DEADLINE))
+
+    def shutdown(self, remove: bool) -> None:
+        assert self.control is not None and self.process is not None
+        self.order(self.control.shutdown(remove, DEADLINE))
+        self.process.wait(10)
+
+    def count(self, text: str) -> int:
+        """Refusals or other counters whose name contains ``text``."""
+        counters = self.status()["counters"]
+        return sum(value for name, value in counters.items() if text in name)
+
+    def seen(self, kind: Kind, **data: object) -> list[Event]:
+        return [
+            event
+            for event in list(self.events)
+            if event.kind is kind and all(event.data.get(k) == v for k, v in data.items())
+        ]
+
+    def log(self) -> str:
+        return (self.run_dir / f"vault{self.number}.log").read_text()
+
+
+class Member:
+    """A member's use of its vault: what the trainer does around one iteration."""
+
+    def __init__(self, node: Node, layout: RoleLayout, incarnation: int = 0, slot: int = 0) -> None:
+        self.layout = layout
+        self.role = layout.role
+        self.seat = Seat(node.number, slot, incarnation)
+        self.client = VaultClient(
+            node.socket_path, node.directory, self.seat, connect_seconds=DEADLINE
+        )
+        node.clients.append(self.client)
+        self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
+        self.waits: list[float] = []
+
+    def write(self, generation: Generation, extras: bool = True) -> None:
+        """Fill a slot with the expected bytes of a generation."""
+        writer = self.client.begin(generation, generation.lineage)
+        names = [*self.layout.shard_parts, *(["extras@step"] if extras else [])]
+        sizes = {}
+        for name in names:
+            target = writer.part(name)
+            sizes[name] = len(target) if not name.startswith("extras") else 777
+            target[: sizes[name]] = content(self.role, generation, name, sizes[name])
+        writer.fill(sizes)
+
+    def append(self, generation: Generation, boundary: str) -> None:
+        name = extras_part(boundary)
+        self.client.append(generation, name, content(self.role, generation, name, 555))
+
+    def wait(
+        self, generation: Generation, boundary: str = "step", seconds: float = DEADLINE
+    ) -> str:
+        """The gate, which must open in ``seconds``."""
+
+        def report(waited: float) -> None:
+            self.waits.append(waited)
+            if waited >= seconds:
+                os.eventfd_write(self.interrupt, 1)
+
+        verdict = self.client.wait_committed(
+            generation,
+            boundary,
+            deadline_seconds=seconds,
+            interrupted=self.interrupt,
+            on_wait=report,
+            report_every_seconds=0.2,
+        )
+        if verdict == "interrupted" and os.eventfd_read(self.interrupt):
+            pass
+        return verdict
+
+    def step(self, generation: Generation) -> None:
+        """One iteration: fill, and wait at the gate of the next."""
+        self.write(generation)
+        assert self.wait(generation) == "committed"
+
+    def restore(self, record: EpochRecord) -> RestoredParts:
+        return self.client.restore(
+            self.layout,
+            record.epoch,
+            record.restore.generation,
+            record.restore.boundary,
+            deadline_seconds=DEADLINE,
+            interrupted=self.interrupt,
+        )
+
+    def check(self, record: EpochRecord, written_as: Generation | None = None) -> None:
+        """Restore and compare every byte."""
+        parts = self.restore(record)
+        generation = written_as or record.restore.generation
+        assert set(parts.names) == {
+            *self.layout.shard_parts,
+            extras_part(record.restore.boundary),
+        }
+        for name in parts.names:
+            view = parts.part(name)
+            assert view.readonly
+            assert bytes(view) == content(self.role, generation, name, len(view)), name
+        parts.close()
+
+
+class Cluster:
+    """Nodes 0..n-1 with one role each on the first ``roles`` of them; the others are spares."""
+
+    def __init__(
+        self,
+        directory: Path,
+        nodes: int,
+        roles: int | None = None,
+        faults: list[dict[str, Any]] | None = None,
+        segment_dir: Callable[[int], Path] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.directory = directory
+        self.loop = Loop()
+        self.roles = nodes if roles is None else roles
+        auth.create_secret(directory)
+        plan = None
+        if faults is not None:
+            plan = directory / "faults.json"
+            plan.write_text(json.dumps(faults))
+        self.shm = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{directory.name}"
+        chosen = Settings(**{"connect_seconds": 10.0, **settings})
+        self.nodes = [
+            Node(
+                number=i,
+                run_dir=directory,
+                directory=segment_dir(i) if segment_dir else self.shm / f"node{i}",
+                settings=chosen,
+                loop=self.loop,
+                faults=plan,
+            )
+            for i in range(nodes)
+        ]
+        (directory / "nodes").mkdir(exist_ok=True)
+
+    def start(self) -> None:
+        for node in self.nodes:
+            node.start()
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            for client in node.clients:
+                client.close()
+            if node.control is not None:
+                with contextlib.suppress(OSError):
+                    self.loop(node.control.close())
+            if node.process is not None and node.process.poll() is None:
+                node.process.kill()
+                node.process.wait(10)
+            node.tcp.close()
+            node.unix.close()
+        self.loop.stop()
+        shutil.rmtree(self.shm, ignore_errors=True)
+        for node in self.nodes:
+            if (self.directory / f"vault{node.number}.log").exists():
+                assert "Traceback" not in node.log()
+
+    def addresses(self, gone: set[int] | None = None) -> dict[int, NodeAddress]:
+        return {
+            node.number: NodeAddress(
+                "127.0.0.1", node.port, f"rack{node.number}", node.number >= self.roles
+            )
+            for node in self.nodes
+            if node.number not in (gone or set())
+        }
+
+    def record(
+        self,
+        epoch: int,
+        restore: Restore | None = None,
+        seats: Mapping[int, Seat] | None = None,
+        gone: set[int] | None = None,
+        fewer: frozenset[int] = frozenset(),
+        replicas: int = 1,
+    ) -> EpochRecord:
+        chosen = seats or {role: Seat(role, 0, 0) for role in range(self.roles)}
+        addresses = self.addresses(gone)
+        used = {seat.node for seat in chosen.values()}
+        return EpochRecord(
+            epoch=epoch,
+            seats=chosen,
+            nodes={
+                n: NodeAddress(a.host, a.vault_port, a.domain, n not in used)
+                for n, a in addresses.items()
+            },
+            restore=restore or Restore("initial", Generation(epoch, 0)),
+            store_host="127.0.0.1",
+            store_port=1,
+            replicas=replicas,
+            fewer_copies=fewer,
+        )
+
+    def open(self, record: EpochRecord) -> None:
+        for node in self.nodes:
+            if node.number in record.nodes:
+                node.adopt(record)
+
+    def close(self, epoch: int, gone: set[int] | None = None) -> dict[int, Inventory]:
+        live = [node for node in self.nodes if node.number not in (gone or set())]
+        for node in live:
+            node.close_epoch(epoch)
+        return {node.number: node.inventory() for node in live}
+
+
+def sources_from(
+    inventories: Mapping[int, Inventory],
+    generation: Generation,
+    layouts: Mapping[int, RoleLayout],
+    boundary: str = "step",
+    first: int | None = None,
+) -> dict[int, dict[str, tuple[Source, ...]]]:
+    """What the planner would list; ``first`` is the node to try first."""
+    found: dict[int, dict[str, tuple[Source, ...]]] = {}
+    for role, layout in layouts.items():
+        for name in (*layout.shard_parts, extras_part(boundary)):
+            holders = [
+                Source(node, role)
+                for node, inventory in inventories.items()
+                for holding in inventory.holdings
+                if (holding.role, holding.generation) == (role, generation)
+                and name in holding.parts
+            ]
+            holders.sort(key=lambda source: (source.node != first, source.node))
+            assert holders, f"nobody holds {name} of role {role} at {generation}"
+            found.setdefault(role, {})[name] = tuple(holders)
+    return found
+
+
+@contextlib.contextmanager
+def cluster(directory: Path, nodes: int, **options: Any) -> Iterator[Cluster]:
+    """A started cluster that leaves nothing behind."""
+    running = Cluster(directory, nodes, **options)
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()

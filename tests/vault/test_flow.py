@@ -1,0 +1,342 @@
+"""The way of a generation through real vault processes: sealed, shipped, committed, restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Generation, Holding, Restore, Seat, Source
+from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
+from tests.vault.harness import Member, cluster, content, make_layout, sources_from
+
+SHARD = {"shard", "tail", "extras@step"}
+
+
+def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
+    """Three nodes, node 1 dies, spare node 2 takes role 1: the whole recovery."""
+    layouts = {role: make_layout(role) for role in range(2)}
+    with cluster(tmp_path, 3, roles=2) as running:
+        running.open(running.record(1))
+        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
+        for member in members:
+            member.client.register(member.layout, 1)
+        for iteration in range(4):
+            for member in members:
+                member.write(Generation(1, iteration))
+            for member in members:
+                assert member.wait(Generation(1, iteration)) == "committed"
+        assert members[0].client.newest_committed == (Generation(1, 3), "step")
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        kept = Generation(1, 3)
+        held = {(h.role, h.generation): h.parts for h in inventories[0].holdings}
+        assert held[0, kept] == SHARD
+        assert held[1, kept] == SHARD
+        restore = Restore(
+            "memory", kept, sources=sources_from(inventories, kept, layouts), boundary="step"
+        )
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(2, restore, seats, gone={1})
+        running.open(record)
+        members[1] = Member(running.nodes[2], layouts[1])
+        members[1].client.register(layouts[1], 2)
+        for member in members:
+            member.check(record)
+        for member in members:
+            assert member.wait(kept) == "committed"
+        for iteration in range(4, 8):
+            for member in members:
+                member.write(Generation(2, iteration))
+            for member in members:
+                assert member.wait(Generation(2, iteration)) == "committed"
+        exposed = running.nodes[2].seen(Kind.EXPOSED) + running.nodes[0].seen(Kind.EXPOSED)
+        assert {event.role for event in exposed} == {0}  # only its copy had died with node 1
+        # The generation fetched for role 1 is superseded and its memory given back.
+        names = set(running.nodes[2].status()["segments"])
+        assert names == {"own-1-2.0.0.seg", "copy-0.seg"}
+        inventories = running.close(2, gone={1})
+        newest = {(h.role, h.generation) for h in inventories[2].holdings}
+        assert (1, Generation(2, 7)) in newest
+        assert (0, Generation(2, 7)) in newest
+        for node in (running.nodes[0], running.nodes[2]):
+            node.shutdown(remove=True)
+            assert not node.directory.exists()
+
+
+def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
+    """Rules 5 and 11: late fills, and a member that lost its seat."""
+    layouts = {role: make_layout(role) for role in range(2)}
+    with cluster(tmp_path, 2) as running:
+        running.open(running.record(1))
+        members = [Member(node, layouts[node.number]) for node in running.nodes]
+        for member in members:
+            member.client.register(member.layout, 1)
+            member.write(Generation(1, 0))
+        for member in members:
+            assert member.wait(Generation(1, 0)) == "committed"
+        late = members[0].client.begin(Generation(1, 1), 1)
+        inventories = running.close(1)
+        assert {h.generation for h in inventories[0].holdings} == {Generation(1, 0)}
+        late.fill({"shard": 100, "tail": 100})
+        with pytest.raises(Frozen):
+            members[0].client.begin(Generation(1, 2), 1)
+        assert running.nodes[0].inventory() == inventories[0]
+        restore = Restore(
+            "memory",
+            Generation(1, 0),
+            sources=sources_from(inventories, Generation(1, 0), layouts),
+        )
+        # The member of role 0 is replaced on its node: incarnation 1.
+        record = running.record(2, restore, {0: Seat(0, 0, 1), 1: Seat(1, 0, 0)})
+        running.open(record)
+        with pytest.raises(Frozen):
+            members[0].client.begin(Generation(2, 1), 2)
+        fresh = Member(running.nodes[0], layouts[0], incarnation=1)
+        fresh.client.register(layouts[0], 2)
+        fresh.check(record)
+        members[1].check(record)
+        # The dead incarnation's segment is a source until it is superseded, then it goes.
+        assert "own-0-0.0.0.seg" in running.nodes[0].status()["segments"]
+        for iteration in (1, 2):
+            fresh.step(Generation(2, iteration))
+            members[1].step(Generation(2, iteration))
+        assert set(running.nodes[0].status()["segments"]) == {"own-0-0.0.1.seg", "copy-1.seg"}
+        with pytest.raises(VaultError, match="epoch 1 is over"):
+            running.nodes[0].adopt(running.record(1))
+
+
+def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
+    """Alone, a role waits and reports; a record that releases it opens the gate."""
+    layout = make_layout(0)
+    with cluster(tmp_path, 1) as running:
+        running.open(running.record(1))
+        member = Member(running.nodes[0], layout)
+        member.client.register(layout, 1)
+        member.write(Generation(1, 0))
+        assert member.wait(Generation(1, 0), seconds=0.5) == "interrupted"
+        assert len(member.waits) >= 2
+        inventories = running.close(1)
+        restore = Restore(
+            "memory",
+            Generation(1, 0),
+            sources=sources_from(inventories, Generation(1, 0), {0: layout}),
+        )
+        record = running.record(2, restore, fewer=frozenset({0}))
+        running.open(record)
+        member.check(record)
+        assert member.wait(Generation(1, 0)) == "released"
+        member.write(Generation(2, 1))
+        assert member.wait(Generation(2, 1)) == "released"
+        # Rule 3 in the member: without its gate no slot may be overwritten.
+        member.client.begin(Generation(2, 2), 2).fill({"shard": 1, "tail": 1, "extras@step": 1})
+        member.wait(Generation(2, 2))
+        with pytest.raises(VaultError, match="was not computed in epoch"):
+            member.client.begin(Generation(1, 3), 2)
+
+
+def test_a_member_that_left_out_the_gate_is_stopped(tmp_path: Path) -> None:
+    layout = make_layout(0)
+    with cluster(tmp_path, 1) as running:
+        running.open(running.record(1))
+        member = Member(running.nodes[0], layout)
+        member.client.register(layout, 1)
+        member.write(Generation(1, 0))
+        member.write(Generation(1, 1))
+        with pytest.raises(VaultError, match="no slot of role 0 may be overwritten"):
+            member.write(Generation(1, 2))
+
+
+def test_appended_extras_commit_and_restore_by_boundary(tmp_path: Path) -> None:
+    """Extras of an evaluation; the resume point decides whether they survive."""
+    layouts = {role: make_layout(role) for role in range(2)}
+    with cluster(tmp_path, 3, roles=2) as running:
+        running.open(running.record(1))
+        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
+        kept = Generation(1, 0)
+        for member in members:
+            member.client.register(member.layout, 1)
+            member.write(kept)
+            member.append(kept, "evaluation")
+        for member in members:
+            assert member.wait(kept, "evaluation") == "committed"
+            with pytest.raises(VaultError, match="already"):
+                member.append(kept, "evaluation")
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        found = sources_from(inventories, kept, layouts, "evaluation")
+        restore = Restore("memory", kept, "evaluation", sources=found)
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(2, restore, seats, gone={1})
+        running.open(record)
+        members[1] = Member(running.nodes[2], layouts[1])
+        members[1].client.register(layouts[1], 2)
+        for member in members:
+            member.check(record)
+            assert member.wait(kept, "evaluation") == "committed"
+        # Now captured in epoch 2, by the survivor in its own slot, by the spare in the fetched one.
+        for member in members:
+            member.append(kept, "save")
+        for member in members:
+            assert member.wait(kept, "save") == "committed"
+        # A record of the open epoch changes nothing, twice is once.
+        running.open(record)
+        inventories = running.close(2, gone={1})
+        for inventory in inventories.values():
+            for holding in inventory.holdings:
+                assert "extras@save" in holding.parts
+        found = sources_from(inventories, kept, layouts, "evaluation")
+        restore = Restore("memory", kept, "evaluation", sources=found)
+        record = running.record(3, restore, seats, gone={1})
+        running.open(record)
+        for member in members:
+            member.check(record)
+        inventories = running.close(3, gone={1})
+        for inventory in inventories.values():
+            for holding in inventory.holdings:
+                assert "extras@save" not in holding.parts
+                assert "extras@evaluation" in holding.parts
+
+
+def test_covered_parts_stay_at_home_and_come_from_a_peer(tmp_path: Path) -> None:
+    """Without a distributed optimizer a data-parallel peer holds the same bytes: nothing shipped,
+    and a lost role gets them under the peer's number."""
+    size = 1 << 20
+    layouts = {r: make_layout(r, size, replicas=(0, 1)) for r in range(2)}
+    with cluster(tmp_path, 3, roles=2) as running:
+        running.open(running.record(1))
+        members = [Member(running.nodes[r], layouts[r]) for r in range(2)]
+        kept = Generation(1, 0)
+        for member in members:
+            member.client.register(member.layout, 1)
+            writer = member.client.begin(kept, 1)
+            for name, count in (("shard", size), ("tail", 1000)):
+                writer.part(name)[:] = content(0, kept, name, count)  # identical on both
+            writer.part("extras@step")[:777] = content(member.role, kept, "extras@step", 777)
+            writer.fill({"shard": size, "tail": 1000, "extras@step": 777})
+        for member in members:
+            assert member.wait(kept) == "committed"
+        assert running.nodes[0].count("bytes shipped") == 777
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        found = sources_from(inventories, kept, {0: layouts[0]})
+        found[1] = {
+            "shard": (Source(0, 0),),
+            "tail": (Source(0, 0),),
+            "extras@step": (Source(0, 1),),
+        }
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(2, Restore("memory", kept, sources=found), seats, gone={1})
+        running.open(record)
+        fresh = Member(running.nodes[2], layouts[1])
+        fresh.client.register(layouts[1], 2)
+        parts = fresh.restore(record)
+        assert bytes(parts.part("shard")) == content(0, kept, "shard", size)
+        assert bytes(parts.part("extras@step")) == content(1, kept, "extras@step", 777)
+        parts.close()
+        assert fresh.wait(kept) == "committed"
+
+
+def test_two_members_of_a_node_and_three_slots(tmp_path: Path) -> None:
+    """Four roles on two nodes, max_lag 1: generations may trail, each is committed in the end."""
+    layouts = {r: make_layout(r, slots=3, peers=(0, 1, 2, 3)) for r in range(4)}
+    seats = {r: Seat(r // 2, r % 2, 0) for r in range(4)}
+    with cluster(tmp_path, 2, max_lag=1) as running:
+        running.open(running.record(1, seats=seats))
+        members = [
+            Member(running.nodes[seats[r].node], layouts[r], slot=seats[r].slot) for r in range(4)
+        ]
+        for member in members:
+            member.client.register(member.layout, 1)
+        for iteration in range(6):
+            for member in members:
+                if iteration >= 2:
+                    assert member.wait(Generation(1, iteration - 2)) == "committed"
+                member.write(Generation(1, iteration))
+        for member in members:
+            assert member.wait(Generation(1, 5)) == "committed"
+        inventories = running.close(1)
+        for inventory in inventories.values():
+            newest = {h.role for h in inventory.holdings if h.generation == Generation(1, 5)}
+            assert newest == {0, 1, 2, 3}  # both nodes hold everything
+
+
+def test_dump_and_restore_in_another_run(tmp_path: Path) -> None:
+    layouts = {role: make_layout(role) for role in range(2)}
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    dump = tmp_path / "dump"
+    kept = Generation(1, 5)
+    with cluster(first, 2) as running:
+        running.open(running.record(1))
+        members = [Member(node, layouts[node.number]) for node in running.nodes]
+        for member in members:
+            member.client.register(member.layout, 1)
+            member.write(Generation(1, 4))
+        for member in members:
+            assert member.wait(Generation(1, 4)) == "committed"
+            member.write(kept)
+        for member in members:
+            assert member.wait(kept) == "committed"
+        running.nodes[1].die()
+        running.close(1, gone={1})
+        written = running.nodes[0].dump(dump, kept, "step")
+        assert sorted(written) == [str(dump / f"dump-{role}-0.seg") for role in range(2)]
+        assert sorted(path.name for path in dump.iterdir()) == ["dump-0-0.seg", "dump-1-0.seg"]
+    restore = Restore("dump", Generation(1, 5), path=str(dump))
+    with cluster(second, 2) as running:
+        record = running.record(1, restore)
+        running.open(record)
+        members = [Member(node, layouts[node.number]) for node in running.nodes]
+        for member in members:
+            member.client.register(member.layout, 1)
+            member.check(record, written_as=kept)
+        for member in members:
+            assert member.wait(kept) == "committed"
+            member.write(Generation(1, 6))
+        for member in members:
+            assert member.wait(Generation(1, 6)) == "committed"
+        inventories = running.close(1)
+        assert Holding(1, kept, frozenset(SHARD)) in inventories[0].holdings
+
+
+def test_a_damaged_dump_is_refused(tmp_path: Path) -> None:
+    layout = make_layout(0)
+    dump = tmp_path / "dump"
+    kept = Generation(1, 0)
+    with cluster(tmp_path, 1) as running:
+        running.open(running.record(1, fewer=frozenset({0})))
+        member = Member(running.nodes[0], layout)
+        member.client.register(layout, 1)
+        member.write(kept)
+        assert member.wait(kept) == "released"
+        running.close(1)
+        (path,) = running.nodes[0].dump(dump, kept, "step")
+        stored = bytearray(Path(path).read_bytes())
+        place = stored.index(content(0, kept, "shard", 64))
+        stored[place] ^= 1
+        Path(path).write_bytes(stored)
+        restore = Restore("dump", Generation(2, 0), path=str(dump))
+        record = running.record(2, restore, fewer=frozenset({0}))
+        running.open(record)
+        with pytest.raises(RestoreUnavailable) as caught:
+            member.restore(record)
+        assert caught.value.part == "shard"
+        assert caught.value.tried == ((0, 0, "checksum does not match"),)
+
+
+def test_ends_without_an_agent_and_leaves_its_slots(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1, restore_seconds=0.5) as running:
+        node = running.nodes[0]
+        running.open(running.record(1, fewer=frozenset({0})))
+        member = Member(node, make_layout(0))
+        member.client.register(member.layout, 1)
+        member.write(Generation(1, 0))
+        assert member.wait(Generation(1, 0)) == "released"
+        assert node.control is not None
+        assert node.process is not None
+        node.loop(node.control.close())
+        assert node.process.wait(10) == 0
+        assert (node.directory / "own-0-0.0.0.seg").exists()
