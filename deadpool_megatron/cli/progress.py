@@ -166,6 +166,8 @@ class Progress:
                 self._line(event, f"{event.kind}: {data.get('path')}")
             case Kind.STALE_DIVERGENCE:
                 self._line(event, "A REPLAYED ITERATION GAVE OTHER NUMBERS", "bold red")
+            case Kind.LOG if data.get("level") == "info":
+                pass  # for the report of the run, not for who watches it
             case Kind.LOG | Kind.DRAIN:
                 self._line(event, str(data.get("text", f"{event.kind} of node {event.node}")))
             case Kind.RUN_ENDED:

@@ -5,8 +5,7 @@ fixed: first the vault stops sealing, then the members are interrupted, then eve
 left the epoch or is killed, and only then the inventory is taken and sent.
 
 Losing the coordinator changes nothing for training; the agent reconnects. Only a node that has been
-cut off for ``spare_timeout_seconds`` ends its members, to hold nothing that was given away long
-since.
+cut off for :func:`fence_seconds` ends its members, to hold nothing that was given away long since.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.layout.records import EpochRecord, Seat
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
@@ -75,6 +75,8 @@ class Agent:
         self._settings = options.info.settings
         self._segments = options.run.segments(options.info.run_id, options.node)
         self._record: EpochRecord | None = None
+        # What members are told; a node that joined late is in no record yet.
+        self._shown: EpochRecord | None = None
         self._closed = 0
         self._inventory: dict[str, Any] | None = None
         self._boot = ""
@@ -123,9 +125,7 @@ class Agent:
             self._vault.start()
             self._write_listing()
             # Shielded: the last reports are acknowledged while everything else winds down.
-            self._serving = asyncio.create_task(
-                self._link.run(self._settings.spare_timeout_seconds)
-            )
+            self._serving = asyncio.create_task(self._link.run(fence_seconds(self._settings)))
             await first_of(
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
@@ -260,10 +260,15 @@ class Agent:
         if record.epoch <= max(self._closed, known):
             return
         if self._node not in record.nodes:
-            self._fence(f"epoch {record.epoch} goes on without this node")
+            if self._record is not None:
+                self._fence(f"epoch {record.epoch} goes on without this node")
+                return
+            # Joined after this decision: a spare of the next one, whose members build meanwhile.
+            self._shown = record
+            self._members.send_all({"t": "record", "record": record.to_dict()})
             return
         failpoints.hit("agent.record", epoch=record.epoch)
-        self._record = record
+        self._record = self._shown = record
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
@@ -286,8 +291,8 @@ class Agent:
         """Pass a member's message on, with its seat."""
         kind = message.get("t")
         if kind == "hello":
-            if self._record is not None and self._record.epoch > self._closed:
-                member.send({"t": "record", "record": self._record.to_dict()})
+            if self._shown is not None and self._shown.epoch > self._closed:
+                member.send({"t": "record", "record": self._shown.to_dict()})
             self._members.prepare(member.slot)
         elif kind == "drained":
             self._drained.set()
@@ -295,6 +300,15 @@ class Agent:
             self._link.send({"t": "event", "event": {"node": self._node, **message["event"]}})
             return
         self._report(member, message)
+
+    def member_frozen(self, member: Member, silent_seconds: float) -> None:
+        """Report it before it is killed, with the time since its last sign of life."""
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
+        self._link.send({"t": "member-suspected", **seat, **how})
+
+    def _name(self, member: Member) -> str:
+        return f"member {self._node}.{member.slot}.{member.incarnation}"
 
     def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
         """Report a reaped member, unless the run is over and it just left."""
@@ -393,6 +407,13 @@ class Agent:
         if remove:
             remove_segments(self._segments)
         self._options.run.node(self._node).unlink(missing_ok=True)
+
+
+def fence_seconds(settings: Settings) -> float:
+    """How long a node goes on without a coordinator. What a cut-off node computes can neither be
+    committed nor reported, so this only bounds for how long it keeps its processes and memory.
+    """
+    return max(settings.spare_timeout_seconds, 3 * settings.connect_seconds)
 
 
 def run_agent(options: AgentOptions) -> int:

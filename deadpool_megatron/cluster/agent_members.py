@@ -104,8 +104,13 @@ class MemberReports(Protocol):
     def member_said(self, member: Member, message: dict[str, Any]) -> None:
         """A message other than a beat."""
 
+    def member_frozen(self, member: Member, silent_seconds: float) -> None:
+        """It shows no sign of life and is killed next."""
+
     def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
-        """The process is reaped; all its messages were delivered before."""
+        """The process is reaped; all its messages were delivered before. ``cause``: why it was
+        killed, or the last line it wrote before it failed.
+        """
 
 
 class Member:
@@ -156,7 +161,8 @@ class Member:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
-        if self._freeze.is_frozen(now):
+        if not self._kill_cause and self._freeze.is_frozen(now):
+            self._reports.member_frozen(self, self._freeze.silent_seconds(now))
             self.kill("frozen")
 
     def forgive(self, seconds: float) -> None:
@@ -180,11 +186,8 @@ class Member:
     def _ended(self, ending: Ending) -> None:
         self._pipe.read_rest()
         self._pipe.close()
-        self._reports.member_ended(self, ending, self._kill_cause or self._describe(ending))
-
-    def _describe(self, ending: Ending) -> str:
         line = last_line(self.log) if ending.exit_code else ""
-        return f"{ending}: {line}" if line else str(ending)
+        self._reports.member_ended(self, ending, self._kill_cause or line)
 
 
 class Members:

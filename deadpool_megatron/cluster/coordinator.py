@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,11 @@ class Coordinator:
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         self._store = StoreKeeper(
-            self._options.host, self._run.log("store"), self._store_ready, self._store_lost
+            self._options.host,
+            self._run.log("store"),
+            self._store_ready,
+            self._store_lost,
+            self._spawn,
         )
         server = await asyncio.start_server(self._peers.serve, sock=self._options.listener)
         port = self._options.listener.getsockname()[1]
@@ -142,6 +146,8 @@ class Coordinator:
         finally:
             ticking.cancel()
             over.cancel()
+            for task in self._tasks:
+                task.cancel()
             self._store.close()
             server.close()
             self._log.close()
@@ -412,13 +418,15 @@ class Coordinator:
         self._user_stop("the launcher is gone")
 
     def _store_ready(self, port: int) -> None:
+        data = {"level": "info", "text": f"store process serves on port {port}"}
+        self._emit(Event(Kind.LOG, self._epoch, data=data))
         self.feed(inputs.StoreReady(self._options.host, port))
 
     def _store_lost(self, ending: Ending) -> None:
         data = {"level": "warning", "text": f"store process {ending}; starting another"}
         self._emit(Event(Kind.LOG, self._epoch, data=data))
 
-    def _spawn(self, coroutine: Any) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._finished)

@@ -95,6 +95,10 @@ class FreezeDetector:
         """The watching process itself did not run for so long: nobody else is to blame."""
         self._alive_at += seconds
 
+    def silent_seconds(self, now: float) -> float:
+        """Time since the last sign of life."""
+        return now - self._alive_at
+
     def is_frozen(self, now: float) -> bool:
         """Cheap while beats arrive: looks at the process only after two missed beats' time."""
         if now - self._alive_at < self._freeze_seconds / 3:

@@ -141,9 +141,10 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
             running = event.members[slot]
             turn.member((node, slot), MemberStatus.RUNNING, incarnation=running)
         else:
-            # After a restart of the coordinator the first incarnation has been there already.
-            again = state.record is not None and node in state.record.nodes
-            to_start[slot] = seats.get((node, slot), 0) + 1 if again else 0
+            # What an earlier coordinator started has been there already.
+            was_there = state.record is not None and node in state.record.nodes
+            known = seats.get((node, slot), 0) if was_there else -1
+            to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
     if to_start:
         machine_moves.start_members(turn, node, to_start)
     if state.phase is Phase.WAITING_SPARE:

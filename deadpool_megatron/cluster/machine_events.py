@@ -24,13 +24,18 @@ class Tick:
 
 @dataclass(frozen=True)
 class NodeJoined:
-    """An agent connected. ``members``: slot -> incarnation of what it runs already (rarely any)."""
+    """An agent connected, for the first time or because the coordinator is a new one.
+
+    ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
+    one that was ever started there.
+    """
 
     node: int
     host: str
     vault_port: int
     domain: str
     members: Mapping[int, int] = field(default_factory=dict)
+    incarnations: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

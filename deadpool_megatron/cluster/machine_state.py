@@ -309,7 +309,7 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
 def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
     """The question what the next epoch is restored from."""
     state, start = turn.state, turn.config.start
-    fresh = start.kind == "initial" and not state.ever_ran
+    fresh = start.kind == "initial" and not state.ever_ran and not state.newest
     return RestoreQuery(
         epoch=state.epoch + 1,
         world_size=turn.config.world_size,

@@ -6,8 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from deadpool_megatron.cluster.liveness import ChildWatch, Ending
 
@@ -18,7 +19,10 @@ _PAUSE_SECONDS = 0.5
 
 
 class StoreKeeper:
-    """Keeps one store process alive; ``on_ready(port)`` is called for each one that serves."""
+    """Keeps one store process alive; ``on_ready(port)`` is called for each one that serves.
+
+    ``spawn`` runs a task whose failure is the coordinator's.
+    """
 
     def __init__(
         self,
@@ -26,22 +30,21 @@ class StoreKeeper:
         log: Path,
         on_ready: Callable[[int], None],
         on_end: Callable[[Ending], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         self._host = host
         self._log = log
         self._on_ready = on_ready
         self._on_end = on_end
+        self._spawn = spawn
         self._epochs = 0
         self._current: ChildWatch | None = None
         self._pipes: dict[int, int] = {}
         self._closing = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Start a store process in the background; the old one serves until the new one is up."""
-        task = asyncio.get_running_loop().create_task(self._start())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._spawn(self._start())
 
     def count_epoch(self) -> None:
         """An epoch was opened in the current store."""
@@ -53,8 +56,6 @@ class StoreKeeper:
     def close(self) -> None:
         """End the store process."""
         self._closing = True
-        for task in self._tasks:
-            task.cancel()
         if self._current is not None:
             self._current.kill()
         for handle in self._pipes.values():

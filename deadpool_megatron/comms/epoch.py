@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
+from . import asleep
 from .errors import CommunicatorFault, EpochClosed
 from .inner import Fabric, InnerGroup
 from .waiters import WaiterPool
@@ -16,11 +17,23 @@ from .waiters import WaiterPool
 FaultCallback = Callable[[str, str, str], None]
 
 
+@dataclass(frozen=True)
+class Stuck:
+    """An unfinished operation: its inner group, and the thread that was left waiting for it.
+
+    ``receives``: what it writes comes straight from a connection.
+    """
+
+    group: object
+    waiter: int | None
+    receives: bool = False
+
+
 class Pending(Protocol):
     """An operation that was started and not seen to end."""
 
-    def may_write(self) -> bool:
-        """Whether it can still write into its outputs, its fabric being quiescent."""
+    def unfinished_in(self) -> Stuck | None:
+        """Where it can still write into its outputs; None: it is finished, or only reads."""
 
     def finish(self) -> None:
         """Wait for it, abandonably."""
@@ -29,9 +42,12 @@ class Pending(Protocol):
 class Waiting(Protocol):
     """What a thread waits in."""
 
-    description: str
-    operation: str
-    sequence: int
+    @property
+    def description(self) -> str: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
 
 
 @dataclass
@@ -178,11 +194,22 @@ class Epoch:
             self.in_flight.pop(serial, None)
 
     def may_write(self) -> bool:
-        """After close: whether any operation can still write into memory of the caller."""
+        """After close: whether any operation can still write into memory of the caller.
+
+        Without connections an operation that is alone in its group (so it has been started) and
+        whose threads sleep is one that gloo forgot to wake when its connection went: it can only
+        end with the expiry of its timeout, as an error, and writes nothing any more.
+        """
+        works = {id(work): work for work in (*self.in_flight.values(), *self.abandoned)}
+        stuck = [place for work in works.values() if (place := work.unfinished_in())]
+        if not stuck:
+            return False  # finished operations have no buffers left to receive into
         if not all(fabric.quiescent() for fabric in list(self.fabrics)):
             return True
-        pending = [*self.in_flight.values(), *self.abandoned]
-        return any(work.may_write() for work in pending)
+        stuck = [place for place in stuck if not place.receives]
+        alone = len({id(place.group) for place in stuck}) == len(stuck)
+        waiters = {place.waiter for place in stuck if place.waiter is not None}
+        return bool(stuck) and not (alone and asleep.stays_asleep(waiters))
 
     def take_leftovers(self) -> Leftovers:
         """Hand over everything that holds sockets, threads or memory."""

@@ -26,16 +26,16 @@ from . import poison, uneven
 from .epoch import Activity, Epoch
 from .errors import EpochClosed
 from .inner import Fabric, GroupSpec, InnerGroup
-from .operations import COMMUNICATION, POINT_TO_POINT, RECEIVES, SENDS, is_asynchronous
+from .operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
 from .waiters import Left
 from .works import HostWork, communication_failed
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
-#: these write nothing into memory of the caller once no connection is left
-_QUIET_ONCE_CUT = SENDS | RECEIVES
 
+#: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores
+_THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
 
@@ -52,7 +52,7 @@ class GlooFabric(Fabric):
     def create(self, spec: GroupSpec, store: Store) -> GlooGroup:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._device]
-        options._threads = 1
+        options._threads = _THREADS_PER_GROUP
         options._timeout = timedelta(seconds=self._epoch.limits.operation_timeout_seconds)
         options.global_ranks_in_group = list(spec.ranks)
         options.group_name = spec.name
@@ -85,10 +85,9 @@ class GlooGroup(InnerGroup):
     """One gloo communicator."""
 
     def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
-        self.spec = spec
-        self._epoch = epoch
-        self._description = spec.description
-        self._size = spec.size
+        self.epoch = epoch
+        self.description = spec.description
+        self.size = spec.size
         self._plain = plain
         self._backend = backend
         self._starts: dict[str, Callable[..., Any]] = {
@@ -102,11 +101,11 @@ class GlooGroup(InnerGroup):
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch.closed:
             raise EpochClosed(epoch.number, operation)
         if failpoints.ACTIVE:
-            failpoints.hit("comm", op=operation, group=self._description, size=self._size)
+            failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
         try:
             inner = self._starts[operation](*args, **kwargs)
@@ -115,7 +114,7 @@ class GlooGroup(InnerGroup):
                 raise
             problem = str(error)
         if problem is not None:
-            epoch.fault(self._description, operation, problem)
+            epoch.fault(self.description, operation, problem)
         if operation in POINT_TO_POINT:
             self._messages += 1
             sequence, tracked = self._messages, True
@@ -124,15 +123,13 @@ class GlooGroup(InnerGroup):
             sequence, tracked = self._collectives, is_asynchronous(args, kwargs)
         return HostWork(
             inner,
-            epoch,
-            self._description,
-            self._size,
+            self,
             operation,
             sequence,
             args,
             operation in _HANDED and not isinstance(inner, uneven.SeveralWorks),
             tracked,
-            operation not in _QUIET_ONCE_CUT and not isinstance(inner, uneven.SeveralWorks),
+            operation not in SENDS and not isinstance(inner, uneven.SeveralWorks),
             inner.copy_results if isinstance(inner, uneven.SeveralWorks) else None,
         )
 
@@ -140,15 +137,15 @@ class GlooGroup(InnerGroup):
         return self._backend
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        self._epoch.check(method)
+        self.epoch.check(method)
         return getattr(self._plain, method)(*args, **kwargs)
 
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
         """The plain call blocks in C++ and gives no Work, so another thread makes it."""
-        epoch = self._epoch
+        epoch = self.epoch
         epoch.check("monitored_barrier")
         plain = self._plain
-        epoch.waits[get_ident()] = Activity(self._description, "monitored_barrier")
+        epoch.waits[get_ident()] = Activity(self.description, "monitored_barrier")
         try:
             epoch.pool.call(lambda: plain.monitored_barrier(timeout, wait_all_ranks), epoch)
         except Left:

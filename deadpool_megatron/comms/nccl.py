@@ -124,8 +124,9 @@ class NcclGroup(InnerGroup):
     coalesces = True
 
     def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
-        self.spec = spec
-        self._epoch = epoch
+        self.epoch = epoch
+        self.description = spec.description
+        self.size = spec.size
         self._plain = plain
         self._backend = backend
         self._collectives = 0
@@ -134,13 +135,11 @@ class NcclGroup(InnerGroup):
     def forward(
         self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> dist.Work | None:
-        epoch = self._epoch
+        epoch = self.epoch
         if epoch.closed:
             raise EpochClosed(epoch.number, operation)
         if failpoints.ACTIVE:
-            failpoints.hit(
-                "comm", op=operation, group=self.spec.description, size=len(self.spec.ranks)
-            )
+            failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
         try:
             inner = getattr(self._plain, operation)(*args, **kwargs)
@@ -149,7 +148,7 @@ class NcclGroup(InnerGroup):
                 raise
             problem = str(error)
         if problem is not None:
-            epoch.fault(self.spec.description, operation, problem)
+            epoch.fault(self.description, operation, problem)
         if operation in POINT_TO_POINT:
             self._messages += 1
             sequence = self._messages
@@ -161,20 +160,13 @@ class NcclGroup(InnerGroup):
     def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
         if inner is None:  # inside a coalescing block
             return None
-        return StreamWork(
-            inner,
-            self._epoch,
-            self.spec.description,
-            self.spec.size,
-            operation,
-            sequence,
-        )
+        return StreamWork(inner, self, operation, sequence)
 
     def backend(self) -> Any:
         return self._backend
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        epoch = self._epoch
+        epoch = self.epoch
         epoch.check(method)
         answer = getattr(self._plain, method)(*args, **kwargs)
         if method == "_end_coalescing":

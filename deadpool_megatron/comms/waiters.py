@@ -32,7 +32,7 @@ class Left(Exception):
 class Waiter:
     """One thread that makes blocking calls for others, one at a time."""
 
-    __slots__ = ("error", "finished", "inbox", "left", "wake")
+    __slots__ = ("error", "finished", "inbox", "left", "native_id", "wake")
 
     def __init__(self) -> None:
         self.inbox: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
@@ -43,7 +43,9 @@ class Waiter:
         self.finished = False
         self.left = False
         self.error: BaseException | None = None
-        threading.Thread(target=self._serve, name="deadpool-waiter", daemon=True).start()
+        thread = threading.Thread(target=self._serve, name="deadpool-waiter", daemon=True)
+        thread.start()
+        self.native_id = thread.native_id or 0
 
     def _serve(self) -> None:
         while True:

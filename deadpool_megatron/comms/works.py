@@ -6,21 +6,29 @@ from collections.abc import Callable
 from datetime import timedelta
 from threading import get_ident
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 
-from .epoch import Epoch
+from .epoch import Epoch, Stuck
 from .errors import CommunicatorFault, EpochClosed
-from .operations import tensors_in
+from .operations import RECEIVES, tensors_in
 from .waiters import Left, Waiter
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
 #: unfinished costs one exception (tens of microseconds)
 SLICE = timedelta(milliseconds=50)
+
+
+class WorkGroup(Protocol):
+    """What a Work knows of its inner group."""
+
+    epoch: Epoch
+    description: str
+    size: int
 
 
 class SeamWork(dist.Work):
@@ -29,21 +37,20 @@ class SeamWork(dist.Work):
     Attributes ``description``, ``operation`` and ``sequence`` say what it is, for diagnosis.
     """
 
-    __slots__ = ("description", "epoch", "inner", "operation", "sequence", "size")
+    __slots__ = ("epoch", "group", "inner", "operation", "sequence")
 
-    inner: Any
-    epoch: Epoch
-
-    def __init__(
-        self, inner: Any, epoch: Epoch, description: str, size: int, operation: str, sequence: int
-    ) -> None:
+    def __init__(self, inner: Any, group: WorkGroup, operation: str, sequence: int) -> None:
         super().__init__()
         self.inner = inner
-        self.epoch = epoch
-        self.description = description
-        self.size = size
+        self.epoch = group.epoch
+        self.group = group
         self.operation = operation
         self.sequence = sequence
+
+    @property
+    def description(self) -> str:
+        """Description of the group."""
+        return self.group.description
 
     def is_completed(self) -> bool:
         """As torch; raises EpochClosed on a closed epoch, since a poll would never end."""
@@ -91,7 +98,9 @@ class SeamWork(dist.Work):
         """Book a finished wait."""
         self.epoch.progress.finished += 1
         if failpoints.ACTIVE:
-            failpoints.hit("comm.done", op=self.operation, group=self.description, size=self.size)
+            failpoints.hit(
+                "comm.done", op=self.operation, group=self.description, size=self.group.size
+            )
 
 
 class HostWork(SeamWork):
@@ -101,17 +110,24 @@ class HostWork(SeamWork):
     receive closes all connections), so another thread makes it; otherwise it is waited for in
     slices. ``operands`` are kept until completion: by value of storage (aliases) if the caller may
     exchange the storage of its tensors meanwhile, as Megatron's deallocate_output_tensor does.
-    ``writes``: whether it can still write into an operand when no connection is left.
+    ``writes``: whether it writes into memory of the caller while it runs.
     """
 
-    __slots__ = ("_after", "_done", "_handed", "_left", "_operands", "_serial", "_writes")
+    __slots__ = (
+        "_after",
+        "_done",
+        "_failed",
+        "_handed",
+        "_left",
+        "_operands",
+        "_serial",
+        "_writes",
+    )
 
     def __init__(
         self,
         inner: Any,
-        epoch: Epoch,
-        description: str,
-        size: int,
+        group: WorkGroup,
         operation: str,
         sequence: int,
         operands: Any,
@@ -120,23 +136,18 @@ class HostWork(SeamWork):
         writes: bool,
         after: Callable[[], None] | None,
     ) -> None:
-        dist.Work.__init__(self)
-        self.inner = inner
-        self.epoch = epoch
-        self.description = description
-        self.size = size
-        self.operation = operation
-        self.sequence = sequence
+        super().__init__(inner, group, operation, sequence)
         self._handed = handed
         self._writes = writes
         self._after = after
         self._done = False
+        self._failed = False
         self._left: Waiter | None = None
         if tracked:
             # detach() makes another TensorImpl on the same storage, which outlives `.data = ...`.
             self._operands: Any = [tensor.detach() for tensor in tensors_in(operands)]
-            self._serial = next(epoch.serials)
-            epoch.in_flight[self._serial] = self
+            self._serial = next(self.epoch.serials)
+            self.epoch.in_flight[self._serial] = self
         else:
             self._operands = operands
             self._serial = -1
@@ -161,6 +172,7 @@ class HostWork(SeamWork):
         finally:
             del waits[ident]
         if problem is not None:
+            self._failed = True
             self._abandon()
             epoch.fault(self.description, self.operation, problem)
         if epoch.closed:
@@ -210,15 +222,19 @@ class HostWork(SeamWork):
         """Wait on behalf of a caller who dropped this Work."""
         self.wait()
 
-    def may_write(self) -> bool:
-        """Whether the operation can still write into its outputs; connections being gone."""
-        if not self._writes:
-            # A send only reads; what a receive writes comes from a connection.
-            return False
+    def unfinished_in(self) -> Stuck | None:
+        """Where the operation may still write into its outputs; after the close of its epoch."""
+        if self._done or not self._writes:
+            return None
+        if self.operation in RECEIVES:
+            ended = self._failed or (self._left is not None and self._left.finished)
+            return None if ended else Stuck(self.group, None, receives=True)
         if self._handed:
             # Such an inner wait copies the result itself; unless it runs, nobody does.
-            return self._left is not None and not self._left.finished
-        return not self.inner.is_completed()
+            if self._left is None or self._left.finished:
+                return None
+            return Stuck(self.group, self._left.native_id)
+        return None if self.inner.is_completed() else Stuck(self.group, None)
 
     def _abandon(self) -> None:
         """Keep operands alive until the reaper is done with the inner group."""

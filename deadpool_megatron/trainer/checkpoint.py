@@ -55,6 +55,7 @@ def read(loop: TrainingLoop, directory: Path) -> None:
         loaded = dist_checkpointing.load(_sharded_state(loop, is_loading=True), str(directory))
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
+        _supply_zero_steps(loop, loaded["optimizer"])
         loop.optimizer.load_state_dict(loaded["optimizer"])
         for inner, tensors in zip(inner_optimizers(loop.optimizer), kept, strict=True):
             _restore_identity(inner, tensors)
@@ -172,6 +173,15 @@ def _set_generators(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
+def _supply_zero_steps(loop: TrainingLoop, loaded: Any) -> None:
+    """Put back Adam's step where it is zero: Megatron does not write it for whole optimizers."""
+    several = len(loop.optimizer.chained_optimizers) > 1
+    for part in loaded.values() if several else [loaded]:
+        state = part.get("optimizer", part).get("state")
+        if state is not None:
+            state.setdefault("common_step", torch.tensor(0.0))
+
+
 _States = dict[torch.Tensor, dict[str, Any]]
 
 
@@ -182,15 +192,14 @@ def _state_tensors(inner: torch.optim.Optimizer) -> _States:
 def _restore_identity(inner: torch.optim.Optimizer, kept: _States) -> None:
     """Move loaded values into the tensors that were there before the load.
 
-    Adam's steps need more than that. A distributed optimizer gets the loaded number in its groups
-    only: Megatron makes one tensor of it that all parameters share, so that PyTorch would advance
-    it once per parameter, and then overwrites it with the number from before the load. Other
-    optimizers get the right steps, but a step of zero is not written at all.
+    The steps of a distributed optimizer need more than that. Only its groups get the loaded number:
+    Megatron makes one tensor of it that all parameters share, so that PyTorch's Adam would advance
+    it once per parameter, and then overwrites it with the number from before the load.
     """
     for group in inner.param_groups:
         step = group.pop("step", None)
         for parameter in group["params"]:
-            loaded = {"step": 0.0, **inner.state[parameter]}
+            loaded = dict(inner.state[parameter])
             if step is not None:
                 loaded["step"] = step
             for name, tensor in kept[parameter].items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import os
 import shutil
 import socket
@@ -25,6 +24,7 @@ PADDING = 257
 # and split into training and validation as well as many short ones.
 _DOCUMENT_BYTES = 16 << 10
 _DEFAULT_CORPUS_BYTES = 8 << 20
+_NOT_THE_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 _FORMAT = "1"
 _LOCK_SECONDS = 120.0
 
@@ -61,16 +61,18 @@ def _expand(paths: Sequence[Path]) -> list[Path]:
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(
-        path.relative_to(root)
-        for path in root.rglob("*.py")
-        if "site-packages" not in path.parts and "dist-packages" not in path.parts
-    )
-    files = [root / name for name in names]
-    totals = itertools.accumulate(file.stat().st_size for file in files)
-    fitting = itertools.takewhile(lambda total: total < _DEFAULT_CORPUS_BYTES, totals)
-    return files[: len(list(fitting))]
+    """Python's own source, in a fixed order, as far as it fits into _DEFAULT_CORPUS_BYTES."""
+    files: list[Path] = []
+    total = 0
+    for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
+        inner[:] = sorted(name for name in inner if name not in _NOT_THE_LIBRARY)
+        for name in sorted(name for name in names if name.endswith(".py")):
+            file = Path(folder, name)
+            total += file.stat().st_size
+            if total > _DEFAULT_CORPUS_BYTES:
+                return files
+            files.append(file)
+    return files
 
 
 def _is_text(path: Path) -> bool:
@@ -84,7 +86,7 @@ def _key(files: Sequence[Path]) -> str:
     digest = hashlib.sha256(_FORMAT.encode())
     for file in files:
         facts = file.stat()
-        digest.update(f"{file.resolve()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
+        digest.update(f"{file.absolute()}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
     return digest.hexdigest()[:24]
 
 

@@ -116,6 +116,7 @@ class TrainingLoop:
         failpoints.set_context(iteration=self.counters["iteration"] + 1, section="forward-backward")
         failpoints.hit("step.begin")
         self._microbatch = 0
+        self._clear_loss_tracker()
         for chunk in self.model_chunks:
             cast(Any, chunk).zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -176,8 +177,7 @@ class TrainingLoop:
         self._valid_iterators = [valid.iterator_at(consumed) for _ in range(chunks)]
         for chunk in self.model_chunks:
             chunk.train()
-        if self.config.num_experts is not None:
-            clear_aux_losses_tracker()
+        self._clear_loss_tracker()
         self._configure_schedule()
         failpoints.set_context(section="between")
 
@@ -212,6 +212,11 @@ class TrainingLoop:
         if self.config.overlap_grad_reduce:
             settings.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
             settings.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in chunks])
+
+    def _clear_loss_tracker(self) -> None:
+        """Forget the balancing losses that Megatron's routers add up for a log we do not write."""
+        if self.config.num_experts is not None:
+            clear_aux_losses_tracker()
 
     def _register_failpoints(self) -> None:
         for number, inner in enumerate(inner_optimizers(self.optimizer)):

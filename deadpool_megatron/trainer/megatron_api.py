@@ -14,6 +14,11 @@ import torch._dynamo  # noqa: F401
 
 from deadpool_megatron.platform import select_platform
 
+# Said once by every rank, and nothing that a user of the trainer could change: names that Megatron
+# calls and PyTorch has renamed, and a default of Megatron's that it calls deprecated itself.
+warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
+warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron.core")
+
 with warnings.catch_warnings():
     # Megatron announces on import that it falls back to PyTorch where Apex and TE are missing.
     # Its modules import each other by names that they announce as outdated.

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     from deadpool_megatron.trainer import checkpoint
     from deadpool_megatron.trainer.loop import TrainingLoop
 
-    emitted: dict[str, list[dict[str, Any]]] = {"step": [], "evaluation": [], "log": []}
+    emitted: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}
 
-    def emit(kind: str, facts: dict[str, Any]) -> None:
+    def emit(kind: str, facts: Mapping[str, Any]) -> None:
         emitted[kind].append(facts)
         if kind == "log":
             print(facts["text"], flush=True)

@@ -451,5 +451,5 @@ class VaultClient:
         elif kind == "stored":
             key = Generation.from_list(message["generation"]), message["part"]
             self._pending.pop(key, None)
-        else:
-            self._reply = message
+        elif message.get("epoch", self._epoch) == self._epoch:
+            self._reply = message  # to a request of this epoch; older ones were given up

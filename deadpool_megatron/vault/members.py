@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Mapping
@@ -112,7 +113,8 @@ class MemberDialogue:
         try:
             self._state.attach(own_name(self.role, self._seat))
         except (VaultError, OSError) as error:
-            self.link.send({"t": "failed", "text": f"segment of role {self.role}: {error}"})
+            text = f"segment of role {self.role}: {error}"
+            self.link.send({"t": "unregistered", "text": text})
             return False
         return True
 
@@ -170,7 +172,7 @@ class MemberDialogue:
             holder = self._holder(generation)
         if holder is None:
             return "generation is not held"
-        holder.segment.reserve([name])
+        holder.segment.reserve([name], [holder.slot])
         if not state.open_part(holder.segment, holder.slot, name, epoch):
             return "epoch is not open"
         holder.segment.data(holder.slot, name, len(payload))[:] = payload
@@ -203,22 +205,25 @@ class MemberDialogue:
                 return
             self._wish = None
         if verdict is Verdict.STALE or worker is None:
-            self._answer(VaultError(f"epoch {epoch} is over"))
+            self._answer(epoch, VaultError(f"epoch {epoch} is over"))
         else:
             record = self._state.record
             asked = Generation.from_list(wish["generation"]), wish["boundary"]
             if record is None or asked != (record.restore.generation, record.restore.boundary):
-                self._answer(VaultError(f"epoch {epoch} does not start from {asked}"))
+                self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
             elif record.restore.kind not in ("memory", "dump"):
-                self._answer(VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
+                self._answer(epoch, VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
             else:
-                worker.want(self.layout, self._answer)
+                worker.want(self.layout, functools.partial(self._answer, epoch))
 
-    def _answer(self, outcome: dict[str, Place] | VaultError) -> None:
+    def _answer(self, epoch: int, outcome: dict[str, Place] | VaultError) -> None:
+        """Answer a wish of ``epoch``; the member may have gone on to a newer one meanwhile."""
+        about: dict[str, Any] = {"epoch": epoch}
         if isinstance(outcome, RestoreUnavailable):
-            self.link.send({"t": "unavailable", "part": outcome.part, "tried": outcome.tried})
+            about |= {"t": "unavailable", "part": outcome.part, "tried": outcome.tried}
+            self.link.send(about)
         elif isinstance(outcome, VaultError):
-            self.link.send({"t": "failed", "text": str(outcome)})
+            self.link.send(about | {"t": "failed", "text": str(outcome)})
         else:
             with self._state.lock:
                 for place in outcome.values():
@@ -228,6 +233,7 @@ class MemberDialogue:
             self.link.send(
                 {
                     "t": "restored",
+                    "epoch": epoch,
                     "parts": {
                         name: [
                             place.segment.path.name,

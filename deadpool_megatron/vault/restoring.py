@@ -51,6 +51,7 @@ class Obtainer:
         self._record = record
         self._role = role
         self._channels: dict[int, Channel] = {}
+        self._silent: set[int] = set()
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
@@ -102,7 +103,8 @@ class Obtainer:
             return self._load(layout, name, Path(restore.path))
         sources = list(restore.sources.get(self._role, {}).get(name, ()))
         while sources:
-            for source in list(sources):
+            # A node that has kept us waiting for one part is asked last for the next.
+            for source in sorted(sources, key=lambda source: source.node in self._silent):
                 if not self._state.is_open(self._record.epoch):
                     raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
                 try:
@@ -112,6 +114,7 @@ class Obtainer:
                     tried.append((source.node, source.role, str(error)))
                 except _UNREACHABLE as error:
                     self._forget(source.node)
+                    self._silent.add(source.node)
                     if time.monotonic() > deadline:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
@@ -226,12 +229,13 @@ class Obtainer:
         """The slot for this generation in ``copy-<role>.seg``, held while bytes arrive only: a
         thread of a closed epoch that still waits for some connection must not keep it."""
         names = (*layout.shard_parts, extras_part(self._record.restore.boundary))
-        segment = self._state.ensure_copy(layout, names)
+        segment = self._state.ensure_copy(layout)
         generation = self._record.restore.generation
         slot = self._state.claim(segment, generation, self._record.epoch)
         if slot is None:
             raise ConnectionError("no slot is free yet")
         try:
+            segment.reserve(names, [slot])
             yield segment, slot
         finally:
             self._state.release(segment, slot)

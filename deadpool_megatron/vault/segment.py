@@ -174,7 +174,7 @@ class Segment:
         self._index = {part.name: i for i, part in enumerate(layout.parts)}
         self._geometry = geometry = _Geometry(layout, seat)
         self.nbytes = geometry.nbytes
-        self._reserved: set[str] = set()
+        self._reserved: set[tuple[int, str]] = set()
         try:
             size = os.fstat(file).st_size
             if size < self.nbytes:
@@ -205,7 +205,11 @@ class Segment:
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
-            _allocate(file, path, [(0, geometry.first)])
+            headers = [
+                (geometry.first + slot * geometry.stride, geometry.header)
+                for slot in range(layout.slots)
+            ]
+            _allocate(file, path, [(0, geometry.first), *headers])
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)
@@ -249,21 +253,22 @@ class Segment:
         """Take the file away; mappings (ours and others') stay readable until dropped."""
         self.path.unlink(missing_ok=True)
 
-    def reserve(self, names: Collection[str]) -> None:
-        """Have memory behind the slot headers and the named parts of all slots.
+    def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
+        """Have memory behind the named parts of all or some slots, once.
 
-        Raises VaultError when there is no room. A copy's segment reserves only what is shipped.
+        Raises VaultError when there is no room. A copy reserves what is shipped, when it comes.
         """
-        wanted = [name for name in names if name not in self._reserved]
-        if not wanted and self._reserved:
-            return
-        ranges = []
-        for slot in range(self.layout.slots):
-            start = self._geometry.first + slot * self._geometry.stride
-            ranges.append((start, self._geometry.header))
-            ranges += [(self.offset(slot, n), _pages(self.capacity(n))) for n in wanted]
-        _allocate(self._file, self.path, ranges)
-        self._reserved.update(wanted)
+        wanted = {
+            (slot, name)
+            for slot in (range(self.layout.slots) if slots is None else slots)
+            for name in names
+        } - self._reserved
+        _allocate(
+            self._file,
+            self.path,
+            [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],
+        )
+        self._reserved |= wanted
 
     def capacity(self, name: str) -> int:
         """Most bytes the part may have. Raises KeyError for an unknown part."""

@@ -89,8 +89,10 @@ class Vault:
         self._transport.close()
         if self._remove:
             shutil.rmtree(self._directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # the last node of the run takes the parent along
-                self._directory.parent.rmdir()
+            parent = self._directory.parent
+            if parent.name.startswith("deadpool-"):  # the last node takes the run's own along
+                with contextlib.suppress(OSError):
+                    parent.rmdir()
 
     def stop(self, remove: bool = False) -> None:
         """End :meth:`wait`. Not for signal handlers, which set ``ended_by_signal``."""

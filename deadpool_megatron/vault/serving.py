@@ -155,7 +155,7 @@ class _Connection:
             self._acknowledge(epoch, role, have)
             return
         try:
-            segment = state.ensure_copy(layout, [name for name, _, _ in needed])
+            segment = state.ensure_copy(layout)
         except VaultError as error:
             self._refuse(f"no copy possible: {error}", role=role)
             return
@@ -164,6 +164,11 @@ class _Connection:
             self._refuse("superseded" if self._superseded(segment, generation) else "early")
             return
         try:
+            try:
+                segment.reserve([name for name, _, _ in needed], [slot])
+            except VaultError as error:
+                self._refuse(f"no copy possible: {error}", role=role)
+                return
             self._channel.send({"t": "need", "parts": [name for name, _, _ in needed]})
             for name, size, digest in needed:
                 if self._receive(segment, slot, name, size, digest, epoch):

@@ -135,6 +135,8 @@ class VaultState:
             self._unprotected = dict.fromkeys(self.own_roles(), since) if restored else {}
             self._shipped = set()
             self.open_epoch = record.epoch
+            for role in self.own_roles():  # a role that owes nobody a copy gets no other occasion
+                self._advance(role)
             self.changed.notify_all()
             return True
 
@@ -158,11 +160,10 @@ class VaultState:
                 segment.freeze(False)
             return segment
 
-    def ensure_copy(self, layout: RoleLayout, names: Collection[str]) -> Segment:
-        """The segment for copies of a role, with memory behind the named parts.
+    def ensure_copy(self, layout: RoleLayout) -> Segment:
+        """The segment for copies of a role; slots get their memory when they are first used.
 
-        Raises VaultError when there is no room or the layouts differ. Reserving memory takes time,
-        so it happens under a lock of this role only.
+        Raises VaultError when there is no room or the layouts differ.
         """
         with self.lock:
             making = self._making.setdefault(layout.role, threading.Lock())
@@ -171,7 +172,7 @@ class VaultState:
                 segment = self.table.copy(layout.role)
             if segment is None:
                 path = self.table.directory / copy_name(layout.role)
-                segment = Segment.create(path, layout, None, names)
+                segment = Segment.create(path, layout, None, ())
                 with self.lock:
                     self.table.segments[path.name] = segment
             elif segment.layout.layout_hash != layout.layout_hash:
@@ -179,8 +180,6 @@ class VaultState:
                     f"layout {layout.layout_hash} of role {layout.role} is not the"
                     f" {segment.layout.layout_hash} that node {self.node} holds"
                 )
-            else:
-                segment.reserve(names)
             return segment
 
     # Sealing: every way for bytes to become restorable goes through one of these three.

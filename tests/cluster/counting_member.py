@@ -4,7 +4,8 @@ It speaks to agent and vault exactly as a real member does, and keeps step with 
 through counters in a file of the run directory (in place of collectives). No torch: it starts in a
 fraction of a second, so whole runs with real kills fit in a test.
 
-Arguments: --iterations N --step-seconds S [--save-interval K] [--misbehave NAME]
+Arguments: --iterations N --step-seconds S [--save-interval K] [--misbehave NAME]. Without
+--iterations it ends soon after a file ``finish`` appears in the run directory.
 """
 
 from __future__ import annotations
@@ -190,6 +191,8 @@ class Counting:
                 "hash": self.sha256(),
             }
         )
+        if self.role == 0 and record.emitted_up_to < self.iteration:
+            self.report_step()
         self.lockstep.put(self.role, self.epoch, self.iteration)
 
     def seal(self) -> None:
@@ -219,7 +222,7 @@ class Counting:
         assert self.role is not None
         if self.args.misbehave == "raise":
             raise RuntimeError("the user's command is broken")
-        while self.iteration < self.args.iterations:
+        while self.iteration < self.last_iteration():
             self.section = "train"
             self.barrier(self.iteration)
             if self.pause_after is not None:
@@ -251,12 +254,21 @@ class Counting:
         )
         self.wait(lambda: False)
 
+    def last_iteration(self) -> int:
+        """Asked to finish, role 0 sets a mark that nobody can have passed; --iterations else."""
+        mark = self.run_dir / "finish-after"
+        if self.role == 0 and not mark.exists() and (self.run_dir / "finish").exists():
+            unfinished = self.run_dir / ".finish-after"
+            unfinished.write_text(str(self.iteration + 3))
+            unfinished.rename(mark)
+        return int(mark.read_text()) if mark.exists() else int(self.args.iterations)
+
     def report_step(self) -> None:
         salt = 1.0 if self.args.misbehave == "diverge" and self.epoch > 1 else 0.0
         data = {
             "loss": float(self.values[0] % 1000 + salt).hex(),
-            "grad_norm": 1.0.hex(),
-            "learning_rate": 0.5.hex(),
+            "grad_norm": (1.0).hex(),
+            "learning_rate": (0.5).hex(),
             "skipped": False,
             "samples": self.iteration,
         }
@@ -329,7 +341,7 @@ def expected_sha256(role: int, iterations: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--iterations", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=10**6)
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--save-interval", type=int, default=0)
     parser.add_argument("--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit"))

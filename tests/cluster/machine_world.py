@@ -16,7 +16,7 @@ from machine_rig import STEP, layout
 from deadpool_megatron.cluster import machine_actions as act
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Config, MemberStatus, Phase
+from deadpool_megatron.cluster.machine_state import LAST_PHASES, Config, MemberStatus, Phase
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.placement import choose_buddies
 from deadpool_megatron.layout.records import EpochRecord, Generation, Holding, Inventory, Seat
@@ -75,6 +75,7 @@ class Node:
 
     vault: Vault = field(default_factory=Vault)
     members: dict[int, Member] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
     orders: deque[act.Action] = field(default_factory=deque)
     reports: deque[ev.Input] = field(default_factory=deque)
 
@@ -91,6 +92,7 @@ class World:
         self.nodes: dict[int, Node] = {}
         self.next_node = nodes + spares
         self.journal: deque[EpochRecord] = deque()
+        self.journaled: list[EpochRecord] = []
         self.written: list[int] = []
         self.announced: list[EpochRecord] = []
         self.closed: list[int] = []
@@ -112,6 +114,8 @@ class World:
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
         assert (self.state.deadline is not None) == waits
         assert self.state.epoch >= before.epoch
+        for node in set(self.state.gone) & set(self.nodes):
+            self.lose(node, report=False)  # given up without a word: its agent fences itself
         for action in actions:
             self._carry_out(action)
         return actions
@@ -135,7 +139,7 @@ class World:
             case act.Dump(nodes):
                 for node in set(nodes) & set(self.nodes):
                     self.nodes[node].orders.append(action)
-            case act.StartMembers(node) | act.KillMember(node):
+            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
                 if node in self.nodes:
                     self.nodes[node].orders.append(action)
             case act.DropNode(node):
@@ -160,6 +164,9 @@ class World:
         if self.state.redecide is not None:
             return  # overtaken in the same step: it will not be announced
         assert set(record.nodes) == set(self.state.nodes)
+        for parts in record.restore.sources.values():
+            for sources in parts.values():
+                assert {source.node for source in sources} <= set(self.state.nodes)
         for seat in record.seats.values():
             member = self.state.members[seat.node, seat.slot]
             assert member.incarnation == seat.incarnation
@@ -168,6 +175,11 @@ class World:
     def _check_announced(self, record: EpochRecord) -> None:
         assert record.epoch in self.written
         assert record.epoch > max((r.epoch for r in self.announced), default=0)
+        for seat in record.seats.values():
+            assert self.state.members[seat.node, seat.slot].incarnation == seat.incarnation
+        self._check_restore(record)
+
+    def _check_restore(self, record: EpochRecord) -> None:
         # Rule 2: what was committed by all is what training goes on from, or something newer.
         if self.protected:
             assert record.restore.kind == "memory"
@@ -229,8 +241,40 @@ class World:
     def write_journal(self) -> bool:
         if not self.journal:
             return False
-        self.feed(ev.JournalWritten(self.journal.popleft().epoch))
+        record = self.journal.popleft()
+        self.journaled.append(record)
+        self.feed(ev.JournalWritten(record.epoch))
         return True
+
+    def restart_coordinator(self, *, landed: bool) -> None:
+        """It is killed, and a new one reads the journal. Orders under way are lost; agents join
+        again and say what they run. ``landed``: the record being written had become durable."""
+        if self.state.phase in LAST_PHASES or self.finished is not None:
+            return
+        if landed:
+            self.journaled += self.journal
+        self.journal.clear()
+        self.closed.clear()
+        self.last_words.clear()
+        if self.journaled:
+            self.state = self.machine.resume(self.journaled, None, self.now)
+        else:
+            self.state = self.machine.start(self.now)
+        last = self.journaled[-1] if self.journaled else None
+        if last is not None and last.epoch > max((r.epoch for r in self.announced), default=0):
+            self._check_restore(last)
+            self.announced.append(last)
+        # A record that was not durable never existed: its number is used again.
+        self.written = [record.epoch for record in self.journaled]
+        for node, here in self.nodes.items():
+            here.orders.clear()
+            if not any(isinstance(report, ev.NodeJoined) for report in here.reports):
+                running = {slot: m.seat.incarnation for slot, m in here.members.items()}
+                again = ev.NodeJoined(
+                    node, "host", node, f"node{node}", running, dict(here.incarnations)
+                )
+                here.reports.appendleft(again)
+        self.feed(ev.StoreReady("store", 1))
 
     def hear(self, node: int) -> bool:
         """The machine takes the next report of an agent."""
@@ -265,6 +309,8 @@ class World:
             case act.StartMembers(_, slots):
                 for slot, incarnation in slots.items():
                     assert slot not in here.members, "two processes in one slot"
+                    assert incarnation > here.incarnations.get(slot, -1)
+                    here.incarnations[slot] = incarnation
                     here.members[slot] = Member(Seat(node, slot, incarnation))
                     here.reports.append(ev.MemberHello(node, slot, incarnation))
             case act.KillMember(_, slot, incarnation):
@@ -276,8 +322,9 @@ class World:
                 for member in here.members.values():
                     member.role, member.at = None, None
                 here.reports.append(ev.NodeInventory(self.inventory(node, epoch)))
-            case act.Announce(record):
-                self._adopt(node, record)
+            case act.Announce(record) | act.Welcome(_, record):
+                if record is not None and record.epoch > here.vault.epoch:
+                    self._adopt(node, record)
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
             case act.Dump(_, _, generation):
@@ -294,7 +341,6 @@ class World:
 
     def _adopt(self, node: int, record: EpochRecord) -> None:
         here = self.nodes[node]
-        assert record.epoch > here.vault.epoch or here.vault.epoch == 0
         here.vault.adopt(record)
         for member in here.members.values():
             roles = [role for role, seat in record.seats.items() if seat == member.seat]
@@ -474,7 +520,8 @@ class World:
                 yield ev.Paused(*who, record.epoch, g.iteration)
                 yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)
                 yield ev.MemberDone(*who, record.epoch)
-            yield ev.StepReported(record.epoch, 10_000)
+            if self.state.phase is not Phase.GATHERING:  # a new coordinator lets work go on
+                yield ev.StepReported(record.epoch, 10_000)
             yield ev.RolesHung(record.epoch, (0,), "late")
             if self.state.record is not None and record.epoch < self.state.record.epoch:
                 for node in record.nodes:

@@ -51,6 +51,27 @@ class Cluster(RuleBasedStateMachine):
     def settle(self) -> None:
         self.world.settle()
 
+    @rule(times=st.integers(1, 2))
+    def go_on(self, times: int) -> None:
+        for _ in range(times):
+            self.world.settle()
+            self.world.train()
+
+    @rule(turns=st.lists(INDEX, min_size=5, max_size=30))
+    def shuffle(self, turns: list[int]) -> None:
+        """Messages, journal and restores in an order of hypothesis' choice."""
+        for turn in turns:
+            node = self.node(turn // 4)
+            if turn % 4 == 0 and node is not None:
+                self.world.hear(node)
+            elif turn % 4 == 1 and node is not None:
+                self.world.obey(node)
+            elif turn % 4 == 2:
+                self.world.restore(turn // 4 % self.world.config.world_size)
+            else:
+                self.world.hear_last_words()
+                self.world.write_journal()
+
     @rule(times=st.integers(1, 3))
     def train(self, times: int) -> None:
         for _ in range(times):
@@ -94,14 +115,16 @@ class Cluster(RuleBasedStateMachine):
     def write_journal(self) -> None:
         self.world.write_journal()
 
-    @rule(seconds=st.sampled_from([0.1, 0.6, 0.6, 5.0, 30.0]))
+    @rule(seconds=st.sampled_from([0.1, 0.1, 0.6, 0.6, 5.0]))
     def tick(self, seconds: float) -> None:
         self.world.tick(seconds)
 
     @rule(index=INDEX)
     def lose_node(self, index: int) -> None:
+        # Mostly as many as the copies allow, sometimes more.
         node = self.node(index)
-        if node is not None:
+        allowed = self.world.losses_since_protected < self.world.tolerance
+        if node is not None and (allowed or index % 8 == 0):
             self.world.lose(node)
 
     @rule(index=INDEX, slot=INDEX)
@@ -116,12 +139,10 @@ class Cluster(RuleBasedStateMachine):
         places = sorted(self.world.state.members)
         if places:
             node, slot = places[index % len(places)]
-            self.world.signal += 1
             member = self.world.state.members[node, slot]
-            cause = f"frozen {self.world.signal}"
-            self.world.feed(ev.MemberSuspected(node, slot, member.incarnation, cause))
+            self.world.feed(ev.MemberSuspected(node, slot, member.incarnation, "frozen"))
 
-    @precondition(lambda self: self.world.next_node < 12)
+    @precondition(lambda self: self.world.next_node < 16)
     @rule()
     def join_spare(self) -> None:
         self.world.join(self.world.next_node)
@@ -132,6 +153,15 @@ class Cluster(RuleBasedStateMachine):
         node = self.node(index)
         if node is not None:
             self.world.feed(ev.DrainRequested(node))
+
+    @rule(index=INDEX, landed=st.booleans(), come_back=st.booleans())
+    def restart_coordinator(self, index: int, landed: bool, come_back: bool) -> None:
+        if index % 4:
+            return  # often enough
+        self.world.restart_coordinator(landed=landed)
+        if come_back:
+            self.world.settle()
+            self.world.tick(self.world.config.settings.connect_seconds)
 
     @rule()
     def stale(self) -> None:

@@ -221,5 +221,9 @@ def test_member_that_died_while_there_was_no_coordinator_is_started_again() -> N
     old = Rig().run()
     rig = Rig()
     rig.state = rig.machine.resume([old.record], None, rig.now)
-    rig.feed(ev.NodeJoined(0, "host", 1, "node0", {}))
+    rig.feed(ev.NodeJoined(0, "host", 1, "node0"))
     assert rig.one(act.StartMembers).slots == {0: 1}
+    rig.feed(ev.NodeJoined(1, "host", 1, "node1", {}, {0: 4}))
+    assert rig.one(act.StartMembers).slots == {0: 5}
+    rig.feed(ev.NodeJoined(2, "host", 1, "node1", {0: 4}, {0: 4}))
+    assert not rig.of(act.StartMembers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 BUCKETS = "--ddp-bucket-size 10000"
 MOE = "--num-experts 4 --expert-model-parallel-size 2"
 # A first scale at which some updates are skipped and some are not, within a few iterations.
-FP16 = "--fp16 --initial-loss-scale 33554432 --hysteresis 1"
+FP16 = "--fp16 --initial-loss-scale 524288 --hysteresis 1"
 
 # name -> (ranks, flags); all of them run on stock gloo.
 LAYOUTS = {
@@ -54,12 +53,12 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Flags that name a small text and a cache of this session."""
     folder = tmp_path_factory.mktemp("text")
     words = " ".join(f"{number} is {number * number} squared;" for number in range(4000))
     (folder / "squares.txt").write_text(words)
-    yield f"--data {folder / 'squares.txt'} --data-cache-path {folder / 'cache'}"
+    return f"--data {folder / 'squares.txt'} --data-cache-path {folder / 'cache'}"
 
 
 def train(arguments: str) -> Facts:

@@ -101,9 +101,7 @@ def test_racing_processes_build_one_cache(tmp_path: Path) -> None:
     assert sorted(p.name for p in folders[0].iterdir()) == ["text.bin", "text.idx"]
 
 
-def test_a_builder_that_lost_the_race_takes_the_other_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_builder_that_lost_the_race_takes_the_other_folder(tmp_path: Path) -> None:
     from deadpool_megatron.trainer import corpus
 
     (tmp_path / "a.txt").write_text("some text " * 400)
@@ -158,5 +156,5 @@ def test_the_default_text_is_the_standard_library() -> None:
 
     files = _standard_library()
     assert files == _standard_library()
-    assert 4 << 20 < sum(file.stat().st_size for file in files) < 8 << 20
+    assert 4 << 20 < sum(file.stat().st_size for file in files) <= 8 << 20
     assert not any("site-packages" in file.parts for file in files)

@@ -115,7 +115,7 @@ def test_the_gate_needs_the_wanted_copies(tmp_path: Path) -> None:
         member = Member(running.nodes[0], layout)
         member.client.register(layout, 1)
         member.write(Generation(1, 0))
-        assert member.wait(Generation(1, 0), seconds=0.5) == "interrupted"
+        assert member.wait(Generation(1, 0), seconds=0.5) == "shut"
         assert len(member.waits) >= 2
         inventories = running.close(1)
         restore = Restore(

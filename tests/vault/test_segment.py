@@ -178,7 +178,7 @@ def test_geometry_survives_reopening(tmp_path: Path) -> None:
     assert len(starts) == 2 * len(NAMES)
     assert all(start % PAGE == 0 for start in starts)
     assert path.stat().st_size == segment.nbytes
-    assert os.listdir(tmp_path) == [path.name]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_files_that_are_no_segments(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_files_that_are_no_segments(tmp_path: Path) -> None:
     (tmp_path / f".{copy_name(9)}.123").write_bytes(b"unfinished")
     path.write_bytes(b"junk")
     Table(tmp_path).scan()
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_copies_reserve_only_what_is_shipped(tmp_path: Path) -> None:
@@ -206,6 +206,8 @@ def test_copies_reserve_only_what_is_shipped(tmp_path: Path) -> None:
     path = tmp_path / copy_name(3)
     segment = Segment.create(path, layout, None, ["tail"])
     assert path.stat().st_blocks * 512 < 1 << 20
+    segment.reserve(["shard"], [1])
+    assert 8 << 20 <= path.stat().st_blocks * 512 < 9 << 20
     segment.reserve(["shard"])
     assert path.stat().st_blocks * 512 >= 16 << 20
 
@@ -230,7 +232,7 @@ def test_full_shared_memory_is_one_clear_line(small_memory: Path) -> None:
     assert "\n" not in text
     assert str(small_memory) in text
     assert "bytes needed" in text
-    assert os.listdir(small_memory) == []
+    assert list(small_memory.iterdir()) == []
 
 
 def test_full_shared_memory_by_the_error_alone(
@@ -242,4 +244,4 @@ def test_full_shared_memory_by_the_error_alone(
     monkeypatch.setattr(segments.os, "posix_fallocate", full)
     with pytest.raises(VaultError, match="no room for"):
         Segment.create(tmp_path / copy_name(3), LAYOUT, None, NAMES)
-    assert os.listdir(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []

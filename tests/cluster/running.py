@@ -1,0 +1,178 @@
+"""Real runs of the counting member under ``deadpool run``, and proof that nothing is left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster import cleanup, posix
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.events import Event, Kind, read_events
+from tests.cluster.counting_member import expected_sha256
+
+MEMBER = str(Path(__file__).with_name("counting_member.py"))
+_ROOT = Path(__file__).parents[2]
+# Deadlines are for hangs only: a busy machine may take long, and no test waits this long to pass.
+PATIENCE_SECONDS = 60.0
+FAST = (
+    *("--deadpool-close-seconds", "6"),
+    *("--deadpool-drain-seconds", "1"),
+    *("--deadpool-freeze-seconds", "1.5"),
+    *("--deadpool-node-silence-seconds", "2"),
+    *("--deadpool-restore-seconds", "20"),
+)
+
+
+def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Of a command line: this checkout first, nothing of an outer run."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("DEADPOOL_")}
+    return {**inherited, "PYTHONPATH": str(_ROOT), **(extra or {})}
+
+
+def deadpool(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """One ``deadpool`` command, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "deadpool_megatron", *arguments],
+        env=environment(extra),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+
+class Run:
+    """``deadpool run`` as a child. Use as a context manager: its end checks for leftovers."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *member: str,
+        nodes: int = 2,
+        spares: int = 1,
+        nproc: int = 1,
+        options: Sequence[str] = (),
+        faults: Sequence[dict[str, Any]] = (),
+        preload: str = "",
+    ) -> None:
+        self.run = RunDirectory(directory)
+        self.world_size = nodes * nproc
+        extra = {}
+        if faults:
+            plan = directory.with_name(directory.name + "-faults.json")
+            plan.write_text(json.dumps(list(faults)))
+            extra["DEADPOOL_FAULTS"] = str(plan)
+        size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", str(nproc))
+        command = [sys.executable, "-m", "deadpool_megatron", "run", *size, "--preload", preload]
+        self.output = directory.with_name(directory.name + ".out")
+        with open(self.output, "wb") as output:
+            self.launcher = subprocess.Popen(
+                [*command, "--run-dir", str(directory), *FAST, *options, "--", MEMBER, *member],
+                env=environment(extra),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.launcher.poll() is None:
+            self.launcher.kill()
+        self.launcher.wait()
+        if kind is None:
+            self.wait_clean()
+        elif (self.run.path / "run.json").exists():
+            self.show()
+            cleanup.clean_run(self.run, self.run.read_run().run_id)
+
+    def show(self) -> None:
+        """Print what a failed test needs to be understood."""
+        print(self.output.read_text())
+        for log in sorted((self.run.path / "logs").glob("*.log")):
+            text = log.read_text(errors="replace").strip()
+            if text:
+                print(f"== {log.name}\n{text[-3000:]}")
+
+    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+        """Poll until ``ready()`` is true; fail when the run has ended or the patience is over."""
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            ended = self.launcher.poll() is not None
+            found = ready()
+            if found:
+                return found
+            assert not ended, f"the run ended ({self.launcher.returncode}) before: {what}"
+            assert time.monotonic() < limit, f"waited too long for: {what}"
+            time.sleep(0.01)
+
+    def events(self, *kinds: Kind) -> list[Event]:
+        """Events so far, of these kinds."""
+        if not self.run.events.exists():
+            return []
+        return [e for e in read_events(self.run.events) if not kinds or e.kind in kinds]
+
+    def wait_iteration(self, iteration: int) -> None:
+        """Until a step has been reported."""
+
+        def reached() -> bool:
+            return any((e.iteration or 0) >= iteration for e in self.events(Kind.STEP))
+
+        self.wait_for(f"iteration {iteration}", reached)
+
+    def wait_event(self, kind: Kind, count: int = 1) -> Event:
+        """Until the ``count``-th event of a kind."""
+        self.wait_for(f"{count} x {kind}", lambda: len(self.events(kind)) >= count)
+        return self.events(kind)[count - 1]
+
+    def wait_end(self, status: int = 0) -> dict[str, Any]:
+        """Until the launcher has ended, with this status; answers final.json."""
+        assert self.launcher.wait(PATIENCE_SECONDS) == status, self.output.read_text()
+        return read_json(self.run.final)
+
+    def listing(self, node: int) -> dict[str, Any]:
+        """The processes of a node."""
+        return read_json(self.run.node(node))
+
+    def finish(self) -> dict[str, Any]:
+        """Let an endless run end well, and check its result."""
+        (self.run.path / "finish").touch()
+        self.launcher.wait(PATIENCE_SECONDS)
+        return self.check_result(int((self.run.path / "finish-after").read_text()))
+
+    def check_result(self, iterations: int) -> dict[str, Any]:
+        """The run ended well, each step is there once, every role's state is exact."""
+        final = self.wait_end()
+        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
+        for role in range(self.world_size):
+            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
+        return final
+
+    def wait_clean(self) -> None:
+        """No process and no shared memory of the run is left."""
+        if not (self.run.path / "run.json").exists():
+            return
+        run_id = self.run.read_run().run_id
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            pids = cleanup.run_processes(self.run, run_id)
+            left = segment_root(run_id).exists()
+            if not pids and not left:
+                return
+            assert time.monotonic() < limit, f"left behind: processes {pids}, memory {left}"
+            time.sleep(0.02)
+
+
+def send(pid: int, number: int = signal.SIGKILL) -> None:
+    """Signal a process that is there."""
+    assert posix.is_alive(pid)
+    os.kill(pid, number)

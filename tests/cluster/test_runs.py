@@ -1,0 +1,271 @@
+"""Whole runs of launcher, coordinator, agents, vaults and counting members, with real kills."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import Run, deadpool, send
+
+
+def test_undisturbed(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", "--iterations", "30", nproc=2) as run:
+        final = run.check_result(30)
+    assert final["exit_status"] == 0
+    assert final["recoveries"] == []
+    assert [e.kind for e in run.events(Kind.EPOCH_OPENED)] == [Kind.EPOCH_OPENED]
+
+
+def test_killed_node_is_replaced_by_the_spare(tmp_path: Path) -> None:
+    fault = {"id": "n", "point": "member.step", "match": {"role": 1, "iteration": 9}}
+    faults = [{**fault, "target": "node"}]
+    with Run(tmp_path / "r", "--iterations", "20", nproc=2, faults=faults) as run:
+        final = run.check_result(20)
+    (recovery,) = final["recoveries"]
+    assert recovery["steps_recomputed"] <= 1
+    assert recovery["seats_changed"] == {"0": [[0, 0, 0], [2, 0, 0]], "1": [[0, 1, 0], [2, 1, 0]]}
+
+
+def test_killed_member_is_replaced_on_its_node(tmp_path: Path) -> None:
+    faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
+    with Run(tmp_path / "r", "--iterations", "12", spares=0, faults=faults) as run:
+        final = run.check_result(12)
+    (recovery,) = final["recoveries"]
+    assert recovery["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
+
+
+def test_killed_vault_comes_back_without_an_interruption(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(5)
+        send(run.listing(0)["vault"])
+        run.wait_event(Kind.VAULT_LOST)
+        final = run.finish()
+    assert final["recoveries"] == []
+
+
+def test_killed_coordinator_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        run.wait_iteration(5)
+        send(read_json(run.run.coordinator)["pid"])
+        run.wait_event(Kind.RUN_STARTED)
+        final = run.finish()
+        assert "is started again" in run.output.read_text()
+    assert final["exit_status"] == 0
+
+
+def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> None:
+    faults = [
+        {"id": "m", "point": "member.step", "match": {"role": 0, "iteration": 5}},
+        {"id": "c", "point": "coordinator.announce", "match": {"epoch": 2}},
+    ]
+    with Run(tmp_path / "r", "--iterations", "12", faults=faults) as run:
+        run.check_result(12)
+
+
+def test_killed_store_is_replaced_before_the_next_epoch(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        first = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000001.json"))
+        (store,) = _children(read_json(run.run.coordinator)["pid"])
+        send(store)
+        run.wait_for("a new store", lambda: len(_served(run)) == 2)
+        send(run.listing(0)["members"]["0"])
+        run.wait_event(Kind.EPOCH_OPENED, 2)
+        second = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000002.json"))
+        assert first.store_port != second.store_port
+        assert deadpool("stop", str(run.run.path)).returncode == 0
+        run.wait_end(130)
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def _served(run: Run) -> list[str]:
+    texts = [str(event.data["text"]) for event in run.events(Kind.LOG)]
+    return [text for text in texts if text.startswith("store process serves")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_killed_or_stopped_agent_is_a_lost_node(tmp_path: Path, number: int) -> None:
+    with Run(tmp_path / "r") as run:
+        run.wait_iteration(3)
+        agent = run.listing(1)["agent"]
+        send(agent, number)
+        lost = run.wait_event(Kind.NODE_LOST)
+        assert lost.node == 1
+        run.wait_event(Kind.RECOVERED)
+        if number == signal.SIGSTOP:
+            os.kill(agent, signal.SIGCONT)  # it wakes up and learns that it is fenced
+            run.wait_for("the old node to end", lambda: not run.run.node(1).exists())
+        run.finish()
+
+
+def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(3)
+        send(run.listing(1)["members"]["0"], signal.SIGSTOP)
+        lost = run.wait_event(Kind.MEMBER_LOST)
+        assert lost.node == 1
+        final = run.finish()
+    assert "frozen" in final["recoveries"][0]["cause"]
+
+
+def test_stopped_vault_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(3)
+        send(run.listing(1)["vault"], signal.SIGSTOP)
+        run.wait_event(Kind.VAULT_LOST)
+        run.finish()
+
+
+def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
+    options = ("--deadpool-hang-seconds", "2", "--deadpool-first-step-seconds", "2")
+    with Run(
+        tmp_path / "r", "--iterations", "20", "--misbehave", "hang", spares=0, options=options
+    ) as run:
+        final = run.check_result(20)
+    assert "role 1 in section train of iteration 4" in final["recoveries"][0]["cause"]
+
+
+def test_drained_node_gives_its_roles_away_without_recomputing(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        run.wait_iteration(3)
+        answer = deadpool("drain", str(run.run.path), "--node", "0")
+        assert answer.returncode == 0, answer.stderr
+        final = run.finish()
+    (recovery,) = final["recoveries"]
+    assert recovery["cause"].startswith("drain")
+    assert recovery["steps_recomputed"] == 0
+    assert recovery["seats_changed"]["0"][1][0] == 2
+
+
+def test_refill_starts_a_new_spare(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0, options=("--refill", "1")) as run:
+        run.wait_iteration(3)
+        assert deadpool("kill", str(run.run.path), "--node", "1").returncode == 0
+        final = run.finish()
+    assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 2
+
+
+def test_no_spare_dumps_and_resume_goes_on(tmp_path: Path) -> None:
+    options = ("--deadpool-spare-timeout", "0.3")
+    with Run(tmp_path / "first", "--step-seconds", "0.03", spares=0, options=options) as run:
+        run.wait_iteration(5)
+        assert deadpool("kill", str(run.run.path), "--node", "0").returncode == 0
+        stopped = run.wait_end(75)
+    reached = stopped["iterations"]
+    assert reached >= 5
+    end = reached + 10
+    assert read_json(run.run.latest)["kind"] == "dump"
+    again = ("--resume", str(tmp_path / "first"))
+    with Run(tmp_path / "second", "--iterations", str(end), spares=0, options=again) as run:
+        final = run.wait_end()
+    assert final["steps"][0]["iteration"] in (reached, reached + 1)
+    assert final["steps"][-1]["iteration"] == end
+    assert final["roles"]["0"]["sha256"] == expected_sha256(0, end)
+
+
+def test_all_copies_lost_goes_back_to_the_durable_checkpoint(tmp_path: Path) -> None:
+    with Run(
+        tmp_path / "r",
+        *("--save-interval", "10", "--step-seconds", "0.03"),
+        options=("--refill", "2"),
+    ) as run:
+        run.wait_event(Kind.DURABLE)
+        run.wait_iteration(13)
+        # The two nodes that hold all copies between them, before either can be replaced.
+        for node in (0, 1, 2):
+            for pid in _pids(run, node):
+                os.kill(pid, signal.SIGSTOP)
+        for node in (0, 1, 2):
+            for pid in _pids(run, node):
+                os.kill(pid, signal.SIGKILL)
+        final = run.finish()
+    assert final["durable"][0]["path"].endswith("iteration-10")
+    assert any(r["generation"][1] % 10 == 0 for r in final["recoveries"])
+
+
+def _pids(run: Run, node: int) -> list[int]:
+    listing = run.listing(node)
+    return [listing["agent"], listing["vault"], *listing["members"].values()]
+
+
+def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
+    # Role 0 reports iteration 5 and dies before the others have let it go on.
+    faults = [{"id": "n", "point": "member.seal", "match": {"role": 1, "iteration": 6}}]
+    with Run(
+        tmp_path / "r", "--iterations", "20", "--misbehave", "diverge", spares=0, faults=faults
+    ) as run:
+        assert run.launcher.wait(60) in (0, 3)
+        final = read_json(run.run.final)
+    recomputed = final["recoveries"][0]["steps_recomputed"]
+    assert (final["exit_status"] == 3) == (recomputed > 0)
+
+
+def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", "--misbehave", "raise") as run:
+        final = run.wait_end(1)
+    assert "RuntimeError: the user's command is broken" in final["reason"]
+    log = (run.run.path / "logs" / "node0-slot0-0.log").read_text()
+    assert "agent.py" not in log
+    assert "runpy" not in log
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
+    with Run(tmp_path / "r", nproc=2) as run:
+        run.wait_iteration(3)
+        run.launcher.send_signal(number)
+        final = run.wait_end(130)
+    assert final["reason"] == "interrupted"
+
+
+def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        run.wait_for("run.json", lambda: (run.run.path / "run.json").exists())
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.launcher.wait(60) == 130
+
+
+def test_killed_launcher_takes_everything_along(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nproc=2) as run:
+        run.wait_iteration(3)
+        run.launcher.kill()
+        run.launcher.wait()
+        run.wait_clean()
+
+
+def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
+    faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
+    options = ("--deadpool-start-method", "exec")
+    with Run(tmp_path / "r", "--iterations", "12", spares=0, faults=faults, options=options) as run:
+        final = run.check_result(12)
+    assert final["recoveries"][0]["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
+
+
+def test_status_of_a_live_and_of_a_finished_run(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nproc=2) as run:
+        run.wait_iteration(3)
+        shown = deadpool("status", str(run.run.path))
+        assert "epoch 1, running" in shown.stdout
+        assert "role   3: node 1 slot 1" in shown.stdout
+        assert deadpool("stop", str(run.run.path)).returncode == 0
+        run.wait_end(130)
+    shown = deadpool("status", str(run.run.path))
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("over, exit status 130")
+    for command in (("drain", "--node", "0"), ("stop",)):
+        answer = deadpool(command[0], str(run.run.path), *command[1:])
+        assert answer.returncode == 2
+        assert "is over" in answer.stderr
+    answer = deadpool("kill", str(run.run.path), "--node", "0")
+    assert answer.returncode == 2

@@ -1,0 +1,80 @@
+"""The fault matrix: every phase of an iteration x every kind of victim, in chained runs.
+
+Each chain is one job that takes several faults; after every iteration the state of all roles is
+held against the undisturbed run. A cell that fails is named by the first difference.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.cells import (
+    EVALUATION_INTERVAL,
+    PHASES,
+    SAVE_INTERVAL,
+    TENSOR_PHASE,
+    Cell,
+    cells,
+    chains,
+    last_iteration,
+    pairwise,
+)
+from tests.faults.jobs import Layout, assert_unnoticed, reference, run_job
+from tests.faults.layouts import PP2_DP2, TP2_PP2_DP2
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+CHAIN_LENGTH = 8
+EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 1"
+# The reference is as long as the longest chain; shorter chains are compared with a shorter one.
+_LENGTHS = (24, 36, 48, 64)
+
+
+def flags_of(directory: Path) -> str:
+    """Evaluation and durable checkpoints, the latter in the run's own folder."""
+    return f"{EVALUATION} --save {directory} --save-interval {SAVE_INTERVAL}"
+
+
+def strike(tmp_path: Path, layout: Layout, part: list[Cell], plan: list[dict[str, object]]) -> None:
+    iterations = next(n for n in _LENGTHS if n >= last_iteration(plan))
+    saves = tmp_path / "checkpoints"
+    wanted = reference(layout, iterations, EVALUATION)
+    outcome = run_job(
+        tmp_path / "run",
+        layout,
+        iterations,
+        plan,
+        spares=2,
+        refill=len(part),
+        flags=flags_of(saves),
+    )
+    assert_unnoticed(outcome, wanted, plan)
+
+
+def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:
+    found = list(chains(chosen, CHAIN_LENGTH))
+    names = [f"{layout.name}-{part[0].name}..{part[-1].name}" for part, _ in found]
+    return pytest.mark.parametrize(("part", "plan"), found, ids=names)
+
+
+@parametrised(PP2_DP2, cells(PP2_DP2, PHASES))
+def test_four_roles_every_cell(
+    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
+) -> None:
+    strike(tmp_path, PP2_DP2, part, plan)
+
+
+@parametrised(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
+def test_eight_roles_covering_array(
+    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
+) -> None:
+    strike(tmp_path, TP2_PP2_DP2, part, plan)
+
+
+@pytest.mark.full
+@parametrised(TP2_PP2_DP2, cells(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
+def test_eight_roles_every_cell(
+    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
+) -> None:
+    strike(tmp_path, TP2_PP2_DP2, part, plan)
