@@ -10,3 +10,55 @@ TENSOR = f"{PIPELINE} --tensor-model-parallel-size 2"
 
 PP2_DP2 = Layout("pp2-dp2", PIPELINE, nodes=4, members_per_node=1)
 TP2_PP2_DP2 = Layout("tp2-pp2-dp2", TENSOR, nodes=4, members_per_node=2)
+WHOLE_NODES = Layout("pp2-dp2-on-2-nodes", PIPELINE, nodes=2, members_per_node=2)
+OVERLAP = Layout(
+    "overlap",
+    f"{PIPELINE} --overlap-grad-reduce --overlap-param-gather",
+    nodes=4,
+    members_per_node=1,
+)
+INSTANCES = Layout(
+    "two-instances",
+    f"{DISTRIBUTED} --num-distributed-optimizer-instances 2",
+    nodes=4,
+    members_per_node=1,
+)
+PLAIN_OPTIMIZER = Layout(
+    "plain-optimizer", "--bf16 --pipeline-model-parallel-size 2", nodes=4, members_per_node=1
+)
+FP32 = Layout(
+    "fp32",
+    "--use-distributed-optimizer --pipeline-model-parallel-size 2",
+    nodes=4,
+    members_per_node=1,
+)
+FP16 = Layout(
+    "fp16",
+    "--fp16 --initial-loss-scale 4294967296 --hysteresis 1 --use-distributed-optimizer"
+    " --pipeline-model-parallel-size 2",
+    nodes=4,
+    members_per_node=1,
+)
+VIRTUAL = Layout(
+    "virtual-pipeline",
+    f"{PIPELINE} --num-layers-per-virtual-pipeline-stage 1",
+    nodes=4,
+    members_per_node=1,
+)
+SEQUENCE = Layout(
+    "sequence-parallel",
+    f"{DISTRIBUTED} --tensor-model-parallel-size 2 --sequence-parallel",
+    nodes=4,
+    members_per_node=1,
+)
+_EXPERTS = (
+    "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid"
+    " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.01 --disable-bias-linear"
+)
+EXPERTS = Layout("experts", f"{PIPELINE} {_EXPERTS}", nodes=4, members_per_node=1)
+TENSOR_EXPERTS = Layout(
+    "tensor-experts",
+    f"{DISTRIBUTED} --tensor-model-parallel-size 2 --sequence-parallel {_EXPERTS}",
+    nodes=4,
+    members_per_node=1,
+)

@@ -1,0 +1,65 @@
+"""Every way to cut and update a model survives the loss of a node and of a process, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import layouts
+from tests.faults.jobs import Layout, assert_unnoticed, fault, reference, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+ITERATIONS = 12
+
+
+def node(name: str, point: str, role: int, iteration: int, **options: Any) -> dict[str, Any]:
+    """The node of ``role`` dies at ``point``."""
+    return fault(
+        name, point, when_role=role, when_iteration=iteration, **{"target": "node", **options}
+    )
+
+
+GATHER = {"when_op": "all_gather_single_coalesced"}
+COMMON = [
+    node("backward", "backward", 0, 3, when_microbatch=1),
+    node("update", "optimizer.inside", 3, 6),
+    node("before-scheduler", "optimizer.after", 1, 9, target="self"),
+]
+PLANS: dict[Layout, list[dict[str, Any]]] = {
+    layouts.WHOLE_NODES: COMMON,
+    layouts.OVERLAP: [*COMMON, node("gather", "comm", 2, 11, **GATHER)],
+    layouts.INSTANCES: COMMON,
+    layouts.PLAIN_OPTIMIZER: COMMON,
+    layouts.FP32: [*COMMON, node("gather", "comm", 2, 11, **GATHER)],
+    # At this scale the first updates overflow: found-inf is all that such an iteration has.
+    layouts.FP16: [
+        node("in-a-skipped-update", "comm", 0, 2, when_section="optimizer", when_op="allreduce"),
+        node("after-a-skipped-update", "optimizer.after", 2, 3),
+        node("between-found-inf-and-norm", "comm.done", 1, 9, when_section="optimizer"),
+    ],
+    layouts.VIRTUAL: COMMON,
+    layouts.SEQUENCE: COMMON,
+    layouts.EXPERTS: [
+        node("between-bias-and-norm", "grads.final", 1, 3),
+        node("between-dense-and-expert-update", "optimizer.inside", 2, 6, when_optimizer=1),
+        node("after-both-updates", "optimizer.updated", 0, 9, when_optimizer=1),
+    ],
+    layouts.TENSOR_EXPERTS: [
+        node("between-bias-and-norm", "grads.final", 1, 3),
+        node("between-dense-and-expert-update", "optimizer.inside", 2, 6, when_optimizer=1),
+    ],
+}
+
+
+@pytest.mark.parametrize("layout", PLANS, ids=lambda layout: layout.name)
+def test_layout_survives(tmp_path: Path, layout: Layout) -> None:
+    plan = PLANS[layout]
+    wanted = reference(layout, ITERATIONS)
+    outcome = run_job(
+        tmp_path / "run", layout, ITERATIONS, plan, spares=2 - (layout.nodes == 2), refill=len(plan)
+    )
+    assert_unnoticed(outcome, wanted, plan)
+    if layout is layouts.FP16:
+        assert any(step["skipped"] for step in outcome.final["steps"])
