@@ -53,9 +53,16 @@ def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
     address = coordinator_address(run)
     if address is None:
         raise RunNotReachable(f"{run.path} has no coordinator yet")
+    return ask_at(address, run, info.run_id, message)
+
+
+def ask_at(
+    address: tuple[str, int], run: RunDirectory, run_id: str, message: Mapping[str, Any]
+) -> dict[str, Any]:
+    """:func:`ask` at a known address."""
     secret = auth.load_secret(run.path)
     try:
-        with auth.connect(address, secret, info.run_id, _ASK_SECONDS) as connection:
+        with auth.connect(address, secret, run_id, _ASK_SECONDS) as connection:
             framing.send(connection, {"t": "control", **message})
             answer = framing.receive(connection)
     except (OSError, WireError) as error:

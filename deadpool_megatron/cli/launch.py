@@ -69,6 +69,8 @@ class Launcher:
         self._refills = options.refill
         self._signals = 0
         self._stop_deadline = 0.0
+        self._coordinator_moved = time.monotonic()
+        self._hopeless = ""
 
     def run(self) -> int:
         """From the first process to the last; answers the exit status of the run.
@@ -151,6 +153,7 @@ class Launcher:
             self._reap_agents()
             if self._coordinator_ended():
                 return
+            self._look_for_trouble()
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
                 self._options.say("the run does not end by itself: killing it")
                 return
@@ -198,7 +201,27 @@ class Launcher:
         self._start_coordinator()
         return False
 
+    def _look_for_trouble(self) -> None:
+        """What the coordinator cannot notice: that it is stopped itself, that no node came up."""
+        assert self._coordinator is not None
+        now, pid = time.monotonic(), self._coordinator.pid
+        found = posix.state_and_cpu_ticks(pid)
+        if found is None or found[0] not in "Tt":
+            self._coordinator_moved = now
+        elif now - self._coordinator_moved > self._info.settings.freeze_seconds:
+            self._options.say("the coordinator is stopped: it is killed")
+            self._coordinator.kill()
+        if self._agents or self._stop_deadline or self._run.final.exists():
+            return
+        if not any(self._run.journal.iterdir()):
+            self._hopeless = f"no node came up: {last_line(self._run.log('node0-agent'))}"
+            self._stop_deadline = now + self._info.settings.close_seconds
+            self._coordinator.terminate()
+
     def _exit_status(self) -> int:
+        if self._hopeless:
+            self._options.say(self._hopeless)
+            return EXIT_FAILED
         try:
             final = read_json(self._run.final)
         except (OSError, ValueError):

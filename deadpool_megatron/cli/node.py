@@ -13,7 +13,13 @@ from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.checks import check_command
-from deadpool_megatron.cli.common import CommandError, coordinator_address, parse_address, raw
+from deadpool_megatron.cli.common import (
+    CommandError,
+    ask_at,
+    coordinator_address,
+    parse_address,
+    raw,
+)
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.layout import domains
@@ -74,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _coordinator(args: argparse.Namespace) -> int:
     # The planner comes from a layer above the cluster package, so it is handed in from here.
-    from deadpool_megatron.cluster.coordinator import CoordinatorOptions, run_coordinator
+    from deadpool_megatron.cluster.coordinator import run_coordinator
+    from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
     from deadpool_megatron.recovery import plan
 
     run = RunDirectory(args.run_dir)
@@ -124,12 +131,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _agent(args: argparse.Namespace) -> int:
     from deadpool_megatron.cli.launch import DEFAULT_PRELOAD, preload_modules
-    from deadpool_megatron.cluster.agent import AgentOptions, run_agent
+    from deadpool_megatron.cluster.agent import AgentOptions, NodeTaken, run_agent
     from deadpool_megatron.cluster.cleanup import claim_segments
 
     run = RunDirectory(args.run_dir)
-    info = _run_of(run, args)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
+    if not (run.path / "run.json").exists() and fixed is not None:
+        _fetch_run(run, args, fixed)
+    info = _run_of(run, args)
     if fixed is None and coordinator_address(run) is None:
         raise CommandError(f"{run.path} names no coordinator: give --coordinator HOST:PORT")
     if fixed is not None:
@@ -140,19 +149,22 @@ def _agent(args: argparse.Namespace) -> int:
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    return run_agent(
-        AgentOptions(
-            node=args.node_id,
-            run=run,
-            info=info,
-            secret=auth.load_secret(run.path),
-            address=lambda: fixed or coordinator_address(run),
-            host=args.host or info.settings.interface,
-            domain=args.domain or domain_of(info.settings, args.node_id),
-            modules=modules,
-            directory=Path.cwd(),
-        )
+    options = AgentOptions(
+        node=args.node_id,
+        run=run,
+        info=info,
+        secret=auth.load_secret(run.path),
+        # The file names the newest coordinator, wherever it was started again.
+        address=lambda: coordinator_address(run) or fixed,
+        host=args.host or info.settings.interface,
+        domain=args.domain or domain_of(info.settings, args.node_id),
+        modules=modules,
+        directory=Path.cwd(),
     )
+    try:
+        return run_agent(options)
+    except NodeTaken as error:
+        raise CommandError(f"{error}: choose another --node-id") from error
 
 
 def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
@@ -166,6 +178,17 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     if args.command and tuple(args.command) != info.command:
         raise CommandError(f"the run has another command: {' '.join(info.command)}")
     return info
+
+
+def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, int]) -> None:
+    """Without a shared file system: the facts of the run come from the coordinator."""
+    if args.run_id is None or auth.ENVIRONMENT_NAME not in os.environ:
+        raise CommandError(
+            f"{run.path} is no run directory: share the coordinator's, or give --run-id and"
+            f" {auth.ENVIRONMENT_NAME}"
+        )
+    answer = ask_at(address, run, args.run_id, {"command": "info"})
+    run.create(RunInfo.from_dict(answer["info"]))
 
 
 def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:

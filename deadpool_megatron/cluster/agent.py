@@ -11,6 +11,7 @@ cut off for :func:`fence_seconds` ends its members, to hold nothing that was giv
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import socket
@@ -32,10 +33,10 @@ from deadpool_megatron.cluster.agent_members import (
     wait_ended,
 )
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
-from deadpool_megatron.cluster.cleanup import remove_segments
+from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
@@ -44,6 +45,10 @@ from deadpool_megatron.wire.auth import AuthenticationError
 
 EXIT_FENCED = 69
 _FLUSH_SECONDS = 2.0
+
+
+class NodeTaken(Exception):
+    """Another agent serves the node of this number on this host."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,6 @@ class Agent:
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
-        self._segments.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._members = Members(self._spec, starter, self._settings, self)
         self._link = CoordinatorLink(
             self._options.address,
@@ -357,19 +361,12 @@ class Agent:
         )
 
     def _write_listing(self) -> None:
-        members = self._members.by_slot
-        pids = [os.getpid(), self._vault.pid, *(m.pid for m in members.values())]
-        write_json(
+        members = self._members.by_slot.values()
+        write_listing(
             self._options.run.node(self._node),
-            {
-                "agent": os.getpid(),
-                "vault": self._vault.pid,
-                "members": {str(slot): member.pid for slot, member in members.items()},
-                "segment_dir": str(self._segments),
-                "slots": {str(slot): member.incarnation for slot, member in members.items()},
-                "hostname": socket.gethostname(),
-                "started": {str(pid): posix.start_time(pid) for pid in pids},
-            },
+            self._vault.pid,
+            {member.slot: (member.pid, member.incarnation) for member in members},
+            self._segments,
         )
 
     def _launcher_gone(self) -> None:
@@ -416,12 +413,30 @@ def fence_seconds(settings: Settings) -> float:
     return max(settings.spare_timeout_seconds, 3 * settings.connect_seconds)
 
 
+def _claim_node(options: AgentOptions) -> int:
+    """Lock the node's segments for this process; a second agent would overwrite its memory."""
+    segments = options.run.segments(options.info.run_id, options.node)
+    segments.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(segments / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise NodeTaken(f"node {options.node} already has an agent on this host") from error
+    return lock
+
+
 def run_agent(options: AgentOptions) -> int:
-    """Run an agent in this process, which has one thread; answers its exit status."""
+    """Run an agent in this process, which has one thread; answers its exit status.
+
+    Raises NodeTaken.
+    """
     posix.set_process_name(f"dp-agent{options.node}")
+    lock = _claim_node(options)
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
     code = asyncio.run(Agent(options).run())
+    os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
     return code

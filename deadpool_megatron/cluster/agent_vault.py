@@ -77,8 +77,9 @@ class VaultKeeper:
 
     @property
     def pid(self) -> int:
-        """Process id; 0 between two vaults."""
-        return 0 if self._watch is None or self._watch.ending is not None else self._watch.pid
+        """Process id of the present vault; between two of them that of the last one."""
+        assert self._watch is not None
+        return self._watch.pid
 
     def start(self) -> None:
         """Start the first vault."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from deadpool_megatron.cluster.run_directory import (
     RunDirectory,
     read_json,
     segment_root,
+    write_json,
 )
 
 _PREFIX = "deadpool-"
@@ -42,6 +45,28 @@ def claim_segments(run: RunDirectory, run_id: str) -> None:
     root = segment_root(run_id)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     (root / _OWNER).write_text(json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n")
+
+
+def write_listing(
+    path: Path, vault: int, members: Mapping[int, tuple[int, int]], segments: Path
+) -> None:
+    """The processes of the calling agent's node; ``members``: slot -> (pid, incarnation).
+
+    Fail points and clean-up read it, so it is rewritten whenever a process starts or ends.
+    """
+    pids = [os.getpid(), vault, *(pid for pid, _ in members.values())]
+    write_json(
+        path,
+        {
+            "agent": os.getpid(),
+            "vault": vault,
+            "members": {str(slot): pid for slot, (pid, _) in members.items()},
+            "segment_dir": str(segments),
+            "slots": {str(slot): incarnation for slot, (_, incarnation) in members.items()},
+            "hostname": socket.gethostname(),
+            "started": {str(pid): posix.start_time(pid) for pid in pids},
+        },
+    )
 
 
 def remove_segments(directory: Path) -> None:

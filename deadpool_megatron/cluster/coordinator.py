@@ -12,49 +12,38 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster import machine_actions as actions
 from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster import posix, translate
+from deadpool_megatron.cluster.chronicle import Chronicle
+from deadpool_megatron.cluster.cleanup import clean_run
+from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.durable import DurableError, make_valid
 from deadpool_megatron.cluster.hang import ProgressClock, find_hang
 from deadpool_megatron.cluster.journal import DirectoryJournal, JournalError
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Config, Phase, State
+from deadpool_megatron.cluster.machine_state import Phase, State
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
-from deadpool_megatron.cluster.status import describe
+from deadpool_megatron.cluster.run_directory import write_json
+from deadpool_megatron.cluster.status import describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
-from deadpool_megatron.events import Event, EventLog, Kind, read_events
-from deadpool_megatron.layout.decision import Planner
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 EXIT_INTERRUPTED = 130
-_CONTROL_COMMANDS = ("status", "drain", "stop")
-
-
-@dataclass(frozen=True)
-class CoordinatorOptions:
-    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by."""
-
-    run: RunDirectory
-    info: RunInfo
-    secret: bytes
-    host: str
-    listener: socket.socket
-    planner: Planner
-    lifeline_fd: int | None = None
+_CONTROL_COMMANDS = ("status", "drain", "stop", "info")
 
 
 class Coordinator:
@@ -66,30 +55,18 @@ class Coordinator:
         self._settings = options.info.settings
         self._boot = secrets.token_hex(8)
         self._journal = DirectoryJournal(options.run.journal)
-        self._results = Results()
+        self._chronicle = Chronicle(options.run, options.info)
         self._progress = ProgressClock()
-        self._recover_results()
-        self._log = EventLog(options.run.events)
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
         self._exit_status: int | None = None
+        self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._machine = Machine(_config(options), options.planner)
+        self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             options.secret, options.info.run_id, self._settings.connect_seconds, self
         )
         self._state = self._first_state()
-
-    def _recover_results(self) -> None:
-        """After a restart: what was accepted before; a torn last line is cut off."""
-        path = self._run.events
-        if not path.exists():
-            return
-        data = path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(path, data.rfind(b"\n") + 1)
-        for event in read_events(path):
-            self._results.add(event)
 
     def _first_state(self) -> State:
         records = self._journal.entries("epoch")
@@ -99,14 +76,13 @@ class Coordinator:
         text = f"coordinator restarted, newest record is of epoch {last.epoch}"
         self._emit(Event(Kind.LOG, epoch=last.epoch, data={"level": "warning", "text": text}))
         kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
-        state = self._machine.resume(kept, self._newest_durable(), time.monotonic())
+        durable = self._chronicle.newest_durable()
+        state = self._machine.resume(kept, durable, time.monotonic())
         return replace(state, newest=max(state.newest, self._results.last_iteration))
 
-    def _newest_durable(self) -> Restore | None:
-        """The checkpoint that an earlier coordinator of this run made valid last."""
-        if not self._run.latest.exists():
-            return None
-        return Restore.from_dict(read_json(self._run.latest))
+    @property
+    def _results(self) -> Results:
+        return self._chronicle.results
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
@@ -150,7 +126,10 @@ class Coordinator:
                 task.cancel()
             self._store.close()
             server.close()
-            self._log.close()
+            self._chronicle.close()
+            if self._launcher_lost:
+                # Its part would have been to remove what killed agents have left.
+                clean_run(self._run, self._options.info.run_id)
         assert self._exit_status is not None
         return self._exit_status
 
@@ -171,6 +150,8 @@ class Coordinator:
                     self._carry_out(action)
                 if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
                     self._store.count_epoch()
+        except Exception as error:
+            _fail(error)
         finally:
             self._stepping = False
 
@@ -251,17 +232,9 @@ class Coordinator:
             self.feed(inputs.JournalWritten(record.epoch))
 
     def _finish(self, exit_status: int, reason: str, resume: Restore | None) -> None:
-        info = self._options.info
-        head = {"run_id": info.run_id, "world_size": info.world_size}
-        final = self._results.final(head, reason, exit_status)
-        reports = [report.to_dict() for report in self._state.recoveries]
-        known = {report["epoch"] for report in reports}
-        earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]
-        final["recoveries"] = [*earlier, *reports]
-        if resume is not None:
-            write_json(self._run.latest, resume.to_dict())
-        write_json(self._run.final, final)
-        self._peers.send_all({"t": "stop", "reason": final["reason"], "remove": True})
+        recoveries = [report.to_dict() for report in self._state.recoveries]
+        written = self._chronicle.finish(exit_status, reason, resume, recoveries)
+        self._peers.send_all({"t": "stop", "reason": written, "remove": True})
 
     # Connections (see PeerEvents).
 
@@ -275,16 +248,18 @@ class Coordinator:
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         """A report; one that is malformed is refused, its agent stays."""
+        event: Event | None = None
         try:
             if message["t"] == "event":
-                self._event(Event.from_dict(message["event"]))
-                return
-            if message["t"] == "member":
-                self._member_event(peer.node, message)
+                event = Event.from_dict(message["event"])
+            elif message["t"] == "member":
+                event = self._member_event(peer.node, message)
             item = translate.from_agent(peer.node, message)
         except (KeyError, TypeError, ValueError) as error:
             self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
             return
+        if event is not None:
+            self._event(event)
         if item is not None:
             self.feed(item)
 
@@ -302,6 +277,8 @@ class Coordinator:
         name = message.get("command")
         if name == "status":
             return {"ok": True, "status": describe(self._state, self._peers, self._results)}
+        if name == "info":
+            return {"ok": True, "info": self._options.info.to_dict()}
         if name == "stop":
             self._user_stop(str(message.get("reason", "stopped by command")))
             return {"ok": True}
@@ -322,8 +299,7 @@ class Coordinator:
 
     def _emit(self, event: Event) -> None:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
-        for accepted in self._results.add(event):
-            self._log.write(accepted)
+        for accepted in self._chronicle.write(event):
             item = translate.from_event(accepted)
             if item is not None:
                 self.feed(item)
@@ -336,20 +312,19 @@ class Coordinator:
             return
         self._emit(event)
 
-    def _member_event(self, node: int, message: Mapping[str, Any]) -> None:
+    def _member_event(self, node: int, message: Mapping[str, Any]) -> Event | None:
         """What a member's message says to people and results, besides the machine."""
         m = message["m"]
-        seat = (node, int(message["slot"]), int(message["incarnation"]))
+        role = self._state.role_at(node, int(message["slot"]), int(message["incarnation"]))
         if m["t"] == "done":
             data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
-            self._emit(Event(Kind.MEMBER_DONE, self._epoch, node, int(m["role"]), data=data))
-        elif m["t"] == "phase":
-            role = self._state.role_at(*seat)
-            phase, seconds = str(m["phase"]), float(m["seconds"])
-            event = Event(Kind.PHASE, int(m["epoch"]), node, role, data={"seconds": seconds})
-            self._log.write(Event.from_dict({**event.to_dict(), "phase": phase}))
-        elif m["t"] == "durable-request":
+            return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
+        if m["t"] == "phase":
+            data = {"seconds": float(m["seconds"])}
+            return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
+        if m["t"] == "durable-request":
             self._spawn(self._durable(dict(m)))
+        return None
 
     async def _durable(self, m: Mapping[str, Any]) -> None:
         """All files are written: make the checkpoint valid, if its epoch is still the open one."""
@@ -397,12 +372,7 @@ class Coordinator:
         record = self._state.record
         if record is None or self._state.phase not in (Phase.RUNNING, Phase.PAUSING):
             return
-        beats = {}
-        for role, seat in record.seats.items():
-            peer = self._peers.agents.get(seat.node)
-            beat = {} if peer is None else peer.beats.get(seat.slot, {})
-            if beat.get("incarnation") == seat.incarnation and "section" in beat:
-                beats[role] = beat
+        beats = role_beats(self._state, self._peers)
         if len(beats) != len(record.seats):
             return
         hang = find_hang(self._progress.update(beats, now), self._settings)
@@ -415,6 +385,7 @@ class Coordinator:
     def _launcher_gone(self) -> None:
         assert self._options.lifeline_fd is not None
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._launcher_lost = True
         self._user_stop("the launcher is gone")
 
     def _store_ready(self, port: int) -> None:
@@ -433,10 +404,15 @@ class Coordinator:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            # A bug: a new coordinator continues from the journal.
-            print(f"coordinator failed: {task.exception()!r}", file=sys.stderr, flush=True)
-            os._exit(1)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
@@ -445,21 +421,6 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
     return asyncio.run(Coordinator(options).run())
-
-
-def _config(options: CoordinatorOptions) -> Config:
-    info = options.info
-    start = Restore("initial", Generation(0, 0))
-    if info.restore:
-        start = Restore.from_dict(info.restore)
-    return Config(
-        nodes=info.nodes,
-        spares=info.spares,
-        nproc=info.nproc_per_node,
-        settings=info.settings,
-        dump_directory=str(options.run.dump),
-        start=start,
-    )
 
 
 def _texts(numbers: Mapping[int, int]) -> dict[str, int]:

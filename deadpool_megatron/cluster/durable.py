@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory import RunDirectory, write_json
@@ -21,15 +22,16 @@ def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory
     """
     try:
         if final.exists():
-            return
-        if not temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif temporary.is_dir():
+            for path in sorted(temporary.rglob("*")):
+                if path.is_file():
+                    _sync(path)
+            _sync(temporary)
+            temporary.rename(final)
+            _sync(final.parent)
+        else:
             raise DurableError(f"{temporary} is not a directory")
-        for path in sorted(temporary.rglob("*")):
-            if path.is_file():
-                _sync(path)
-        _sync(temporary)
-        temporary.rename(final)
-        _sync(final.parent)
         write_json(run.latest, restore.to_dict())
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 from deadpool_megatron.cluster import machine_events as ev
@@ -124,7 +125,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     state, place = turn.state, (event.node, event.slot)
     ordered = state.members[place].status is MemberStatus.KILLED
     role = _role(turn, event)
-    how = f"signal {event.signal}" if event.signal is not None else f"exit {event.exit_code}"
+    how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
     cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
     facts = {"exit_code": event.exit_code, "signal": event.signal}
@@ -274,3 +275,11 @@ def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
     else:
         turn.set(pause=replace(order, paused=order.paused | {role}))
         check_paused(turn)
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL rather than 9; a number for what has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -9,15 +9,24 @@ from deadpool_megatron.cluster.peers import Peers
 from deadpool_megatron.cluster.results import Results
 
 
-def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
-    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, refusals."""
-    record = state.record
-    roles: dict[str, Any] = {}
+def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
+    """Newest beat of the very process that plays each role; roles without one are missing."""
+    found = {}
     for role, seat in sorted(state.seats.items()):
         peer = peers.agents.get(seat.node)
         beat = {} if peer is None else peer.beats.get(seat.slot, {})
-        if beat.get("incarnation") != seat.incarnation:
-            beat = {}
+        if beat.get("incarnation") == seat.incarnation and "section" in beat:
+            found[role] = beat
+    return found
+
+
+def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, refusals."""
+    record = state.record
+    beats = role_beats(state, peers)
+    roles: dict[str, Any] = {}
+    for role, seat in sorted(state.seats.items()):
+        beat = beats.get(role, {})
         roles[str(role)] = {
             "seat": seat.to_list(),
             "section": beat.get("section", "unknown"),

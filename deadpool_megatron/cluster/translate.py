@@ -114,11 +114,6 @@ def _fault(seat: SeatKey, m: Message) -> inputs.Input:
     return inputs.MemberFault(*seat, epoch=int(m["epoch"]), text=text)
 
 
-def _phase(seat: SeatKey, m: Message) -> inputs.Input:
-    del seat
-    return inputs.PhaseReported(int(m["epoch"]), str(m["phase"]), float(m["seconds"]))
-
-
 def _restored(seat: SeatKey, m: Message) -> inputs.Input:
     generation = Generation.from_list(m["generation"])
     return inputs.Restored(
@@ -149,7 +144,6 @@ _FROM_MEMBER: Mapping[str, Callable[[SeatKey, Message], inputs.Input | None]] = 
     "warm": _warm,
     "registered": _registered,
     "fault": _fault,
-    "phase": _phase,
     "restored": _restored,
     "restore-failed": _restore_failed,
     "paused": _paused,

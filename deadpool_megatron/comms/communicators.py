@@ -51,7 +51,7 @@ class Communicators:
         drain_seconds: float = 5.0,
         on_fault: FaultCallback | None = None,
         grace_seconds: float = 0.1,
-        interface: str | None = None,
+        address: str | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
@@ -60,7 +60,7 @@ class Communicators:
             operation_timeout_seconds, close_wait_seconds, drain_seconds, grace_seconds
         )
         self._on_fault = on_fault
-        self._interface = interface
+        self._address = address
         self._roster = Roster()
         self._pool = WaiterPool()
         self._reaper = Reaper()
@@ -376,11 +376,11 @@ class Communicators:
 
     def _make_fabric(self, epoch: Epoch, transport: str) -> Fabric:
         if transport == "gloo":
-            return GlooFabric(epoch, self._interface)
+            return GlooFabric(epoch, self._address)
         if transport == "nccl":
             from .nccl import NcclFabric
 
             return NcclFabric(epoch)
         from .fake_nccl import FakeNcclFabric
 
-        return FakeNcclFabric(epoch, self._interface)
+        return FakeNcclFabric(epoch, self._address)

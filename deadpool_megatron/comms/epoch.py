@@ -200,6 +200,8 @@ class Epoch:
         whose threads sleep is one that gloo forgot to wake when its connection went: it can only
         end with the expiry of its timeout, as an error, and writes nothing any more.
         """
+        if any(fabric.aborting() for fabric in list(self.fabrics)):
+            return True
         works = {id(work): work for work in (*self.in_flight.values(), *self.abandoned)}
         stuck = [place for work in works.values() if (place := work.unfinished_in())]
         if not stuck:

@@ -51,9 +51,9 @@ class StreamOrderError(AssertionError):
 class FakeNcclFabric(NcclFabric):
     """Fake communicators of one epoch, aborted together."""
 
-    def __init__(self, epoch: Epoch, interface: str | None = None) -> None:
+    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
         super().__init__(epoch)
-        self._gloo = GlooFabric(epoch, interface)
+        self._gloo = GlooFabric(epoch, address)
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)

@@ -43,11 +43,11 @@ _device_lock = threading.Lock()
 class GlooFabric(Fabric):
     """The gloo device of one epoch: one listening socket, one loop thread for all groups."""
 
-    def __init__(self, epoch: Epoch, interface: str | None = None) -> None:
+    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
         self._epoch = epoch
         self._lock = threading.Lock()
         self._device: Any
-        self._device, self._epoll = _create_known_device(interface)
+        self._device, self._epoll = _create_known_device(address)
 
     def create(self, spec: GroupSpec, store: Store) -> GlooGroup:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -167,12 +167,12 @@ class GlooGroup(InnerGroup):
         self._backend = None
 
 
-def _create_known_device(interface: str | None) -> tuple[Any, int]:
+def _create_known_device(address: str | None) -> tuple[Any, int]:
     """A new device and its epoll descriptor."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _device_lock:
             before = set().union(*poison.listening_epolls().values())
-            device = _create_device(interface)
+            device = _create_device(address)
             made = [fd for fd, inodes in poison.listening_epolls().items() if inodes - before]
         if len(made) == 1:
             return device, made[0]
@@ -180,9 +180,11 @@ def _create_known_device(interface: str | None) -> tuple[Any, int]:
     raise RuntimeError(f"cannot tell the epoll descriptor of the gloo device: {made}")
 
 
-def _create_device(interface: str | None) -> Any:
+def _create_device(address: str | None) -> Any:
     """A device as c10d makes it by default, but eager: lazy ones hang when a peer dies."""
-    names = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if names:
-        return ProcessGroupGloo.create_device(interface=names, lazy_init=False)
+    if address:
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return ProcessGroupGloo.create_device(interface=name, lazy_init=False)
     return ProcessGroupGloo.create_default_device(lazy_init=False)

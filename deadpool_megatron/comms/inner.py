@@ -91,6 +91,10 @@ class Fabric(ABC):
     def abort(self) -> None:
         """Make pending operations of all groups end. Any thread, any number of times."""
 
+    def aborting(self) -> bool:
+        """Whether an abort is still under way in another thread."""
+        return False
+
     @abstractmethod
     def quiescent(self) -> bool:
         """After abort: True if no peer's data can arrive in local memory any more."""

@@ -109,9 +109,12 @@ class NcclFabric(Fabric):
         for thread in threads:
             thread.join(ABORT_SECONDS)
 
+    def aborting(self) -> bool:
+        return any(thread.is_alive() for thread in self._aborting)
+
     def quiescent(self) -> bool:
         """True when all aborts returned; the caller still has to synchronise the device."""
-        return not any(thread.is_alive() for thread in self._aborting)
+        return not self.aborting()
 
     def close(self) -> None:
         with self._lock:

@@ -69,6 +69,7 @@ class EpochEntry(Stages):
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
         self._late: dict[str, object] = {}
+        self._store: tuple[str, int, TCPStore] | None = None
 
     @property
     def loop(self) -> ProtectedLoop:
@@ -92,6 +93,20 @@ class EpochEntry(Stages):
         self._make_groups(role, world_size)
         self._make_loop()
 
+    def connect_store(self, record: EpochRecord) -> TCPStore:
+        """The client of the record's store; kept, because connecting in a crowd takes seconds."""
+        if self._store is not None and self._store[:2] == (record.store_host, record.store_port):
+            return self._store[2]
+        store = TCPStore(
+            record.store_host,
+            record.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._settings.rebuild_seconds),
+        )
+        self._store = (record.store_host, record.store_port, store)
+        return store
+
     def warm_up(self) -> None:
         """One iteration without peers, so that kernels, allocator and schedules are warm.
 
@@ -113,16 +128,13 @@ class EpochEntry(Stages):
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
         """Connect every group of the epoch through the store that the record names."""
-        store = TCPStore(
-            record.store_host,
-            record.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._settings.rebuild_seconds),
-        )
+        store = self.connect_store(record)
+        # A connection attempt that is left behind may block in its client: then take a new one.
+        self._store = None
         self._communicators.attach(
             record.epoch, store, role, deadline_seconds=self._settings.rebuild_seconds
         )
+        self._store = (record.store_host, record.store_port, store)
         if record.restore.kind == "initial":
             self._make_loop()
 

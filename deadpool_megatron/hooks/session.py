@@ -133,6 +133,7 @@ class Session:
         started = time.monotonic()
         self._entry.build_detached(self._link.seat.slot % self._world_size, self._world_size)
         self._entry.warm_up()
+        self._entry.connect_store(record)
         self._section = "parked"
         self._link.send(
             {

@@ -55,7 +55,9 @@ class TrainerConfig:
     attention_dropout: float = _flag(0.1, "model", "dropout of attention weights")
 
     num_experts: int | None = _flag(None, "mixture of experts", "experts per layer")
-    moe_ffn_hidden_size: int | None = _flag(None, "mixture of experts", "width of each expert")
+    moe_ffn_hidden_size: int | None = _flag(
+        None, "mixture of experts", "width of each expert; default: as MLP"
+    )
     moe_router_topk: int = _flag(2, "mixture of experts", "experts per token")
     moe_router_score_function: str = _flag(
         "softmax", "mixture of experts", "router scores", choices=("softmax", "sigmoid")

@@ -6,6 +6,7 @@ imports Megatron itself.
 
 from __future__ import annotations
 
+import os
 import warnings
 
 # torch.optim imports it with the first optimizer, half a second in each rank; here it is there
@@ -13,6 +14,10 @@ import warnings
 import torch._dynamo  # noqa: F401
 
 from deadpool_megatron.platform import select_platform
+
+# Megatron overlaps kernels by the order of their launch, which holds with one queue only. The
+# driver reads this when it starts.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 # Said once by every rank, and nothing that a user of the trainer could change: names that Megatron
 # calls and PyTorch has renamed, and a default of Megatron's that it calls deprecated itself.

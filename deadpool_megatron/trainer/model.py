@@ -168,7 +168,9 @@ def _transformer_config(config: TrainerConfig) -> Any:
     if config.num_experts is not None:
         facts |= {
             "num_moe_experts": config.num_experts,
-            "moe_ffn_hidden_size": config.moe_ffn_hidden_size,
+            "moe_ffn_hidden_size": (
+                config.moe_ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+            ),
             "moe_router_topk": config.moe_router_topk,
             "moe_router_score_function": config.moe_router_score_function,
             "moe_router_load_balancing_type": config.moe_router_load_balancing_type,

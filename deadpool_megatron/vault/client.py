@@ -1,92 +1,35 @@
 """The member's side of its vault: fill slots, learn what is committed, get state back.
 
-No torch: buffers are memoryviews of shared memory. All of it is used from the member's main thread
-and there is no thread of its own. The vault may die and come back at any time: what the member has
-written stays in its segment, and the next call connects and registers again.
+No torch: buffers are memoryviews of shared memory. There is no thread of its own; all of it is used
+from the member's main thread, except that a SlotWriter may be filled by another one. The vault may
+die and come back at any time: what the member has written stays in its segment, and the next call
+connects and registers again.
 """
 
 from __future__ import annotations
 
-import mmap
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
+
+__all__ = ["RestoredParts", "SlotWriter", "VaultClient", "Verdict"]
 
 Verdict = Literal["committed", "interrupted", "released"]
 # A vault that was stopped may not hold up the training thread for longer than this.
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
-
-
-class SlotWriter:
-    """One slot that is being written; from :meth:`VaultClient.begin`."""
-
-    def __init__(
-        self, client: VaultClient, segment: Segment, slot: int, generation: Generation, epoch: int
-    ) -> None:
-        self.generation = generation
-        self._client = client
-        self._segment = segment
-        self._slot = slot
-        self._epoch = epoch
-
-    def part(self, name: str) -> memoryview:
-        """Writable bytes of a part, its full capacity; uninitialised."""
-        return self._segment.data(self._slot, name)
-
-    def fill(self, parts: Mapping[str, int]) -> None:
-        """Declare these parts complete (name -> bytes used) and have the vault seal them."""
-        for name, nbytes in parts.items():
-            if not 0 <= nbytes <= self._segment.capacity(name):
-                raise VaultError(
-                    f"part {name} has {nbytes} bytes, more than its {self._segment.capacity(name)}"
-                )
-        self._segment.fill(self._slot, parts, self._epoch)
-        self._client.tell({"t": "filled"})
-
-    def abandon(self) -> None:
-        """Give the slot back; its bytes count for nothing."""
-        self._segment.set_state(self._slot, SlotState.EMPTY)
-
-
-class RestoredParts:
-    """Checked bytes of one generation, mapped read-only; kept by the vault until closed."""
-
-    def __init__(
-        self, client: VaultClient, directory: Path, parts: Mapping[str, tuple[str, int, int]]
-    ) -> None:
-        self._client = client
-        self._maps: dict[str, memoryview] = {}
-        self._parts: dict[str, memoryview] = {}
-        for name, (file_name, offset, nbytes) in parts.items():
-            if file_name not in self._maps:
-                with open(directory / file_name, "rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._maps[file_name] = memoryview(mapped)
-            self._parts[name] = self._maps[file_name][offset : offset + nbytes]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the parts."""
-        return tuple(self._parts)
-
-    def part(self, name: str) -> memoryview:
-        """Read-only bytes, exactly as many as were filled. Raises KeyError for an unknown part."""
-        return self._parts[name]
-
-    def close(self) -> None:
-        """Let the vault reuse the slots. Views handed out go on showing whatever is there."""
-        self._parts.clear()
-        self._maps.clear()
-        self._client.tell({"t": "release"})
+# Another thread may have connected anew since the wait began; look again this often.
+_LOOK_SECONDS = 0.5
 
 
 class VaultClient:
@@ -99,6 +42,7 @@ class VaultClient:
         self._directory = Path(segment_dir)
         self._seat = seat
         self._connect_seconds = connect_seconds
+        self._lock = threading.RLock()  # the connection; never held while waiting for the vault
         self._link: socket.socket | None = None
         self._buffer = framing.FrameBuffer()
         self._layout: RoleLayout | None = None
@@ -168,7 +112,7 @@ class VaultClient:
             segment.back_out(slot, before)
             raise Frozen(f"epoch {epoch} has been closed")
         segment.begin(slot, generation, epoch)
-        return SlotWriter(self, segment, slot, generation, epoch)
+        return SlotWriter(self.tell, segment, slot, generation, epoch)
 
     def _choose(self, segment: Segment, epoch: int) -> int:
         newest_committed = self.newest_committed
@@ -217,11 +161,12 @@ class VaultClient:
                 segment.fill_part(slot, part_name, len(payload), self._epoch)
                 self.tell({"t": "filled"})
                 return
-        self._pending[generation, part_name] = self._epoch, bytes(payload)
-        if self._link is None:
-            self._reconnect()
-        else:
-            self._send_pending(generation, part_name)
+        with self._lock:
+            self._pending[generation, part_name] = self._epoch, bytes(payload)
+            if self._link is None:
+                self._reconnect()
+            else:
+                self._send_pending(generation, part_name)
 
     # Waiting.
 
@@ -313,7 +258,7 @@ class VaultClient:
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        return RestoredParts(self, self._directory, answer["parts"])
+        return RestoredParts(self.tell, self._directory, answer["parts"])
 
     def close(self) -> None:
         """Close the connection; the segment stays."""
@@ -324,14 +269,15 @@ class VaultClient:
 
     def tell(self, message: Mapping[str, Any]) -> None:
         """Send if the vault is there; what matters is in shared memory and found again."""
-        if self._link is None:
-            self._reconnect()
-            return
-        try:
-            self._link.settimeout(_SEND_SECONDS)
-            framing.send(self._link, message)
-        except OSError:
-            self._reconnect()
+        with self._lock:
+            if self._link is None:
+                self._reconnect()
+                return
+            try:
+                self._link.settimeout(_SEND_SECONDS)
+                framing.send(self._link, message)
+            except OSError:
+                self._reconnect()
 
     def _own(self) -> Segment:
         if self._segment is None:
@@ -339,29 +285,31 @@ class VaultClient:
         return self._segment
 
     def _disconnect(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._link = None
-        self._buffer = framing.FrameBuffer()
-        self._reply = None
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            self._link = None
+            self._buffer = framing.FrameBuffer()
+            self._reply = None
 
     def _reconnect(self) -> None:
         """Connect and register without waiting for the answer; stays unconnected on failure."""
-        self._disconnect()
-        if self._layout is None:
-            return
-        link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        link.settimeout(_SEND_SECONDS)
-        hello = {"t": "member", "seat": self._seat.to_list(), "layout": self._layout.to_dict()}
-        try:
-            link.connect(self._path)
-            framing.send(link, hello)
-        except OSError:
-            link.close()
-            return
-        self._link = link
-        for generation, part_name in list(self._pending):
-            self._send_pending(generation, part_name)
+        with self._lock:
+            self._disconnect()
+            if self._layout is None:
+                return
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.settimeout(_SEND_SECONDS)
+            seat, layout = self._seat.to_list(), self._layout.to_dict()
+            try:
+                link.connect(self._path)
+                framing.send(link, {"t": "member", "seat": seat, "layout": layout})
+            except OSError:
+                link.close()
+                return
+            self._link = link
+            for generation, part_name in list(self._pending):
+                self._send_pending(generation, part_name)
 
     def _send_pending(self, generation: Generation, part_name: str) -> None:
         epoch, payload = self._pending[generation, part_name]
@@ -409,32 +357,33 @@ class VaultClient:
                 raise Interrupted(f"interrupted while waiting for {what}")
 
     def _poll(self, interrupted: int | None, seconds: float) -> bool:
-        """Wait for the vault or the interrupt; True for the interrupt. Bounded when unconnected."""
+        """Wait a while for the vault or the interrupt; True for the interrupt."""
         poll = select.poll()
         if interrupted is not None:
             poll.register(interrupted, select.POLLIN)
-        if self._link is not None:
-            poll.register(self._link, select.POLLIN)
-        else:
-            seconds = min(seconds, _RETRY_SECONDS)
+        with self._lock:
+            if self._link is not None:
+                poll.register(self._link, select.POLLIN)
+            seconds = min(seconds, _LOOK_SECONDS if self._link is not None else _RETRY_SECONDS)
         ready = poll.poll(max(0.0, seconds) * 1000)
         return any(descriptor == interrupted for descriptor, _ in ready)
 
     def _pump(self) -> None:
         """Take in everything that has arrived, without waiting."""
-        while self._link is not None:
-            try:
-                self._link.settimeout(0)
-                piece = self._link.recv(65536)
-                if not piece:
-                    self._disconnect()
+        with self._lock:
+            while self._link is not None:
+                try:
+                    self._link.settimeout(0)
+                    piece = self._link.recv(65536)
+                    if not piece:
+                        self._disconnect()
+                        return
+                    for message in self._buffer.feed(piece):
+                        self._take(message)
+                except BlockingIOError:
                     return
-                for message in self._buffer.feed(piece):
-                    self._take(message)
-            except BlockingIOError:
-                return
-            except (OSError, framing.WireError):
-                self._disconnect()
+                except (OSError, framing.WireError):
+                    self._disconnect()
 
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["t"]

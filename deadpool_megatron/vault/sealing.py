@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import EpochRecord, RoleLayout, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restoring import Obtainer
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, settle
@@ -43,6 +43,7 @@ class RoleWorker(threading.Thread):
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
         self._shippers: list[Shipper] = []
+        self._refused: set[tuple[int, Generation]] = set()
         self._obtainer = Obtainer(state, transport, record, role)
 
     @property
@@ -149,7 +150,10 @@ class RoleWorker(threading.Thread):
             # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
             ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
             if segment.epoch(slot) != self.epoch or generation.lineage != self.epoch:
-                self._state.refuse("slot of another epoch", role=self._role, generation=generation)
+                if (slot, generation) not in self._refused:
+                    self._refused.add((slot, generation))
+                    about = {"role": self._role, "generation": generation}
+                    self._state.refuse("slot of another epoch", **about)
                 return []
         elif state is SlotState.SEALED:
             ready = (PartState.FILLED,)

@@ -8,7 +8,7 @@ lock step with the commit gate. The world checks the rules of the design as it g
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from machine_rig import STEP, layout
@@ -482,17 +482,25 @@ class World:
 
     # Stretches.
 
-    def settle(self, limit: int = 400) -> None:
-        """Messages, journal and work until nothing moves; no training."""
+    def settle(self, until: Phase | None = None, limit: int = 400) -> None:
+        """Messages, journal and work until nothing moves or the phase is reached; no training."""
         for _ in range(limit):
-            moved = self.write_journal() | self.hear_last_words()
-            for node in list(self.nodes):
-                moved |= node in self.nodes and self.obey(node)
-                moved |= node in self.nodes and self.hear(node)
-            for role in range(self.config.world_size):
-                moved |= self.restore(role)
+            moved = False
+            for act_once in self._moves():
+                if self.state.phase is until:
+                    return
+                moved |= act_once()
             if not moved:
                 return
+
+    def _moves(self) -> Iterable[Callable[[], bool]]:
+        yield self.hear_last_words
+        yield self.write_journal
+        for node in list(self.nodes):
+            yield lambda node=node: node in self.nodes and self.obey(node)  # type: ignore[misc]
+            yield lambda node=node: node in self.nodes and self.hear(node)  # type: ignore[misc]
+        for role in range(self.config.world_size):
+            yield lambda role=role: self.restore(role)  # type: ignore[misc]
 
     def train(self) -> None:
         """One iteration of all roles with all copies, if possible."""

@@ -1,4 +1,4 @@
-"""Real runs of the counting member under ``deadpool run``, and proof that nothing is left of them."""
+"""Real runs of the counting member under ``deadpool run``; proof that nothing is left of them."""
 
 from __future__ import annotations
 

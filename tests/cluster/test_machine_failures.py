@@ -91,6 +91,19 @@ def test_member_that_dies_while_the_journal_writes_is_not_announced() -> None:
     assert rig.pending.seats[1] == Seat(1, 0, 2)
 
 
+def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert not rig.of(act.WriteRecord)
+    assert rig.state.phase is Phase.CLOSING
+    rig.feed(ev.MemberLost(0, 0, 0, signal=SIGKILL))
+    assert (rig.pending.epoch, rig.pending.seats[0]) == (3, Seat(0, 0, 1))
+
+
 def test_journal_that_cannot_write_ends_the_run() -> None:
     rig = Rig().run()
     rig.feed(killed(rig, 1))
@@ -417,6 +430,15 @@ def test_node_that_joins_in_time_takes_the_roles() -> None:
     rig.journal()
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
+
+
+def test_frozen_member_is_reaped_before_a_joining_node_is_given_roles() -> None:
+    rig = waiting()
+    rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
+    rig.join(5)
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.feed(ev.MemberLost(0, 0, 0, signal=SIGKILL))
+    assert rig.pending.seats == {0: Seat(0, 0, 1), 1: Seat(5, 0, 0)}
 
 
 def test_without_spare_the_common_generation_is_dumped() -> None:

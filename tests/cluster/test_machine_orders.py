@@ -61,6 +61,18 @@ def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
     assert rig.one(act.CloseEpoch).cause == "drain of node 1"
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool) -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.journal()
+    if opened:
+        rig.restored()
+    rig.feed(ev.NodeLost(1, "switched off"))
+    assert len(rig.of(act.CloseEpoch)) == (not opened)
+
+
 def test_done_roles_count_as_paused() -> None:
     rig = drained()
     rig.feed(ev.MemberDone(*rig.seat(0), 1), ev.Paused(*rig.seat(1), 1, 9))

@@ -127,6 +127,29 @@ class Cluster(RuleBasedStateMachine):
         if node is not None and (allowed or index % 8 == 0):
             self.world.lose(node)
 
+    @rule(
+        index=INDEX,
+        phase=st.sampled_from(
+            [Phase.CLOSING, Phase.DECIDING, Phase.DECIDING, Phase.OPENING, Phase.PAUSING]
+        ),
+    )
+    def strike(self, index: int, phase: Phase) -> None:
+        """A first failure (or drain) leads to the phase, a second one hits there at once."""
+        if phase is Phase.PAUSING:
+            self.drain(index)
+        else:
+            self.end_member(index, index)
+        self.world.settle(until=phase)
+        node = self.node(index // 7)
+        if index % 2:
+            self.lose_node(index // 7)
+        else:
+            self.end_member(index // 7, index // 7)
+        for _ in range(6):
+            self.world.hear_last_words()
+            if node in self.world.nodes:
+                self.world.hear(node)
+
     @rule(index=INDEX, slot=INDEX)
     def end_member(self, index: int, slot: int) -> None:
         node = self.node(index)
@@ -185,7 +208,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 Cluster.TestCase.settings = settings(
-    max_examples=150,
+    max_examples=250,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.comms import Communicators, ReconfigurableGroup
 from deadpool_megatron.comms.operations import COMMUNICATION, NOT_COMMUNICATION
 
@@ -275,3 +278,28 @@ def test_install_and_uninstall_leave_no_trace() -> None:
     assert {name: getattr(dist, name) for name in before} == before
     assert c10d._new_group_with_tag is with_tag
     assert dist.Backend.backend_list == backends
+
+
+def failpoint(member: Member, plan: Path) -> set[str]:
+    failpoints.load(plan)
+    member.init()
+    group = dist.new_group([0, 1], group_desc="PAIR")
+    member.attach(0)
+    dist.all_reduce(torch.ones(1), group=group)
+    dist.barrier()
+    return failpoints.fired(plan)
+
+
+def test_failpoints_before_and_after_each_operation(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    match = {"op": "allreduce", "group": "PAIR", "size": 2}
+    plan.write_text(
+        json.dumps(
+            [
+                {"id": "before", "point": "comm", "match": match, "action": "mark"},
+                {"id": "after", "point": "comm.done", "match": match, "action": "mark"},
+            ]
+        )
+    )
+    results = run(2, failpoint, plan)
+    assert set.union(*results.values()) == {"before", "after"}

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,12 @@ def run_job(
     settings: str = "",
     seconds: float = JOB_SECONDS,
     arguments: Sequence[str] = (),
+    when_stepping: tuple[int, Callable[[], None]] | None = None,
 ) -> Outcome:
-    """Run one job to its end (or kill it after ``seconds``, which fails the test)."""
+    """Run one job to its end (or kill it after ``seconds``, which fails the test).
+
+    ``when_stepping``: call the function once the run has finished that iteration.
+    """
     plan = directory.with_suffix(".faults")
     plan.write_text(json.dumps(list(faults)))
     command = [
@@ -112,6 +117,9 @@ def run_job(
         env=environment,
         start_new_session=True,
     )
+    if when_stepping is not None:
+        _await_step(directory / "events.jsonl", when_stepping[0], seconds)
+        when_stepping[1]()
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -130,14 +138,30 @@ def run_job(
     )
 
 
+def _await_step(log: Path, iteration: int, seconds: float) -> None:
+    """Follow the event file until that iteration is reported."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        if log.exists() and any(
+            event.kind == "step" and event.iteration == iteration for event in read_events(log)
+        ):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"iteration {iteration} was not reported within {seconds:g} s")
+
+
 @functools.cache
 def _reference_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="reference-")
 
 
-@functools.cache
 def reference(layout: Layout, iterations: int, flags: str = "") -> Outcome:
     """The undisturbed run of this layout; made once per test session."""
+    return _reference(layout, iterations, flags)
+
+
+@functools.cache
+def _reference(layout: Layout, iterations: int, flags: str) -> Outcome:
     folder = Path(_reference_folder().name)
     directory = folder / f"{layout.name}-{iterations}-{abs(hash(flags))}"
     outcome = run_job(directory, layout, iterations, flags=flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -43,20 +44,6 @@ print(select_platform().name, [before] != [[dict(vars(m)) for m in modules]],
     assert changed == "cuda False False"
 
 
-def test_installing_twice_changes_nothing_more() -> None:
-    same = _run(
-        """
-import torch
-from deadpool_megatron.platform import select_platform
-select_platform().install()
-once = (torch.zeros, torch.Tensor.type, torch.cuda.Stream)
-select_platform().install()
-print(once == (torch.zeros, torch.Tensor.type, torch.cuda.Stream))
-"""
-    )
-    assert same == "True"
-
-
 def test_too_late_is_an_error() -> None:
     text = _run(
         """
@@ -71,41 +58,54 @@ except RuntimeError as error:
     assert "before megatron.core is imported" in text
 
 
-def test_only_megatron_sees_another_type() -> None:
-    answers = _run(
-        """
+def test_what_they_answer() -> None:
+    answers = json.loads(_run(_PROGRAM))
+    assert answers == {
+        "type outside Megatron": "torch.FloatTensor",
+        "type inside Megatron": "torch.cuda.BFloat16Tensor",
+        "a cast inside Megatron": "torch.float32",
+        "torch.compile is untouched": True,
+        "devices": ["cpu", "meta"],
+        "installing twice changes nothing more": True,
+        "a named state is the generator seeded so": True,
+        "the unnamed state goes on undisturbed": True,
+    }
+
+
+_PROGRAM = """
+import json
 import torch
 from deadpool_megatron.platform import select_platform
 real_compile = torch.compile
 select_platform().install()
-ours = torch.zeros(1).type()
-scope = {"__name__": "megatron.core.somewhere", "t": torch.zeros(1, dtype=torch.bfloat16)}
-exec("answer = t.type(); cast = t.type(torch.float)", {**scope, "torch": torch}, scope)
-print(ours, scope["answer"], scope["cast"].dtype, torch.compile is real_compile,
-      torch.zeros(1, device="cuda").device, torch.empty(1, device="meta").device)
-"""
-    )
-    assert answers == "torch.FloatTensor torch.cuda.BFloat16Tensor torch.float32 True cpu meta"
-
-
-def test_named_random_states_work_on_the_cpu_generator() -> None:
-    draws = _run(
-        """
-import torch
-from deadpool_megatron.platform import select_platform
+once = (torch.zeros, torch.Tensor.type, torch.cuda.Stream)
 select_platform().install()
+
+inside = {"__name__": "megatron.core.somewhere", "torch": torch}
+exec("t = torch.zeros(1, dtype=torch.bfloat16)", inside)
+exec("kind, cast = t.type(), t.type(torch.float)", inside)
+
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 tracker = get_cuda_rng_tracker()
 torch.manual_seed(1)
 tracker.add("other", 2)
-first = torch.rand(1)
+unnamed = [torch.rand(1)]
 with tracker.fork("other"):
-    inside = torch.rand(1)
-second = torch.rand(1)
+    named = torch.rand(1)
+unnamed.append(torch.rand(1))
 torch.manual_seed(1)
-plain = torch.rand(1), torch.rand(1)
+expected = [torch.rand(1), torch.rand(1)]
 torch.manual_seed(2)
-print(bool(first == plain[0]), bool(second == plain[1]), bool(inside == torch.rand(1)))
+
+print(json.dumps({
+    "type outside Megatron": torch.zeros(1).type(),
+    "type inside Megatron": inside["kind"],
+    "a cast inside Megatron": str(inside["cast"].dtype),
+    "torch.compile is untouched": torch.compile is real_compile,
+    "devices": [str(torch.zeros(1, device=d).device) for d in ("cuda", "meta")],
+    "installing twice changes nothing more":
+        once == (torch.zeros, torch.Tensor.type, torch.cuda.Stream),
+    "a named state is the generator seeded so": torch.equal(named, torch.rand(1)),
+    "the unnamed state goes on undisturbed": unnamed == expected,
+}))
 """
-    )
-    assert draws == "True True True"

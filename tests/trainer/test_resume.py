@@ -75,15 +75,14 @@ def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
     arguments = f"{MODEL} {text} {flags} {DUE}"
     folder = tmp_path / "checkpoint"
     straight = run_ranks(ranks, save_in_the_middle, arguments, folder)
-    # Into fresh objects, and into live ones that went elsewhere meanwhile.
-    for trained_before in (0, 2):
-        resumed = run_ranks(ranks, load_and_go_on, arguments, folder, trained_before)
-        for whole, half in zip(straight, resumed, strict=True):
-            assert whole["changed by saving"] == []
-            assert whole["children"] == "", "no writer process inherits this rank's sockets"
-            assert _differences(whole["middle"], half["middle"]) == []
-            assert _differences(whole["end"], half["end"]) == []
-            assert half["kept"], "optimizer state keeps its tensors"
+    # Into live objects that trained something meanwhile: whatever a load forgets shows.
+    resumed = run_ranks(ranks, load_and_go_on, arguments, folder, 2)
+    for whole, half in zip(straight, resumed, strict=True):
+        assert whole["changed by saving"] == []
+        assert whole["children"] == "", "no writer process inherits this rank's sockets"
+        assert _differences(whole["middle"], half["middle"]) == []
+        assert _differences(whole["end"], half["end"]) == []
+        assert half["kept"], "optimizer state keeps its tensors"
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ from tests.vault.harness import (
     wait_until,
 )
 
-BIG = 48 << 20
+BIG = 12 << 20
 LAYOUTS = {role: make_layout(role) for role in range(2)}
 FIRST = Generation(1, 0)
 

@@ -77,6 +77,7 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
         for member in members:
             assert member.wait(Generation(1, 0)) == "committed"
         late = members[0].client.begin(Generation(1, 1), 1)
+        leftover = members[1].client.begin(Generation(1, 1), 1)
         inventories = running.close(1)
         assert {h.generation for h in inventories[0].holdings} == {Generation(1, 0)}
         late.fill({"shard": 100, "tail": 100})
@@ -97,6 +98,11 @@ def test_nothing_of_a_closed_epoch_is_sealed(tmp_path: Path) -> None:
         fresh.client.register(layouts[0], 2)
         fresh.check(record)
         members[1].check(record)
+        # A helper thread of the survivor wakes up late: its slot belongs to somebody else by now.
+        writer = members[1].client.begin(Generation(2, 1), 2)
+        leftover.abandon()
+        leftover.fill({"shard": 100, "tail": 100})
+        writer.abandon()
         # The dead incarnation's segment is a source until it is superseded, then it goes.
         assert "own-0-0.0.0.seg" in running.nodes[0].status()["segments"]
         for iteration in (1, 2):

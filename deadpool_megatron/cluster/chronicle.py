@@ -1,0 +1,73 @@
+"""The files in which a run tells what happened: ``events.jsonl``, ``final.json``, ``latest.json``.
+
+Belongs to the coordinator, their only writer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
+from deadpool_megatron.events import Event, EventLog, read_events
+from deadpool_megatron.layout.records import Restore
+
+
+class Chronicle:
+    """Takes up where an earlier coordinator of the run was killed, if there was one."""
+
+    def __init__(self, run: RunDirectory, info: RunInfo) -> None:
+        self._run = run
+        self._info = info
+        self.results = Results()
+        if run.events.exists():
+            self._recover()
+        self._log = EventLog(run.events)
+
+    def _recover(self) -> None:
+        """What was accepted before; a torn last line is cut off, or the next would be glued on."""
+        data = self._run.events.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(self._run.events, data.rfind(b"\n") + 1)
+        for event in read_events(self._run.events):
+            self.results.add(event)
+
+    def write(self, event: Event) -> list[Event]:
+        """Write an event, unless it repeats a known one; answers what was written."""
+        accepted = self.results.add(event)
+        for one in accepted:
+            self._log.write(one)
+        return accepted
+
+    def newest_durable(self) -> Restore | None:
+        """The checkpoint that was made valid last in this run."""
+        if not self._run.latest.exists():
+            return None
+        return Restore.from_dict(read_json(self._run.latest))
+
+    def finish(
+        self,
+        exit_status: int,
+        reason: str,
+        resume: Restore | None,
+        recoveries: Iterable[dict[str, Any]],
+    ) -> str:
+        """Write the last files; answers the reason as written. ``recoveries``: of the present
+        coordinator, with phases that were reported after their event was written.
+        """
+        head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
+        final = self.results.final(head, reason, exit_status)
+        reports = list(recoveries)
+        known = {report["epoch"] for report in reports}
+        earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]
+        final["recoveries"] = [*earlier, *reports]
+        if resume is not None:
+            write_json(self._run.latest, resume.to_dict())
+        write_json(self._run.final, final)
+        return str(final["reason"])
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._log.close()

@@ -1,0 +1,40 @@
+"""What a coordinator is started with."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from deadpool_megatron.cluster.machine_state import Config
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.decision import Planner
+from deadpool_megatron.layout.records import Generation, Restore
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by."""
+
+    run: RunDirectory
+    info: RunInfo
+    secret: bytes
+    host: str
+    listener: socket.socket
+    planner: Planner
+    lifeline_fd: int | None = None
+
+
+def machine_config(options: CoordinatorOptions) -> Config:
+    """The facts that the state machine needs."""
+    info = options.info
+    start = Restore("initial", Generation(0, 0))
+    if info.restore:
+        start = Restore.from_dict(info.restore)
+    return Config(
+        nodes=info.nodes,
+        spares=info.spares,
+        nproc=info.nproc_per_node,
+        settings=info.settings,
+        dump_directory=str(options.run.dump),
+        start=start,
+    )

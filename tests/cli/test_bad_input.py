@@ -1,0 +1,231 @@
+"""Whatever a user gets wrong: one clear line, exit status 2, nothing started or left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli import checks, launch
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+
+SCRIPT = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_launcher: launch.Launcher) -> int:
+        raise AssertionError("the launcher was reached")
+
+    monkeypatch.setattr(launch.Launcher, "run", start)
+
+
+def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refused command."""
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith(f"deadpool {arguments[0]}: ")
+    return lines[0]
+
+
+def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SCRIPT) -> list[str]:
+    size = ["--nodes", str(nodes), "--nproc-per-node", "1", "--preload", ""]
+    return ["run", *size, "--run-dir", str(directory), *more, "--", *command.split()]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--deadpool-replicas", "2"), "needs at least 3 nodes"),
+        (("--deadpool-replicas", "0"), "--deadpool-replicas must be at least 1"),
+        (("--spares", "-1"), "--spares must be at least 0"),
+        (("--refill", "-1"), "--refill must be at least 0"),
+        (("--deadpool-close-seconds", "1"), "--deadpool-close-seconds (1 s) must be at least"),
+        (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
+        (("--deadpool-domains", "/nonexistent"), "No such file"),
+        (("--preload", "no_such_module_x"), "'no_such_module_x' is missing"),
+        (("--preload", "no_such.module_x"), "'no_such.module_x' is missing"),
+        (("--resume", "/nonexistent"), "is not a run directory"),
+    ],
+)
+def test_bad_options(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *run_arguments(tmp_path / "r", *more))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "no command"),
+        ("-m", "needs the name of a module"),
+        ("-m no_such_module_x", "no module 'no_such_module_x'"),
+        ("-m no_such.module_x", "command not found"),
+        ("-m json", "package without __main__"),
+        ("no_such_script.py", "no script 'no_such_script.py'"),
+    ],
+)
+def test_bad_commands(
+    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *run_arguments(tmp_path / "r", command=command))
+
+
+def test_domains_file_that_cannot_be_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "domains").write_text("0 rack1 extra\n")
+    arguments = run_arguments(tmp_path / "r", "--deadpool-domains", str(tmp_path / "domains"))
+    assert "line 1" in complain(capsys, *arguments)
+
+
+def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    assert "is not empty" in complain(capsys, *run_arguments(tmp_path / "full"))
+    assert "is not a directory" in complain(capsys, *run_arguments(tmp_path / "full" / "x"))
+    old = old_run(tmp_path / "old")
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    own = os.getpid()
+    started = Path(f"/proc/{own}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    write_json(old.node(0), {"started": {str(parent): int(started)}})
+    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+
+
+def old_run(path: Path, world_size: int = 2) -> RunDirectory:
+    run = RunDirectory(path)
+    info = RunInfo("0ld", world_size, world_size, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    run.create(info)
+    return run
+
+
+def test_resume_points_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = old_run(tmp_path / "old")
+
+    def resume() -> str:
+        return complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+
+    assert "no durable state" in resume()
+    old.latest.write_text("{")
+    assert "damaged" in resume()
+    restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
+    write_json(old.latest, restore.to_dict())
+    assert "is not there any more" in resume()
+    other = old_run(tmp_path / "other", world_size=4)
+    write_json(other.latest, restore.to_dict())
+    arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
+    assert "has 4 roles, this one 2" in complain(capsys, *arguments)
+
+
+def test_too_little_shared_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(64, 64, 0))
+    assert "0 MiB free" in complain(capsys, *run_arguments(tmp_path / "r"))
+    monkeypatch.setattr(checks, "SEGMENT_ROOT", tmp_path / "no-shm")
+    assert "missing or not writable" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+def test_too_little_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 50 << 20)
+    assert "50 MiB of memory are free" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+def test_fault_plan_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan").write_text('[{"point": 3}]')
+    monkeypatch.setenv("DEADPOOL_FAULTS", str(tmp_path / "plan"))
+    assert "fault plan" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("stop",),
+        ("drain", "--node", "0"),
+        ("kill", "--node", "0"),
+        ("kill", "--role", "0"),
+        ("clean",),
+    ],
+)
+def test_commands_about_a_run_that_is_not_there(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complain(capsys, arguments[0], str(tmp_path), *arguments[1:])
+    assert "is not a run directory" in line
+
+
+def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "secret").write_text("s")
+    (run.path / "secret").chmod(0o600)
+    assert "no coordinator yet" in complain(capsys, "status", str(run.path))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    write_json(run.coordinator, {"host": "127.0.0.1", "port": port, "pid": 1})
+    for command in (("status",), ("stop",), ("drain", "--node", "1")):
+        line = complain(capsys, command[0], str(run.path), *command[1:])
+        assert f"no coordinator at 127.0.0.1:{port}" in line
+        assert "deadpool clean" in line
+    assert "no node" in complain(capsys, "kill", str(run.path), "--node", "1")
+    agent = ("agent", "--run-dir", str(run.path), "--node-id", "0")
+    wrong = (*agent, "--coordinator", f"127.0.0.1:{port}")
+    assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
+    assert "is not HOST:PORT" in complain(capsys, *agent, "--coordinator", "nowhere")
+    assert "belongs to run 0ld" in complain(capsys, *agent, "--run-id", "new")
+    (run.path / "secret").chmod(0o644)
+    assert "chmod 600" in complain(capsys, "status", str(run.path))
+
+
+def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "run.json").write_text(json.dumps({"run_id": "x"}))
+    assert "run.json is damaged" in complain(capsys, "status", str(run.path))
+
+
+def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        coordinator = ("coordinator", "--run-dir", str(tmp_path / "r"), "--port", port)
+        size = ("--nodes", "2", "--nproc-per-node", "1")
+        line = complain(capsys, *coordinator, *size, "--", SCRIPT)
+    assert "Address already in use" in line
+
+
+def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], *([name] for name in cli.COMMANDS)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--help"])
+        assert stop.value.code == 0
+        assert "usage: deadpool" in capsys.readouterr().out
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fly"])
+    assert stop.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""Results: each step once, contradictions found, everything found again after a restart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from deadpool_megatron.cluster.chronicle import Chronicle
+from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.settings import Settings
+
+
+def step(iteration: int, loss: str = "0x1p+0", epoch: int = 1) -> Event:
+    return Event(Kind.STEP, epoch, role=0, iteration=iteration, data={"loss": loss})
+
+
+def test_repeated_step_is_dropped() -> None:
+    results = Results()
+    assert len(results.add(step(1))) == 1
+    assert results.add(step(1, epoch=2)) == []
+    assert results.last_iteration == 1
+    assert not results.diverged
+
+
+def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
+    results = Results()
+    results.add(step(1))
+    (event,) = results.add(step(1, loss="0x1.8p+0", epoch=2))
+    assert event.kind is Kind.STALE_DIVERGENCE
+    assert event.data["first"] == {"loss": "0x1p+0"}
+    final = results.final({}, "", 0)
+    assert final["exit_status"] == 3
+    assert "other numbers" in final["reason"]
+    assert final["steps"] == [{"iteration": 1, "loss": "0x1p+0"}]
+
+
+def test_divergence_does_not_hide_another_failure() -> None:
+    results = Results()
+    results.add(step(1))
+    results.add(step(1, loss="nan"))
+    assert results.final({}, "broken", 1)["exit_status"] == 1
+
+
+def test_state_hashes_are_compared_role_by_role() -> None:
+    def hashed(role: int, sha256: str) -> Event:
+        return Event(Kind.STATE_HASH, role=role, iteration=4, data={"sha256": sha256})
+
+    results = Results()
+    results.add(hashed(0, "aa"))
+    results.add(hashed(1, "bb"))
+    assert not results.diverged
+    assert results.add(hashed(1, "cc"))[0].kind is Kind.STALE_DIVERGENCE
+    assert results.final({}, "", 0)["hashes"] == {"4": {"0": "aa", "1": "bb"}}
+
+
+def info() -> RunInfo:
+    return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
+
+
+def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = Chronicle(run, info())
+    first.write(step(1))
+    first.write(step(2))
+    first.close()
+    with open(run.events, "a") as file:
+        file.write('{"kind":"step","iter')
+    second = Chronicle(run, info())
+    assert second.results.last_iteration == 2
+    assert second.write(step(2)) == []
+    second.write(step(3))
+    second.finish(0, "", None, [{"epoch": 2, "cause": "x"}])
+    second.close()
+    assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
+    final = json.loads(run.final.read_text())
+    assert [entry["iteration"] for entry in final["steps"]] == [1, 2, 3]
+    assert final["recoveries"] == [{"epoch": 2, "cause": "x"}]

@@ -1,0 +1,252 @@
+"""Faults beyond phase x victim: chains of deaths, dead helpers, corruption, frozen processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults import layouts
+from tests.faults.cells import EVALUATION_INTERVAL
+from tests.faults.jobs import Outcome, assert_unnoticed, fault, reference, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+LAYOUT = layouts.PP2_DP2
+ITERATIONS = 12
+EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 2"
+
+
+def strike(
+    tmp_path: Path, plan: list[dict[str, Any]], *, flags: str = "", **options: Any
+) -> Outcome:
+    """Run the job with these faults and hold it against the undisturbed one."""
+    wanted = reference(LAYOUT, ITERATIONS, flags)
+    options.setdefault("spares", 2)
+    options.setdefault("refill", len(plan))
+    outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=flags, **options)
+    assert_unnoticed(outcome, wanted, plan)
+    return outcome
+
+
+def recomputed(outcome: Outcome) -> list[int]:
+    """Finished iterations that each recovery computed again."""
+    return [entry["steps_recomputed"] for entry in outcome.final["recoveries"]]
+
+
+def restart_kinds(outcome: Outcome) -> list[str]:
+    """Where each epoch's state came from."""
+    return [event.data["restore"] for event in outcome.of_kind("epoch-decided")]
+
+
+FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
+
+
+@pytest.mark.parametrize("phase", ["drain", "adopt", "rebuild", "restore", "sync", "verify"])
+def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str) -> None:
+    """Role 3 holds no copy of role 0, so the state is in memory all the time."""
+    epoch = {} if phase == "drain" else {"when_epoch": 2}
+    second = fault("second", f"recovery.{phase}", when_role=3, target="node", **epoch)
+    outcome = strike(tmp_path, [FIRST, second], spares=3)
+    assert max(recomputed(outcome)) <= 1
+
+
+@pytest.mark.parametrize("phase", ["adopt", "rebuild", "restore"])
+def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
+    second = fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
+    outcome = strike(tmp_path, [FIRST, second], spares=2)
+    assert max(recomputed(outcome)) <= 1
+
+
+def test_the_waiting_spare_dies(tmp_path: Path) -> None:
+    early = fault("early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4])
+    strike(tmp_path, [early, FIRST], spares=2)
+
+
+@pytest.mark.parametrize(
+    ("point", "match"),
+    [
+        ("recovery.rebuild", {"when_epoch": 2}),
+        ("step.begin", {"when_iteration": 4, "when_epoch": 2}),
+        ("forward", {"when_iteration": 5, "when_epoch": 2}),
+    ],
+    ids=["in-rebuild", "in-replay", "right-after"],
+)
+def test_then_a_node_dies_whose_copy_the_first_one_held(
+    tmp_path: Path, point: str, match: dict[str, Any]
+) -> None:
+    """With two copies the second loss is in memory too, however soon it comes."""
+    second = fault("second", point, when_role=1, target="node", **match)
+    outcome = strike(tmp_path, [FIRST, second], spares=3, settings="--deadpool-replicas 2")
+    assert set(restart_kinds(outcome)[1:]) == {"memory"}
+    assert max(recomputed(outcome)) <= 1
+
+
+def test_right_after_reprotection_one_copy_is_enough(tmp_path: Path) -> None:
+    second = fault("second", "step.begin", when_role=1, when_iteration=6, target="node")
+    outcome = strike(tmp_path, [FIRST, second])
+    assert set(restart_kinds(outcome)[1:]) == {"memory"}
+
+
+def test_two_nodes_at_once(tmp_path: Path) -> None:
+    """Nodes 0 and 3 hold no copy for each other."""
+    both = {**FIRST, "nodes": [3, 0]}
+    outcome = strike(tmp_path, [both], spares=2)
+    assert max(recomputed(outcome)) <= 1
+
+
+def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
+    plan = [
+        fault("vault-killed", "step.begin", when_role=1, when_iteration=3, target="vault"),
+        fault("while-shipping", "vault.ship", when_role=2, when_iteration=5),
+        fault(
+            "vault-stopped",
+            "step.begin",
+            when_role=3,
+            when_iteration=7,
+            target="vault",
+            signal="STOP",
+            resume_after_seconds=5,
+        ),
+        fault("agent-killed", "backward", when_role=2, when_iteration=9, target="agent"),
+    ]
+    outcome = strike(tmp_path, plan)
+    assert len(outcome.final["recoveries"]) == 1, "only the agent's death changes the epoch"
+    waits = [event.data["seconds"] for event in outcome.of_kind("gate-wait")]
+    assert max(waits) > 3, "the gate held the iteration until the stopped vault went on"
+
+
+def test_node_dies_while_its_vault_ships(tmp_path: Path) -> None:
+    plan = [fault("shipping", "vault.ship", when_role=0, when_iteration=4, target="node")]
+    outcome = strike(tmp_path, plan)
+    assert recomputed(outcome) <= [1]
+
+
+def test_stopped_member_is_replaced_and_fenced(tmp_path: Path) -> None:
+    plan = [
+        fault(
+            "stopped",
+            "forward",
+            when_role=2,
+            when_iteration=4,
+            signal="STOP",
+            resume_after_seconds=20,
+        )
+    ]
+    outcome = strike(tmp_path, plan, settings="--deadpool-freeze-seconds 1")
+    (recovery,) = outcome.final["recoveries"]
+    assert "frozen" in recovery["cause"]
+
+
+def test_crash_of_one_process_restarts_in_place(tmp_path: Path) -> None:
+    plan = [fault("crash", "backward", when_role=2, when_iteration=5, signal="SEGV")]
+    outcome = strike(tmp_path, plan, spares=0, refill=0)
+    (recovery,) = outcome.final["recoveries"]
+    assert "SIGSEGV" in recovery["cause"], recovery["cause"]
+    (old, new) = recovery["seats_changed"]["2"]
+    assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
+
+
+def test_ten_failures_in_one_run(tmp_path: Path) -> None:
+    plan = [
+        fault(
+            f"death-{n}",
+            "backward" if n % 2 else "optimizer.inside",
+            when_role=n % 4,
+            when_iteration=n + 2,
+            target="node" if n % 3 else "self",
+        )
+        for n in range(10)
+    ]
+    outcome = strike(tmp_path, plan)
+    # A death before the recovery from the last one was over makes one recovery of the two.
+    assert len(restart_kinds(outcome)) >= 9
+    assert set(restart_kinds(outcome)[1:]) == {"memory"}
+
+
+def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
+    plan = [
+        fault("wire", "vault.chunk", when_role=1, when_iteration=3, action="mark"),
+        fault("slot", "vault.sealed", when_role=2, when_iteration=5, action="mark"),
+        fault("then-death", "backward", when_role=0, when_iteration=6, target="node"),
+    ]
+    outcome = strike(tmp_path, plan)
+    assert outcome.of_kind("corruption"), "the damaged bytes were found, not loaded"
+
+
+def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) -> None:
+    """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old."""
+    plan = [fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0])]
+    saves = f"--save {tmp_path / 'saves'} --save-interval 6"
+    wanted = reference(LAYOUT, ITERATIONS)
+    outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=saves, spares=2, refill=2)
+    assert_unnoticed(outcome, wanted, plan)
+    assert restart_kinds(outcome)[-1] == "durable"
+    assert recomputed(outcome) == [2]
+
+
+def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
+    plan = [FIRST]
+    wanted = reference(LAYOUT, ITERATIONS)
+    dumped = run_job(
+        tmp_path / "run",
+        LAYOUT,
+        ITERATIONS,
+        plan,
+        settings="--deadpool-spare-timeout 1",
+    )
+    assert dumped.status == 75, dumped.story()
+    assert "resume" in dumped.output.splitlines()[-1]
+    resumed = run_job(
+        tmp_path / "resumed", LAYOUT, ITERATIONS, arguments=("--resume", str(tmp_path / "run"))
+    )
+    assert resumed.status == 0, resumed.story()
+    assert resumed.final["roles"] == wanted.final["roles"]
+    later = {s["iteration"]: s for s in resumed.final["steps"]}
+    undisturbed = {s["iteration"]: s for s in wanted.final["steps"]}
+    assert later
+    assert all(undisturbed[n] == step for n, step in later.items())
+
+
+def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> None:
+    plan = [
+        fault(
+            "last-microbatch-on-one-replica",
+            "evaluation.microbatch",
+            when_role=3,
+            when_iteration=4,
+            target="node",
+            nth=8,
+        ),
+        fault("before-the-next-step", "step.begin", when_role=1, when_iteration=9, target="node"),
+    ]
+    outcome = strike(tmp_path, plan, flags=EVALUATION)
+    assert [e["iteration"] for e in outcome.final["evaluations"]] == [4, 8, 12]
+
+
+def test_drain_swaps_a_node_and_recomputes_nothing(tmp_path: Path) -> None:
+    """Asked for from outside, while the run goes on."""
+    directory = tmp_path / "run"
+    wanted = reference(LAYOUT, 40)
+    asked: list[subprocess.CompletedProcess[str]] = []
+
+    def ask() -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "deadpool_megatron",
+            "drain",
+            str(directory),
+            "--node",
+            "1",
+        ]
+        asked.append(subprocess.run(command, capture_output=True, text=True, timeout=60))
+
+    outcome = run_job(directory, LAYOUT, 40, spares=1, when_stepping=(3, ask))
+    assert asked[0].returncode == 0, asked[0].stderr
+    assert_unnoticed(outcome, wanted, [])
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["steps_recomputed"] == 0
+    assert recovery["seats_changed"]["1"][1][0] == 4
