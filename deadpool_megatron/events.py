@@ -37,8 +37,8 @@ class Kind(StrEnum):
     STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
-    SEALED = "sealed"  # lineage
-    COMMITTED = "committed"  # lineage
+    SEALED = "sealed"  # lineage, parts
+    COMMITTED = "committed"  # lineage, boundary, released, bytes shipped for it
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now

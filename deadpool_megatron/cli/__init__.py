@@ -35,7 +35,7 @@ COMMANDS = {
 _EXAMPLES = """\
 examples:
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
-      -- -m deadpool_megatron.trainer --iterations 50
+      -- -m deadpool_megatron.trainer @configs/tiny.args --train-iters 50
   deadpool status /tmp/first            what every role does right now
   deadpool kill /tmp/first --node 1     as if its power cord was pulled
   deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step

@@ -171,7 +171,11 @@ def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
 def summary_lines(outcome: Outcome) -> list[str]:
     """The table at the end, and the verdict as the last line."""
     recovery = outcome.recovery
-    rows = [[name, f"{value:.3f}"] for name, value in recovery.phases.items()]
+    rows = [
+        [name, f"{value:.3f}"]
+        for name, value in recovery.phases.items()
+        if value or name != "abandoned"
+    ]
     if outcome.kill_to_next_step is not None:
         rows.append(["from the kill to the next finished step", f"{outcome.kill_to_next_step:.3f}"])
     if recovery.exposed_seconds is not None:

@@ -56,7 +56,9 @@ class LaunchOptions:
 
 
 class Launcher:
-    """One run on this host. Use :meth:`run` once."""
+    """One run on this host. Use :meth:`run` once; ``trouble`` is why it failed, if it was not for
+    a reason that the coordinator has written down.
+    """
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
@@ -70,7 +72,7 @@ class Launcher:
         self._signals = 0
         self._stop_deadline = 0.0
         self._coordinator_moved = time.monotonic()
-        self._hopeless = ""
+        self.trouble = ""
 
     def run(self) -> int:
         """From the first process to the last; answers the exit status of the run.
@@ -195,7 +197,7 @@ class Launcher:
         line = last_line(self._run.log("coordinator"))
         self._coordinator_restarts += 1
         if self._coordinator_restarts > _COORDINATOR_RESTARTS or code == 2:
-            self._options.say(f"the coordinator ended with status {code}: {line}")
+            self.trouble = f"the coordinator ended with status {code}: {line}"
             return True
         self._options.say(f"the coordinator ended (status {code}) and is started again")
         self._start_coordinator()
@@ -214,13 +216,13 @@ class Launcher:
         if self._agents or self._stop_deadline or self._run.final.exists():
             return
         if not any(self._run.journal.iterdir()):
-            self._hopeless = f"no node came up: {last_line(self._run.log('node0-agent'))}"
+            line = last_line(self._run.log("node0-agent"))
+            self.trouble = f"no node came up: {line}" if line else "no node came up"
             self._stop_deadline = now + self._info.settings.close_seconds
             self._coordinator.terminate()
 
     def _exit_status(self) -> int:
-        if self._hopeless:
-            self._options.say(self._hopeless)
+        if self.trouble:
             return EXIT_FAILED
         try:
             final = read_json(self._run.final)

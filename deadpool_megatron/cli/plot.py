@@ -20,6 +20,8 @@ _COLOURS = {
     "adopt": "#CC79A7",
     "rebuild": "#0072B2",
     "restore": "#009E73",
+    "sync": "#44803F",
+    "verify": "#7A6FAC",
     "reprotect": "#8FD6C1",
     "replay": "#56B4E9",
     "abandoned": "#555555",

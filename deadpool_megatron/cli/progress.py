@@ -39,8 +39,9 @@ class PlainDisplay:
         self._printed = 0.0
 
     def line(self, text: str, style: str = "") -> None:
-        """Print it."""
+        """Print it, after the newest status."""
         del style
+        self._flush()
         print(text, flush=True)
 
     def status(self, text: str) -> None:

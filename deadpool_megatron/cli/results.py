@@ -18,9 +18,11 @@ PHASES: Mapping[str, str] = {
     "adopt": "the spare takes the empty roles",
     "rebuild": "communicators of the new epoch connect",
     "restore": "state comes back from host memory",
+    "sync": "parameters come from the data-parallel peers",
+    "verify": "peers compare what they must hold equal",
     "reprotect": "lost copies are made again",
     "replay": "the interrupted step runs again",
-    "abandoned": "in epochs that failed again before a step was finished",
+    "abandoned": "a new epoch failed again before it was open",
 }
 
 

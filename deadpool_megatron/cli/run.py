@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         status = launcher.run()
     finally:
         progress.close()
-    _say_result(directory, status)
+    _say_result(directory, status, launcher.trouble)
     return status
 
 
@@ -126,9 +126,8 @@ def _resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, A
     return restore
 
 
-def _say_result(directory: RunDirectory, status: int) -> None:
-    reason = ""
-    if directory.final.exists():
+def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
+    if not reason and directory.final.exists():
         reason = str(read_json(directory.final)["reason"])
     if status != 0:
         print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)

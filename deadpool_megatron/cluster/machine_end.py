@@ -6,6 +6,7 @@ Pure functions on a Turn; each sets the phase together with its deadline.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import PurePath
 
 from deadpool_megatron.cluster.machine_actions import Dump, Exit, Finish
 from deadpool_megatron.cluster.machine_state import (
@@ -69,7 +70,12 @@ def check_dumped(turn: Turn) -> None:
     if turn.state.phase is not Phase.DUMPING or order is None or order.awaited:
         return
     turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
-    finish(turn, 75, f"no spare node left; state dumped to {order.restore.path}", order.restore)
+    run = PurePath(order.restore.path).parent.parent
+    reason = (
+        f"no spare node left; state dumped to {order.restore.path}:"
+        f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
+    )
+    finish(turn, 75, reason, order.restore)
 
 
 def finish(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:

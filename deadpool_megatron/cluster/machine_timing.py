@@ -20,6 +20,8 @@ PHASES = (
     "adopt",
     "rebuild",
     "restore",
+    "sync",
+    "verify",
     "reprotect",
     "replay",
     "abandoned",
@@ -84,6 +86,8 @@ class Recovery:
 
     def report(self, phase: str, seconds: float) -> Recovery:
         """Take one member's report: members work in parallel, so the longest counts."""
+        if phase not in PHASES:
+            return self  # part of another phase, as draining is of the close
         longest = max(seconds, self.reported.get(phase, 0.0))
         return replace(self, reported={**self.reported, phase: longest})
 

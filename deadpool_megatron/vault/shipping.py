@@ -113,7 +113,12 @@ class Shipper(threading.Thread):
         sealed = set(answer["parts"])
         names = [place.name for place in places if place.name in sealed]
         self._state.acknowledge(
-            self._layout, generation, self._node, names, self._epoch, shipped=bool(wanted)
+            self._layout,
+            generation,
+            self._node,
+            names,
+            self._epoch,
+            shipped_bytes=sum(place.nbytes for place in places if place.name in wanted),
         )
         damaged = [place for place in places if place.name not in sealed]
         for place in damaged:
@@ -160,7 +165,7 @@ class Shipper(threading.Thread):
         if why == "superseded":
             names = [place.name for place in places]
             self._state.acknowledge(
-                self._layout, generation, self._node, names, self._epoch, shipped=False
+                self._layout, generation, self._node, names, self._epoch, shipped_bytes=0
             )
             return True
         if why != "early":

@@ -75,7 +75,8 @@ class VaultState:
         self.emit = emit
         self._reported: dict[str, float] = {}
         self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
-        self._shipped: set[int] = set()  # roles of which a copy was missing
+        # Bytes shipped since the last commit, of roles of which a copy was missing.
+        self._shipped: dict[int, int] = {}
         self._closed_at = 0.0
         self._newest = Generation(0, 0)
         self._making: dict[int, threading.Lock] = {}
@@ -133,7 +134,7 @@ class VaultState:
             since = self._closed_at or time.monotonic()
             restored = restore.kind in ("memory", "dump")
             self._unprotected = dict.fromkeys(self.own_roles(), since) if restored else {}
-            self._shipped = set()
+            self._shipped = {}
             self.open_epoch = record.epoch
             for role in self.own_roles():  # a role that owes nobody a copy gets no other occasion
                 self._advance(role)
@@ -346,13 +347,13 @@ class VaultState:
         node: int,
         names: list[str],
         epoch: int,
-        shipped: bool,
+        shipped_bytes: int,
     ) -> None:
-        """A buddy has these parts; ``shipped`` when it did not have them before."""
+        """A buddy has these parts; ``shipped_bytes`` is 0 when it had them all before."""
         with self.changed:
             if self.is_open(epoch) and self.ledger is not None:
-                if shipped:
-                    self._shipped.add(layout.role)
+                if shipped_bytes:
+                    self._shipped[layout.role] = self._shipped.get(layout.role, 0) + shipped_bytes
                 self.ledger.acknowledge(layout.role, generation, node, names)
                 self._advance(layout.role)
 
@@ -383,6 +384,7 @@ class VaultState:
         self, role: int, generation: Generation, boundary: str, released: bool
     ) -> None:
         self.on_committed(role, generation, boundary, released)
+        shipped_bytes = self._shipped.pop(role, 0)
         self.emit(
             Event(
                 Kind.COMMITTED,
@@ -390,13 +392,18 @@ class VaultState:
                 node=self.node,
                 role=role,
                 iteration=generation.iteration,
-                data={"lineage": generation.lineage, "boundary": boundary, "released": released},
+                data={
+                    "lineage": generation.lineage,
+                    "boundary": boundary,
+                    "released": released,
+                    "bytes": shipped_bytes,
+                },
             )
         )
         if released or role not in self._unprotected:
             return
         seconds = time.monotonic() - self._unprotected.pop(role)
-        if role in self._shipped:
+        if shipped_bytes:
             self.emit(
                 Event(
                     Kind.EXPOSED,

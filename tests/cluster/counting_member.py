@@ -347,6 +347,7 @@ def main() -> int:
     parser.add_argument("--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit"))
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    failpoints.hit("member.start")
     if args.misbehave == "exit":
         print("the user's command does not like its input", file=sys.stderr)
         return 7

@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.run_directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
 
 
 def test_undisturbed(tmp_path: Path) -> None:
@@ -58,6 +58,26 @@ def test_killed_coordinator_is_restarted_and_the_run_goes_on(tmp_path: Path) -> 
         final = run.finish()
         assert "is started again" in run.output.read_text()
     assert final["exit_status"] == 0
+
+
+def test_stopped_coordinator_is_replaced(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(5)
+        first = read_json(run.run.coordinator)["pid"]
+        send(first, signal.SIGSTOP)
+        run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first)
+        run.finish()
+    assert "the coordinator is stopped: it is killed" in run.output.read_text()
+
+
+def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:
+    faults = [
+        {"id": f"a{node}", "point": "member.start", "match": {"node": node}, "target": "agent"}
+        for node in (0, 1)
+    ]
+    with Run(tmp_path / "r", spares=0, faults=faults) as run:
+        assert run.launcher.wait(PATIENCE_SECONDS) == 1
+    assert "no node came up" in run.output.read_text()
 
 
 def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> None:
@@ -141,6 +161,7 @@ def test_drained_node_gives_its_roles_away_without_recomputing(tmp_path: Path) -
         run.wait_iteration(3)
         answer = deadpool("drain", str(run.run.path), "--node", "0")
         assert answer.returncode == 0, answer.stderr
+        run.wait_event(Kind.RECOVERED)
         final = run.finish()
     (recovery,) = final["recoveries"]
     assert recovery["cause"].startswith("drain")
