@@ -119,13 +119,13 @@ def _why_occupied(run: RunDirectory) -> str:
 
 
 def check_modules(modules: Sequence[str]) -> None:
-    """What is to be preloaded is installed."""
+    """What is to be preloaded is installed, as far as can be seen without importing anything.
+
+    Looking for a sub-module would import its package, here torch: that is done once, and later,
+    while the coordinator is starting.
+    """
     for name in modules:
-        try:
-            missing = importlib.util.find_spec(name) is None
-        except ImportError:
-            missing = True
-        if missing:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise CommandError(
                 f"Python module {name!r} is missing in {sys.executable}: install it, e.g."
                 " pip install deadpool-megatron"

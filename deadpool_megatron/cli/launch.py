@@ -286,6 +286,13 @@ def _become_agent(options: AgentOptions) -> None:
         os._exit(code)
 
 
+def keep_single_threaded() -> None:
+    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
+    core at import, and a fork needs there be none.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
     """Import what all members need, once, before they are forked.
 
@@ -293,8 +300,7 @@ def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
     """
     if choose_method(settings.start_method) != "fork":
         return
-    # numpy's OpenBLAS would start a thread for each core at import, and a fork needs there be none.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    keep_single_threaded()
     for name in modules:
         try:
             with warnings.catch_warnings():

@@ -11,7 +11,12 @@ from typing import Any
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import checks
 from deadpool_megatron.cli.common import CommandError, raw
-from deadpool_megatron.cli.launch import DEFAULT_PRELOAD, Launcher, LaunchOptions
+from deadpool_megatron.cli.launch import (
+    DEFAULT_PRELOAD,
+    Launcher,
+    LaunchOptions,
+    keep_single_threaded,
+)
 from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
@@ -67,6 +72,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check everything, then run; answers the exit status of the run."""
+    keep_single_threaded()  # even looking for the user's module may import its packages
     directory = RunDirectory(args.run_dir)
     settings = arguments.settings_from(args)
     restore = None if args.resume is None else _resume_point(RunDirectory(args.resume), args)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster import machine_limits
+from deadpool_megatron.cluster.machine_end import finish
 from deadpool_megatron.cluster.machine_moves import (
     check_closed,
     check_done,
@@ -85,6 +86,10 @@ def _hello(turn: Turn, event: ev.MemberHello) -> None:
         machine_limits.check_gathered(turn)
 
 
+# What a command answers that was given bad arguments, as argparse does.
+EXIT_BAD_INPUT = 2
+
+
 def _warm(turn: Turn, event: ev.MemberWarm) -> None:
     place = (event.node, event.slot)
     member = turn.state.members[place]
@@ -140,6 +145,10 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     )
     failure = _failure_of(event, cause, role)
     if state.phase in LAST_PHASES:
+        return
+    if event.exit_code == EXIT_BAD_INPUT and not state.ever_ran:
+        # The command itself says that its arguments cannot work: no other process will like them.
+        finish(turn, EXIT_BAD_INPUT, event.last_line or cause)
         return
     if state.phase in OPEN_PHASES and role is not None:
         close(turn, failure)

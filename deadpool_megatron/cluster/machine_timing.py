@@ -61,6 +61,8 @@ class RecoveryReport:
 
     def with_phase(self, phase: str, seconds: float) -> RecoveryReport:
         """A report of this recovery that came late; the longest counts."""
+        if phase not in PHASES:
+            return self
         longest = max(seconds, self.phases.get(phase, 0.0))
         return replace(self, phases={**self.phases, phase: longest})
 

@@ -26,6 +26,7 @@ def join(message: Message) -> inputs.NodeJoined:
         vault_port=int(message["vault_port"]),
         domain=str(message["domain"]),
         members={int(slot): int(number) for slot, number in message["members"].items()},
+        incarnations={int(s): int(i) for s, i in message.get("incarnations", {}).items()},
     )
 
 

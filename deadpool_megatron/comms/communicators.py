@@ -95,6 +95,11 @@ class Communicators:
 
     # -- what the installed functions call ------------------------------------------------------
 
+    @property
+    def default_backend(self) -> str:
+        """What a group is that asks for nothing: "gloo" or "nccl"."""
+        return "gloo" if self._kind == "gloo" else "nccl"
+
     def make_group(
         self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
     ) -> ReconfigurableGroup:

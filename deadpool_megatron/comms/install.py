@@ -31,6 +31,10 @@ _dist: Any = dist
 class Host(Protocol):
     """What the installed functions need of Communicators."""
 
+    @property
+    def default_backend(self) -> str:
+        """What a group is that asks for nothing: "gloo" or "nccl"."""
+
     def make_group(
         self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
     ) -> ReconfigurableGroup:
@@ -106,7 +110,7 @@ class Installation:
             given = signature.bind(*args, **kwargs)
             given.apply_defaults()
             values = given.arguments
-            requested = values["backend"] or ("nccl" if torch.cuda.is_available() else "gloo")
+            requested = values["backend"] or self._host.default_backend
             device = values["device_id"]
             rank, size = values["rank"], values["world_size"]
             values.update(

@@ -6,6 +6,7 @@ made, hand that to a session, and leave everything else to it.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ class GptProgram:
         """WORLD and Megatron's groups, for the RANK that the session has set."""
         from deadpool_megatron.trainer.model import initialize_parallel_state
 
-        torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        torch.distributed.init_process_group()
         initialize_parallel_state(self._config)
 
     def make_loop(self, emit: Emit) -> TrainingLoop:
@@ -54,7 +55,8 @@ class GptProgram:
 
 def main(argv: Sequence[str]) -> int:
     """Play a role, or wait as a spare, until the run is over."""
-    config = parse_args(argv)
+    world_size = os.environ.get("DEADPOOL_WORLD_SIZE")
+    config = parse_args(argv, None if world_size is None else int(world_size))
     torch.set_num_threads(1)
     select_platform().install()
     Session.join().run(GptProgram(config))

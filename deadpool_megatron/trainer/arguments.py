@@ -90,11 +90,17 @@ def config_from(namespace: argparse.Namespace) -> TrainerConfig:
     return TrainerConfig(**{**values, "data": tuple(values["data"])})
 
 
-def parse_args(argv: Sequence[str]) -> TrainerConfig:
-    """The config for a command line; a bad one is answered with one line and exit status 2."""
+def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerConfig:
+    """The config for a command line; a bad one is answered with one line and exit status 2.
+
+    ``world_size``: also check that the layout divides this many ranks.
+    """
     parser = build_parser()
     namespace = parser.parse_args(argv)
     try:
-        return config_from(namespace)
+        config = config_from(namespace)
+        if world_size is not None:
+            config.check_world_size(world_size)
+        return config
     except BadArgumentsError as error:
         parser.error(str(error))
