@@ -38,6 +38,8 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _COORDINATOR_RESTARTS = 5
+_LEAVE_SECONDS = 1.0
+_FENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Launcher:
         self._next_node = options.info.nodes + options.info.spares
         self._refills = options.refill
         self._signals = 0
+        self._stop_sent = False
         self._stop_deadline = 0.0
         self._coordinator_moved = time.monotonic()
         self.trouble = ""
@@ -94,7 +97,8 @@ class Launcher:
             if choose_method(self._info.settings.start_method) == "fork":
                 preload_modules(self._info.settings, self._options.modules)
             for node in range(self._next_node):
-                self._start_agent(node)
+                if not self._signals:
+                    self._start_agent(node)
             self._supervise()
             return self._exit_status()
         finally:
@@ -156,6 +160,10 @@ class Launcher:
             if self._coordinator_ended():
                 return
             self._look_for_trouble()
+            if self._signals and not self._stop_sent:
+                self._stop_sent = True
+                assert self._coordinator is not None
+                self._coordinator.terminate()
             if self._stop_deadline and time.monotonic() > self._stop_deadline:
                 self._options.say("the run does not end by itself: killing it")
                 return
@@ -240,17 +248,15 @@ class Launcher:
         settings = self._info.settings
         now = time.monotonic()
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
-        if self._coordinator is not None and self._coordinator.poll() is None:
-            self._coordinator.terminate()
 
     def _end_all(self) -> None:
         """Nothing of the run is left on this host when this returns."""
-        deadline = time.monotonic() + self._info.settings.close_seconds
+        self._stop_deadline = time.monotonic()  # from here on nothing is started again
         if self._run.final.exists() and self._signals < 2:
-            while self._agents and time.monotonic() < deadline:
-                self._wait()
-                self._reap_agents()
+            self._wait_for_agents(_LEAVE_SECONDS)
         os.close(self._lifeline_end)
+        # They notice, and know best what they have started only an instant ago.
+        self._wait_for_agents(_FENCE_SECONDS)
         if self._coordinator is not None and self._coordinator.poll() is None:
             self._coordinator.kill()
             self._coordinator.wait()
@@ -262,6 +268,12 @@ class Launcher:
         clean_run(self._run, self._info.run_id)
         self._listener.close()
         os.close(self._lifeline)
+
+    def _wait_for_agents(self, deadline_seconds: float) -> None:
+        limit = time.monotonic() + deadline_seconds
+        while self._agents and time.monotonic() < limit:
+            self._wait()
+            self._reap_agents()
 
 
 def _become_agent(options: AgentOptions) -> None:

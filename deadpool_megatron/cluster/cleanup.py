@@ -98,6 +98,9 @@ def node_processes(run: RunDirectory, node: int) -> list[int]:
 
 
 def _listed(listing: dict[str, Any]) -> list[int]:
+    """Live processes of a listing, if it is of this host: pids of another one mean nothing here."""
+    if listing.get("hostname", socket.gethostname()) != socket.gethostname():
+        return []
     started = listing.get("started", {})
     return [
         int(pid)

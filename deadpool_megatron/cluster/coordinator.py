@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -102,9 +103,13 @@ class Coordinator:
         server = await asyncio.start_server(self._peers.serve, sock=self._options.listener)
         port = self._options.listener.getsockname()[1]
         pid = os.getpid()
-        started = {str(pid): posix.start_time(pid)}
-        address = {"host": self._options.host, "port": port, "pid": pid, "started": started}
-        write_json(self._run.coordinator, address)
+        process = {
+            "pid": pid,
+            "hostname": socket.gethostname(),
+            "started": {str(pid): posix.start_time(pid)},
+        }
+        address = {"host": self._options.host, "port": port}
+        write_json(self._run.coordinator, {**address, **process})
         if self._state.record is None:
             facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
             more = {

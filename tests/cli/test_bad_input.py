@@ -98,12 +98,12 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not a directory" in complain(capsys, *run_arguments(tmp_path / "full" / "x"))
     old = old_run(tmp_path / "old")
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
-    own = os.getpid()
-    started = Path(f"/proc/{own}/stat").read_text().rsplit(")", 1)[1].split()[19]
     write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     parent = os.getppid()
     started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    write_json(old.node(0), {"started": {str(parent): int(started)}, "hostname": "elsewhere"})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     write_json(old.node(0), {"started": {str(parent): int(started)}})
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
 
