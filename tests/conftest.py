@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run every cell of the full fault matrix as well"
     )
+    parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,6 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("full")]
         if deselected:
             config.hook.pytest_deselected(items=deselected)
+    if config.getoption("--cell") is None:
+        items[:] = [item for item in items if item.name != "test_one_cell"]
     if not Path("/dev/nvidiactl").exists():
         no_gpu = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

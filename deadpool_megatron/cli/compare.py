@@ -73,6 +73,9 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
             if result.reason:
                 ending += f", {result.reason}"
             raise ResultError(f"{result.directory} ended without results ({ending})")
+    # A resumed run holds only what it trained itself.
+    start = max(first.resumed_after, second.resumed_after)
+    first, second = _from(first, start), _from(second, start)
     differences = sorted(
         [*_steps(first, second), *_evaluations(first, second), *_hashes(first, second)],
         key=lambda entry: (entry.iteration or 0, entry.role if entry.role is not None else -1),
@@ -87,6 +90,15 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
             "evaluations": len(first.evaluations.keys() | second.evaluations.keys()),
             "hashes": sum(len(first.hashes[i].keys() & second.hashes[i].keys()) for i in both),
         },
+    )
+
+
+def _from(result: RunResult, start: int) -> RunResult:
+    """The result without the steps and evaluations up to iteration ``start``."""
+    return dataclasses.replace(
+        result,
+        steps=tuple(step for step in result.steps if step.iteration > start),
+        evaluations={k: loss for k, loss in result.evaluations.items() if k > start},
     )
 
 

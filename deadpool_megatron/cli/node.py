@@ -115,6 +115,8 @@ def _coordinator(args: argparse.Namespace) -> int:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening TCP socket. Raises CommandError when the address cannot be had."""
+    if not 0 <= port <= 65535:
+        raise CommandError(f"--port {port} is no port: choose one between 1 and 65535, or 0")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -163,6 +163,11 @@ class Progress:
                 text = f"recovered in {float(data['seconds']):.2f} s{_phases(data['phases'])}"
                 again = f"; {data['steps_recomputed']} iterations computed again"
                 self._line(event, text + again, "bold green")
+            case Kind.GATE_WAIT if not data.get("over"):
+                waited = f"role {event.role} waits for the commit of iteration {event.iteration}"
+                self._line(event, f"{waited} since {float(data['seconds']):.0f} s", "yellow")
+            case Kind.CORRUPTION:
+                self._line(event, f"damaged bytes found and not used: {dict(data)}", "bold red")
             case Kind.DURABLE | Kind.DUMPED:
                 self._line(event, f"{event.kind}: {data.get('path')}")
             case Kind.STALE_DIVERGENCE:

@@ -123,6 +123,8 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
 
 
 def _describe_progress(failure: Failure, story: Story) -> str:
+    if story.ended is not None:
+        return "not recovered: the run ended"
     since = story.last_wall - failure.began
     if failure.parts:
         return f"recovering since {since:.1f} s, last phase heard of: {failure.parts[-1].phase}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunDirectoryError, read_json
 
 # The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
 # ones. The text says what happens in each, for people.
@@ -89,7 +89,10 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What ``final.json`` holds. ``hashes``: iteration -> role -> sha256 of its whole state."""
+    """What ``final.json`` holds. ``hashes``: iteration -> role -> sha256 of its whole state.
+
+    ``resumed_after``: the iteration whose state another run handed over; 0 for a whole run.
+    """
 
     directory: Path
     exit_status: int
@@ -101,6 +104,7 @@ class RunResult:
     evaluations: Mapping[int, str]
     hashes: Mapping[int, Mapping[int, str]]
     recoveries: tuple[Recovery, ...]
+    resumed_after: int = 0
 
 
 def read_result(directory: Path) -> RunResult:
@@ -118,9 +122,17 @@ def read_result(directory: Path) -> RunResult:
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
     try:
-        return _from_dict(directory, values)
+        return replace(_from_dict(directory, values), resumed_after=_resumed_after(directory))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _resumed_after(directory: Path) -> int:
+    try:
+        restore = RunDirectory(directory).read_run().restore
+    except RunDirectoryError:
+        return 0  # a result without its run directory, as a copy may be
+    return int(restore["generation"][1]) if restore else 0
 
 
 def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:

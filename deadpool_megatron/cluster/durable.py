@@ -32,6 +32,10 @@ def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory
             _sync(final.parent)
         else:
             raise DurableError(f"{temporary} is not a directory")
+        for leftover in final.parent.glob(".iter_*.epoch*"):
+            # Of saves that a failure interrupted; this one is the only save of the open epoch.
+            if leftover != temporary:
+                shutil.rmtree(leftover, ignore_errors=True)
         write_json(run.latest, restore.to_dict())
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error

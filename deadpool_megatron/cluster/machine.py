@@ -200,12 +200,14 @@ def _timing(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
             turn.set(recovery=state.recovery.report(event.phase, event.seconds))
         else:
             longest = max(state.recovery.exposed, event.seconds)
-            turn.set(recovery=replace(state.recovery, exposed=longest))
+            reported = state.recovery.report("reprotect", event.seconds)
+            turn.set(recovery=replace(reported, exposed=longest))
     elif state.recoveries and state.recoveries[-1].epoch == event.epoch:
         *earlier, last = state.recoveries
         if isinstance(event, ev.PhaseReported):
             last = last.with_phase(event.phase, event.seconds)
         else:
+            last = last.with_phase("reprotect", event.seconds)
             last = replace(last, exposed_seconds=max(last.exposed_seconds, event.seconds))
         turn.set(recoveries=(*earlier, last))
 

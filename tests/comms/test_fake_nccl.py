@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import EpochClosed, fake_nccl
+from deadpool_megatron.comms.stream_order import JUNK_LOG
+from deadpool_megatron.platform.base import CopyFailedError
+from deadpool_megatron.platform.cpu import CpuPlatform
 
 from .ranks import Member, Ranks, run
 from .test_forwarding import everything
@@ -73,7 +82,7 @@ def traps(member: Member) -> bool:
     work.wait()
     assert time.monotonic() - begin < 0.2
     if rank == 0:
-        assert value.numpy()[0] != 2.0  # numpy memory is read past torch: junk still
+        assert memory_of(value) != 2.0  # junk still: nothing has synchronised the host
     assert value[0].item() == 2.0
     # Unbatched messages are refused, batched ones pass.
     with pytest.raises(RuntimeError, match="unbatched"):
@@ -96,8 +105,103 @@ def traps(member: Member) -> bool:
     return True
 
 
+def memory_of(tensor: torch.Tensor) -> float:
+    """The first element as it lies there now, past torch."""
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+
 def test_the_fake_notices_traps() -> None:
     assert all(run(2, traps, kind=KIND).values())
+
+
+def host_points(member: Member) -> bool:
+    """What copies a device tensor to the host waits for it; so does what runs beside training."""
+    member.init("nccl")
+    member.attach(0)
+    reads: list[Callable[[torch.Tensor], float]] = [
+        lambda t: float(t.item()),
+        lambda t: float(t.cpu().numpy()[0]),
+        lambda t: float(t.numpy()[0]),
+        lambda t: float(np.asarray(t)[0]),
+        lambda t: float(t.tolist()[0]),
+        lambda t: float(bool(t == 2.0)) * 2,
+    ]
+    for read in reads:
+        value = torch.ones(1)
+        late(member)
+        dist.all_reduce(value)
+        assert read(value) == 2.0
+    answers: list[Any] = [None, None]
+    late(member)
+    dist.all_gather_object(answers, {"rank": member.rank})
+    assert answers == [{"rank": 0}, {"rank": 1}]
+    # The side stream waits for what the submitting thread has waited for; the submitter does not.
+    platform = CpuPlatform()
+    value, copied = torch.ones(1), torch.zeros(1)
+    late(member)
+    begin = time.monotonic()
+    dist.all_reduce(value)
+    copy = platform.side_copy([copied], [value])
+    assert time.monotonic() - begin < LATE_SECONDS / 2
+    assert copy.wait(10.0)
+    assert copied.item() == 2.0
+    # One that was not waited for is a race, and found.
+    work = dist.all_reduce(value, async_op=True)
+    copy = platform.side_copy([copied], [value])
+    with pytest.raises(CopyFailedError, match="without a wait"):
+        copy.wait(10.0)
+    work.wait()
+    late(member)
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    platform.synchronize(10.0)
+    assert work.is_completed()
+    return True
+
+
+LATE_SECONDS = 0.3
+
+
+def late(member: Member) -> None:
+    """Rank 1 comes late to the next operation."""
+    if member.rank == 1:
+        time.sleep(LATE_SECONDS)
+
+
+def test_what_synchronises_the_host() -> None:
+    assert all(run(2, host_points, kind=KIND).values())
+
+
+def untouched(member: Member) -> bool:
+    """What an operation does not write is good while it runs, and after an abort too."""
+    member.init("nccl")
+    member.attach(0)
+    rank = member.rank
+    whole = torch.full((4,), float(rank))
+    own = whole[2 * rank : 2 * rank + 2]
+    dist.all_gather_single(whole, own)
+    assert memory_of(own) == rank
+    assert whole.tolist() == [0.0, 0.0, 1.0, 1.0]
+    value = torch.full((1,), float(rank + 1))
+    dist.broadcast(value, src=0)
+    assert rank == 1 or memory_of(value) == 1.0
+    assert value.item() == 1.0
+    dist.reduce(value, dst=1)
+    assert rank == 1 or memory_of(value) == 1.0
+    assert value.item() == 1.0 + rank
+    # Sizes that differ by rank, which gloo by itself refuses.
+    parts = [torch.zeros(1), torch.zeros(3)]
+    dist.all_gather(parts, torch.full((1 + 2 * rank,), float(rank)))
+    assert [part.tolist() for part in parts] == [[0.0], [1.0, 1.0, 1.0]]
+    with c10d._coalescing_manager(async_ops=True) as coalesced:
+        for part in parts:
+            dist.all_reduce(part)
+    coalesced.wait()
+    assert [part.tolist() for part in parts] == [[0.0], [2.0, 2.0, 2.0]]
+    return True
+
+
+def test_what_an_operation_does_not_write() -> None:
+    assert all(run(2, untouched, kind=KIND).values())
 
 
 def stock_batch(member: Member) -> bool:
@@ -135,6 +239,7 @@ def junk(member: Member) -> bool:
     assert member.comms.interrupted
     assert read not in (1.0, 2.0)
     assert 0.0 < read < 1.0
+    assert norm.item() == read  # and stays
     with pytest.raises(EpochClosed):
         dist.all_reduce(norm)
     assert member.comms.drain()
@@ -157,7 +262,8 @@ def dies_then_replaced(member: Member, epoch: int) -> bool:
     return bool(value.item() == 2.0)
 
 
-def test_junk_after_an_abort() -> None:
+def test_junk_after_an_abort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
     with Ranks(2, kind=KIND) as ranks:
         ranks.start(junk, ranks=[0])
         ranks.start(dies_then_replaced, 0, ranks=[1])
@@ -168,6 +274,9 @@ def test_junk_after_an_abort() -> None:
         ranks.interrupt(0)
         ranks.start(dies_then_replaced, 1, ranks=[1])
         assert all(ranks.results().values())
+    (entry,) = map(json.loads, (tmp_path / "junk").read_text().splitlines())
+    assert entry["operation"] == "allreduce"
+    assert "junk" in entry["readers"]
 
 
 def lazy(member: Member) -> bool:

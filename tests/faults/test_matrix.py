@@ -37,6 +37,29 @@ def flags_of(directory: Path) -> str:
 
 
 def strike(tmp_path: Path, layout: Layout, part: list[Cell], plan: list[dict[str, object]]) -> None:
+    """Run a chain; when it fails, each of its cells alone, to say which of them it is."""
+    try:
+        strike_once(tmp_path / "chain", layout, part, plan)
+    except AssertionError as error:
+        guilty = [cell.name for cell in part if not survives_alone(tmp_path, layout, cell)]
+        alone = f"cells that fail alone: {', '.join(guilty) or 'none'}"
+        raise AssertionError(f"{alone}\n{error}") from error
+
+
+def survives_alone(tmp_path: Path, layout: Layout, cell: Cell) -> bool:
+    """Whether a job with this one fault ends as the undisturbed one."""
+    ((part, plan),) = chains([cell], 1)
+    try:
+        strike_once(tmp_path / cell.name, layout, part, plan)
+    except AssertionError:
+        return False
+    return True
+
+
+def strike_once(
+    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[dict[str, object]]
+) -> None:
+    tmp_path.mkdir()
     iterations = next(n for n in _LENGTHS if n >= last_iteration(plan))
     saves = tmp_path / "checkpoints"
     wanted = reference(layout, iterations, EVALUATION)
@@ -70,6 +93,16 @@ def test_eight_roles_covering_array(
     tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
 ) -> None:
     strike(tmp_path, TP2_PP2_DP2, part, plan)
+
+
+def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """``--cell LAYOUT:PHASE-TARGET-of-roleR``: one cell alone, as a failed chain names it."""
+    wanted = request.config.getoption("--cell")
+    layout_name, _, name = wanted.partition(":")
+    layout = {found.name: found for found in (PP2_DP2, TP2_PP2_DP2)}[layout_name]
+    (cell,) = [c for c in cells(layout, (*PHASES, TENSOR_PHASE)) if c.name == name]
+    ((part, plan),) = chains([cell], 1)
+    strike_once(tmp_path / "cell", layout, part, plan)
 
 
 @pytest.mark.full

@@ -1,0 +1,144 @@
+"""Rule 11 in whole jobs: NCCL answers an abort with junk, not with an error (trap A3).
+
+Groups are those of comms/fake_nccl.py: a wait does not hold the host, reading a result does; after
+an abort it ends at once, and what was read is junk. So the survivors of every kill below go on with
+junk, in whatever they were doing: they clip by a junk norm, find junk infinities, update, hash,
+gather objects. None of it may be sealed, logged or written, and none of it may end a survivor. The
+results must be those of the undisturbed run on gloo, to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.comms.stream_order import JUNK_LOG
+from deadpool_megatron.events import Event, Kind
+from tests.faults import layouts
+from tests.faults.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+
+FAKE = "--deadpool-communicator fake-nccl"
+#: what a role computes in an iteration; whatever reports it in any epoch must report the same
+COMPUTED = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
+
+NORM = {"when_section": "optimizer", "when_op": "allreduce"}
+GATHER = {"when_op": "all_gather_single_coalesced"}
+SEND = {"when_op": "send", "when_group": "PIPELINE_MODEL_PARALLEL_GROUP"}
+
+
+def dies(
+    name: str, point: str, role: int, iteration: int, target: str, **options: Any
+) -> dict[str, Any]:
+    """``role`` dies at ``point``: its node, or its bare process."""
+    return fault(name, point, when_role=role, when_iteration=iteration, target=target, **options)
+
+
+COMMON = [
+    dies("backward", "backward", 0, 3, "node", when_microbatch=1),
+    dies("before-norm", "comm", 3, 5, "node", **NORM),
+    # Its peers are already past their wait, and sit in .item() of the norm.
+    dies("after-norm", "comm.done", 1, 7, "self", **NORM),
+    dies("parameter-gather", "comm", 2, 9, "node", **GATHER),
+    dies("pipeline-send", "comm", 0, 11, "self", **SEND),
+]
+# At this scale the first six updates overflow. Where found-inf is junk, it says so too: the update
+# is skipped, no fence is met, and only the end of the iteration stands between junk and the seal.
+SCALE = "--initial-loss-scale 4194304"
+FOUND_INF = [
+    dies("before-found-inf", "comm", 0, 2, "node", **NORM),
+    dies("after-found-inf", "comm.done", 2, 4, "self", **NORM),
+    dies("before-norm", "comm", 3, 8, "node", nth=2, **NORM),
+    dies("after-norm", "comm.done", 1, 10, "node", nth=2, **NORM),
+    dies("pipeline-send", "comm", 2, 12, "self", **SEND),
+]
+PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
+    layouts.PP2_DP2: (COMMON, 13, ""),
+    layouts.OVERLAP: (COMMON, 13, ""),
+    layouts.FP16: (FOUND_INF, 14, SCALE),
+}
+
+
+@pytest.mark.parametrize("layout", PLANS, ids=lambda layout: layout.name)
+def test_junk_of_a_step_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    plan, iterations, flags = PLANS[layout]
+    wanted = reference(layout, iterations, flags)
+    monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
+    outcome = run_on_fake(tmp_path, layout, iterations, plan, flags)
+    assert_unnoticed(outcome, wanted, plan)
+    assert_nothing_of_junk(outcome, wanted)
+    # The host did read a junk norm (or found-inf) in the optimizer, and went on.
+    read = [entry for entry in junk_read(tmp_path / "junk") if "gated_step" in entry["readers"]]
+    assert "allreduce" in {entry["operation"] for entry in read}
+
+
+def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
+    plan = [
+        dies("before-objects", "save.begin", 1, 4, "node"),
+        dies("between-objects", "comm", 2, 8, "self", when_section="save", nth=2),
+        dies("after-writing", "save.written", 0, 12, "node"),
+    ]
+    wanted = reference(layouts.PP2_DP2, 13)
+    monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
+    saves = tmp_path / "checkpoints"
+    outcome = run_on_fake(tmp_path, layouts.PP2_DP2, 13, plan, f"--save {saves} --save-interval 4")
+    assert_unnoticed(outcome, wanted, plan)
+    assert_nothing_of_junk(outcome, wanted)
+    read = [
+        entry for entry in junk_read(tmp_path / "junk") if "save_checkpoint" in entry["readers"]
+    ]
+    assert "allgather" in {entry["operation"] for entry in read}
+    # One checkpoint per save, and nothing of those that were interrupted.
+    assert {path.name for path in saves.glob("iter_*")} == {
+        f"iter_{iteration:07d}" for iteration in (4, 8, 12, 13)
+    }
+
+
+def run_on_fake(
+    tmp_path: Path,
+    layout: Layout,
+    iterations: int,
+    plan: Sequence[Mapping[str, Any]],
+    flags: str,
+) -> Outcome:
+    return run_job(
+        tmp_path / "run",
+        layout,
+        iterations,
+        plan,
+        spares=2,
+        refill=len(plan),
+        flags=flags,
+        settings=FAKE,
+        seconds=120,
+    )
+
+
+def junk_read(path: Path) -> list[dict[str, Any]]:
+    """Every read of junk: the operation that left it, and the functions that were reading."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def assert_nothing_of_junk(outcome: Outcome, wanted: Outcome) -> None:
+    """No report of any epoch tells other than the undisturbed run; only the victims died."""
+    truth = {place(event): event.data for event in wanted.events if event.kind in COMPUTED}
+    told = [event for event in outcome.events if event.kind in COMPUTED]
+    assert told
+    for event in told:
+        assert event.data == truth[place(event)], f"{event}\n{outcome.story()}"
+    assert not outcome.of_kind(Kind.STALE_DIVERGENCE), outcome.story()
+    lost = [event.data for event in outcome.of_kind(Kind.MEMBER_LOST)]
+    assert all("exit_code" not in data for data in lost), f"{lost}\n{outcome.story()}"
+
+
+def place(event: Event) -> tuple[Kind, int | None, int | None]:
+    """What an event of a computed fact is about."""
+    return event.kind, event.role, event.iteration
