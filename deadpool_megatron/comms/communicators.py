@@ -89,7 +89,7 @@ class Communicators:
         self.detach()
         self._pool.shut_down()
         if self._kind == "fake-nccl":
-            from .fake_nccl import leave_stream_order
+            from .stream_order import leave_stream_order
 
             leave_stream_order()
 
@@ -316,7 +316,7 @@ class Communicators:
         self._roster.start_epoch()
         self._store = store
         if self._kind == "fake-nccl":
-            from .fake_nccl import enter_stream_order
+            from .stream_order import enter_stream_order
 
             enter_stream_order()
         made: dict[ReconfigurableGroup, InnerGroup] = {}

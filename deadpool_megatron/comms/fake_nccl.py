@@ -3,12 +3,13 @@
 Modelled:
 
 * An operation works on the side; its outputs hold junk from launch until it is complete. ``wait()``
-  returns at once and only orders the *calling thread* after the operation. The point of
-  synchronisation is the next torch operation of that thread on the memory concerned (what a kernel
-  or ``.item()`` would be): it blocks until the result is there. A thread that did not wait gets a
-  :class:`StreamOrderError`: on a device it would read whatever is there.
+  returns at once and only orders the *calling thread* after the operation. Who touches the memory
+  afterwards is held until the result is there, and must have waited: see stream_order.py.
 * After an abort everything completes, outputs keep their junk, and nothing raises. So does an
-  operation whose peer died, but only when aborted: until then it hangs, as kernels do.
+  operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
+  that was complete before the abort has its result.
+* What an operation does not write stays good: the part of an in-place all-gather that is the own
+  input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
   neighbours that both send first deadlock.
 * A communicator that was not connected eagerly is made at its first use through the store, and so
@@ -20,32 +21,35 @@ the day.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from queue import SimpleQueue
 from threading import get_ident
+from time import monotonic
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from . import uneven
 from .epoch import Epoch
-from .gloo import GlooFabric
+from .gloo import GlooFabric, GlooGroup
 from .inner import GroupSpec
 from .nccl import NcclFabric
 from .operations import COMMUNICATION, POINT_TO_POINT, SENDS, tensors_in
+from .stream_order import StreamOrderError, order, unwatched
 
-#: let isend and irecv pass outside a batch, as on communicators bound to a device
-allow_unbatched = False
+__all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
+
+#: let isend and irecv pass outside a batch, as on communicators bound to a device; for a whole job
+#: by the environment. Megatron's interleaved schedule needs it: even ranks send first and odd ones
+#: receive first, so it avoids by itself what is refused here.
+allow_unbatched = os.environ.get("DEADPOOL_FAKE_NCCL_UNBATCHED") == "1"
 
 JUNK_BYTE = 0x3C
 _POLL_SECONDS = 0.01
-
-
-class StreamOrderError(AssertionError):
-    """Memory of an unfinished operation was touched by a thread that did not wait for it."""
 
 
 class FakeNcclFabric(NcclFabric):
@@ -81,7 +85,7 @@ class FakeCommunicator:
         self._spec = spec
         self._store = store
         self._gloo = gloo
-        self._group: Any = None
+        self._group: GlooGroup | None = None
         self._batch: list[FakeWork] | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self.aborted = False
@@ -124,28 +128,25 @@ class FakeCommunicator:
         if name == "barrier":
             args, kwargs = (), {}
         group = self._connect()
-        with _disable_current_modes(), torch.no_grad():
-            for tensor in tensors_in(args):
-                _order.settle(tensor, strict=False)
+        order.settle(args, strict=False)
+        with unwatched():
             copies: dict[int, torch.Tensor] = {}
             private = _clone(args, copies)
-            outputs = [] if name in SENDS or not args else list(tensors_in(args[0]))
-            results = [copies[id(output)] for output in outputs]
-            work = FakeWork(self, name, outputs, results, [])
-            for output in outputs:
+            written = list(_written(name, args, kwargs, self._spec.rank, copies))
+            work = FakeWork(self, name, [o for o, _ in written], [r for _, r in written], [])
+            for output in work.outputs:
                 _fill_with_junk(output)
-            work.inner = getattr(group, name)(*private, **kwargs)
-            _order.add(work)
+            work.inner = group._starts[name](*private, **kwargs)
+            order.add(work)
         self._enqueue(work)
         if self._batch is not None:
             self._batch.append(work)
             return None
         return work
 
-    def _connect(self) -> Any:
+    def _connect(self) -> GlooGroup:
         if self._group is None:
-            inner = self._gloo.create(self._spec, self._store)
-            self._group = inner._plain
+            self._group = self._gloo.create(self._spec, self._store)
         return self._group
 
     def _enqueue(self, work: FakeWork) -> None:
@@ -162,7 +163,10 @@ class FakeCommunicator:
 
 
 class FakeWork:
-    """An operation of a fake communicator, or a batch of them (``children``)."""
+    """An operation of a fake communicator, or a batch of them (``children``).
+
+    ``results`` are the private memory from which the ``outputs`` are filled when it is over.
+    """
 
     def __init__(
         self,
@@ -173,20 +177,22 @@ class FakeWork:
         children: list[FakeWork],
     ) -> None:
         self.inner: Any = None
+        self.name = name
         self.outputs = outputs
-        self.results = results
-        self.children = children
         self.ordered: set[int] = set()
-        self.done = threading.Event()
+        self._results = results
+        self._children = children
         self._communicator = communicator
-        self._name = name
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._outcome: bool | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
         self.ordered.add(get_ident())
-        for child in self.children:
+        for child in self._children:
             child.wait()
-        if self._name == "barrier":
+        if self.name == "barrier":
             self.block()
         return True
 
@@ -194,9 +200,9 @@ class FakeWork:
         self.wait()
 
     def is_completed(self) -> bool:
-        if self.children:
-            return all(child.is_completed() for child in self.children)
-        return self._communicator.aborted or self.done.is_set()
+        if self._children:
+            return all(child.is_completed() for child in self._children)
+        return self._communicator.aborted or self._done.is_set()
 
     def is_success(self) -> bool:
         return True
@@ -207,84 +213,36 @@ class FakeWork:
     def result(self) -> list[torch.Tensor]:
         return self.outputs
 
-    def block(self) -> None:
-        """Block the host until complete or aborted; then outputs are results or junk."""
-        while not self.done.wait(_POLL_SECONDS):
-            if self._communicator.aborted:
-                return
-        if self._communicator.aborted:
-            return
-        for output, result in zip(self.outputs, self.results, strict=True):
-            output.copy_(result)
+    def block(self, limit_seconds: float | None = None) -> bool:
+        """Block the host until over; answers True with results in the outputs, False with junk."""
+        until = None if limit_seconds is None else monotonic() + limit_seconds
+        while not self._done.wait(_POLL_SECONDS) and not self._communicator.aborted:
+            if until is not None and monotonic() > until:
+                raise TimeoutError(f"{self.name} is not over after {limit_seconds:g} s")
+        with self._lock, unwatched():
+            if self._outcome is None:
+                self._outcome = self._done.is_set()
+                if self._outcome:
+                    for output, result in zip(self.outputs, self._results, strict=True):
+                        output.copy_(result)
+                self._results = []
+            return self._outcome
 
-
-class StreamOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every torch operation of the thread that entered it."""
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if _order.pending and not func.is_view:
-            with _disable_current_modes(), torch.no_grad():
-                for tensor in tensors_in([args, kwargs or {}]):
-                    _order.settle(tensor, strict=True)
-        return func(*args, **(kwargs or {}))
-
-
-class _Order:
-    """Which memory belongs to unfinished operations."""
-
-    def __init__(self) -> None:
-        self.pending: list[tuple[int, int, FakeWork]] = []
-
-    def add(self, work: FakeWork) -> None:
-        self.pending += [(*_extent(output), work) for output in work.outputs if output.numel()]
-
-    def settle(self, tensor: torch.Tensor, strict: bool) -> None:
-        """Complete the operations that write into ``tensor``'s memory."""
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
-            return
-        start, end = _extent(tensor)
-        touched = [work for low, high, work in self.pending if low < end and start < high]
-        for work in touched:
-            if strict and get_ident() not in work.ordered:
-                raise StreamOrderError(f"{work._name}: its output was used without a wait")
-        for work in touched:
-            work.block()
-            self.pending = [entry for entry in self.pending if entry[2] is not work]
-
-
-_order = _Order()
-_modes: dict[int, Any] = {}
-
-
-def enter_stream_order() -> None:
-    """Watch the operations of the calling thread from now on."""
-    if get_ident() not in _modes:
-        mode: Any = StreamOrder()  # type: ignore[no-untyped-call]
-        mode.__enter__()
-        _modes[get_ident()] = mode
-
-
-def leave_stream_order() -> None:
-    """Undo :func:`enter_stream_order` on the calling thread."""
-    mode = _modes.pop(get_ident(), None)
-    if mode is not None:
-        mode.__exit__(None, None, None)
-    _order.pending.clear()
+    def run(self) -> None:
+        """What the stream does: perform it, once those before it are over."""
+        try:
+            self.inner.wait()
+        except RuntimeError:
+            return  # a kernel whose peer is gone hangs until it is aborted
+        if isinstance(self.inner, uneven.SeveralWorks):
+            self.inner.copy_results()
+        if not self._communicator.aborted:
+            self._done.set()
 
 
 def _run_stream(stream: SimpleQueue[FakeWork | None]) -> None:
     while (work := stream.get()) is not None:
-        try:
-            work.inner.wait()
-        except RuntimeError:
-            continue  # a kernel whose peer is gone hangs until it is aborted
-        work.done.set()
+        work.run()
 
 
 def _clone(value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -297,11 +255,38 @@ def _clone(value: Any, copies: dict[int, torch.Tensor]) -> Any:
     return value
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and one-past-last byte address that the tensor's elements span."""
-    start = tensor.data_ptr()
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+def _written(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rank: int,
+    copies: dict[int, torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the operation writes: (memory of the caller, private memory with the result)."""
+    if name in SENDS or not args:
+        return
+    root = getattr(kwargs.get("opts", args[-1]), "rootRank", None)
+    if (name == "broadcast" and root == rank) or (name == "reduce" and root != rank):
+        return
+    inputs = list(tensors_in(args[1:])) if "gather" in name else []
+    for output in tensors_in(args[0]):
+        result = copies[id(output)]
+        own = next((one for one in inputs if _contains(output, one)), None)
+        if own is None:
+            yield output, result
+            continue
+        # In place: the own part is there already.
+        start = (own.data_ptr() - output.data_ptr()) // output.element_size()
+        for part in (slice(0, start), slice(start + own.numel(), None)):
+            if output.view(-1)[part].numel():
+                yield output.view(-1)[part], result.view(-1)[part]
+
+
+def _contains(outer: torch.Tensor, inner: torch.Tensor) -> bool:
+    if not (outer.numel() and inner.numel() and outer.is_contiguous() and inner.is_contiguous()):
+        return False
+    start = outer.data_ptr()
+    return start <= inner.data_ptr() < start + outer.numel() * outer.element_size()
 
 
 def _fill_with_junk(tensor: torch.Tensor) -> None:

@@ -61,6 +61,7 @@ PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
     layouts.PP2_DP2: (COMMON, 13, ""),
     layouts.OVERLAP: (COMMON, 13, ""),
     layouts.FP16: (FOUND_INF, 14, SCALE),
+    layouts.VIRTUAL: (COMMON, 13, ""),
 }
 
 
@@ -71,6 +72,8 @@ def test_junk_of_a_step_goes_nowhere(
     plan, iterations, flags = PLANS[layout]
     wanted = reference(layout, iterations, flags)
     monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
+    if layout is layouts.VIRTUAL:
+        monkeypatch.setenv("DEADPOOL_FAKE_NCCL_UNBATCHED", "1")
     outcome = run_on_fake(tmp_path, layout, iterations, plan, flags)
     assert_unnoticed(outcome, wanted, plan)
     assert_nothing_of_junk(outcome, wanted)
