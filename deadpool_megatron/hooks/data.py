@@ -20,6 +20,7 @@ class DataHook(DimensionHook):
 
     def __init__(self, loop: ProtectedLoop) -> None:
         self._loop = loop
+        self._gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
 
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """Data-parallel group (context parallel included) and the experts' one."""
@@ -42,7 +43,10 @@ class DataHook(DimensionHook):
             bucket_group.golden_per_param_grad_ready_counts = {}
             bucket_group.is_first_batch = True
             bucket_group.is_last_microbatch = True
-        for chunk in self._loop.model_chunks:
+        for chunk, gathers_ahead in zip(self._loop.model_chunks, self._gathers_ahead, strict=True):
+            # Loops take these hooks off for an evaluation or a save, and put them on at its end.
+            if gathers_ahead and not _forward_hooks(chunk):
+                chunk.enable_forward_pre_hook()
             chunk.zero_grad_buffer()
         self._loop.optimizer.zero_grad()
 
@@ -82,3 +86,8 @@ class DataHook(DimensionHook):
         for inner in inner_optimizers(self._loop.optimizer):
             for groups in getattr(inner, "per_model_bucket_groups", {}).values():
                 yield from groups
+
+
+def _forward_hooks(chunk: Any) -> Any:
+    """The hooks with which a chunk gathers parameters just before it needs them."""
+    return getattr(chunk, "remove_forward_pre_hook_handles", {})

@@ -44,7 +44,7 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
     """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
     if dist.get_world_size(group) == 1:
         return
-    device = tensors[0].device if tensors else torch.device("cpu")
+    device = tensors[0].device if tensors else _device()
     own = fingerprint(tensors, device)
     seen = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(seen, own, group=group)
@@ -55,6 +55,13 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
     ]
     if odd:
         raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
+
+
+def _device() -> torch.device:
+    """Where the groups communicate, for a role that has nothing to compare."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def parameters(loop: ProtectedLoop, *, expert: bool) -> list[torch.nn.Parameter]:

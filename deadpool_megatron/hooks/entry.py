@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +15,16 @@ from megatron.core import parallel_state
 from torch._C._distributed_c10d import TCPStore
 
 from deadpool_megatron.cluster.member_link import MemberLink
-from deadpool_megatron.comms import Communicators, EpochClosed
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.data import DataHook
-from deadpool_megatron.hooks.dimension import DimensionHook
+from deadpool_megatron.hooks.dimension import DimensionHook, model_config
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.hooks.optimizer import (
     ShardState,
     StepHooks,
     complete_state,
+    refuse_unknown_state,
     statistics_span_the_world,
 )
 from deadpool_megatron.hooks.pipeline import PipelineHook
@@ -33,7 +36,21 @@ from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault.client import VaultClient
-from deadpool_megatron.vault.errors import Interrupted
+from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
+
+# One attempt to reach the store: short enough to notice a close, long enough for a crowd.
+_STORE_ATTEMPT_SECONDS = 5.0
+_STORE_PAUSE_SECONDS = 0.05
+# A device gets at least this long to show that it is idle, however late it is asked.
+_LEAST_SYNCHRONISE_SECONDS = 0.1
+
+
+class RestoreFailed(RuntimeError):
+    """The generation of the record cannot be had; ``part`` is the one that is missing, or empty."""
+
+    def __init__(self, part: str, text: str) -> None:
+        super().__init__(text)
+        self.part = part
 
 
 class EpochEntry(Stages):
@@ -69,6 +86,7 @@ class EpochEntry(Stages):
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
         self._late: dict[str, object] = {}
+        self._pristine = b""
         self._store: tuple[str, int, TCPStore] | None = None
 
     @property
@@ -93,17 +111,39 @@ class EpochEntry(Stages):
         self._make_groups(role, world_size)
         self._make_loop()
 
+    @property
+    def is_built(self) -> bool:
+        """Whether there are groups and a loop for :attr:`role`."""
+        return self._loop is not None
+
     def connect_store(self, record: EpochRecord) -> TCPStore:
-        """The client of the record's store; kept, because connecting in a crowd takes seconds."""
+        """The client of the record's store; kept, because connecting in a crowd takes seconds.
+
+        Raises EpochClosed when the epoch is closed meanwhile, CommunicatorFault after
+        ``rebuild_seconds``.
+        """
         if self._store is not None and self._store[:2] == (record.store_host, record.store_port):
             return self._store[2]
-        store = TCPStore(
-            record.store_host,
-            record.store_port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._settings.rebuild_seconds),
-        )
+        limit = time.monotonic() + self._settings.rebuild_seconds
+        attempt = min(_STORE_ATTEMPT_SECONDS, self._settings.close_seconds / 2)
+        while True:
+            if self._link.closed_epoch >= record.epoch:
+                raise EpochClosed(record.epoch, "connecting to the store")
+            try:
+                store = TCPStore(
+                    record.store_host,
+                    record.store_port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=attempt),
+                )
+                break
+            except RuntimeError as error:
+                if time.monotonic() > limit:
+                    place = f"store {record.store_host}:{record.store_port}"
+                    raise CommunicatorFault(place, "connect", str(error)) from error
+                time.sleep(_STORE_PAUSE_SECONDS)
+        store.set_timeout(timedelta(seconds=self._settings.rebuild_seconds))
         self._store = (record.store_host, record.store_port, store)
         return store
 
@@ -155,9 +195,15 @@ class EpochEntry(Stages):
         iteration = restore.generation.iteration
         self.generation = Generation(record.epoch, iteration)
         if restore.kind == "durable":
+            # First as after the build: a checkpoint does not hold all that an interrupted
+            # iteration, or the warm-up of a spare, has changed (traps, A4).
+            pristine = extras_codec.decode(self._pristine)
+            megatron_extras.restore(self.loop, pristine)
+            megatron_extras.restore_last(pristine)
             self.loop.load_checkpoint(Path(restore.path))
             self._shard_state.readopt()
-            self._late = megatron_extras.capture(self.loop)
+            # By value: resetting the loop changes some of the tensors in place.
+            self._late = extras_codec.decode(self.capture_extras())
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
         """Parameters from the peers, iterators from the counters, random states last."""
@@ -167,15 +213,17 @@ class EpochEntry(Stages):
         if self._late:
             megatron_extras.restore_last(self._late)
             self._late = {}
-        if record.restore.kind in ("initial", "durable"):
-            # The first generation of a new line; sealed and committed before the first update.
-            self.protection.announce(self.generation)
-            self.protection.complete(self.capture_extras())
 
     def verify(self, record: EpochRecord, role: int) -> None:
         """Peers of every dimension hold equal what they must hold equal."""
         for dimension in self._dimensions:
             dimension.verify()
+        if record.restore.kind in ("initial", "durable"):
+            # The first generation of a new line; sealed and committed before the first update.
+            # Not before the comparison: a state that is not equal must not become a generation.
+            self.protection.announce(self.generation)
+            self.protection.complete(self.capture_extras())
+            self.protection.owe(self.generation, "step")
 
     # Parts of the stages.
 
@@ -184,8 +232,19 @@ class EpochEntry(Stages):
         return extras_codec.encode(megatron_extras.capture(self.loop))
 
     def quiesce(self, deadline_seconds: float) -> bool:
-        """After an interrupt: True when no copy reads the state any more."""
-        return self._protection is None or self._protection.quiesce(deadline_seconds)
+        """After an interrupt: True when no copy reads the state and the device has nothing to do.
+
+        On a device this is the proof that no kernel of the closed epoch will still write.
+        """
+        limit = time.monotonic() + deadline_seconds
+        quiet = self._protection is None or self._protection.quiesce(deadline_seconds)
+        try:
+            left = limit - time.monotonic()
+            self._platform.synchronize(max(_LEAST_SYNCHRONISE_SECONDS, left))
+        except (TimeoutError, RuntimeError) as error:
+            print(f"this process has to be replaced: {error}", file=sys.stderr, flush=True)
+            return False
+        return quiet
 
     def close(self) -> None:
         """End threads and connections; the vault keeps the slots."""
@@ -205,6 +264,10 @@ class EpochEntry(Stages):
             )
         except Interrupted as error:
             raise EpochClosed(record.epoch, "restore") from error
+        except RestoreUnavailable as error:
+            raise RestoreFailed(error.part, str(error)) from error
+        except VaultError as error:
+            raise RestoreFailed("", str(error)) from error
         try:
             for part in self._shard_state.parts:
                 part.load(restored.part(part.name))
@@ -225,17 +288,19 @@ class EpochEntry(Stages):
 
     def _make_loop(self) -> None:
         self._loop = self.program.make_loop(self._emit)
-        optimizer = self._loop.optimizer
+        optimizer, config = self._loop.optimizer, model_config(self._loop)
+        refuse_unknown_state(optimizer, config)
         complete_state(optimizer)
         self._shard = ShardState(optimizer)
         parts = self._shard.parts
         lag = self._settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._pristine = self.capture_extras()
         layout = role_layout(
             self.role,
             parts,
-            len(self.capture_extras()),
+            len(self._pristine),
             list(dist.get_process_group_ranks(group)),
             slots,
             self._loop.stage_class(),
@@ -251,7 +316,9 @@ class EpochEntry(Stages):
             report_wait=self._report_wait,
         )
         protection = self._protection
-        StepHooks(optimizer, protection.gate, protection.fence, protection.updated)
+        # QK-clip changes the weights after the update; their copies then start with the rest.
+        updated = protection.updated if not getattr(config, "qk_clip", False) else _later
+        StepHooks(optimizer, protection.gate, protection.fence, updated)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
@@ -266,5 +333,10 @@ class EpochEntry(Stages):
             self._protection.close()
         self._loop, self._protection = None, None
         self._shard, self._dimensions = None, ()
+        self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()
+
+
+def _later(index: int) -> None:
+    """In place of :meth:`Protection.updated`: copied by :meth:`Protection.complete`."""

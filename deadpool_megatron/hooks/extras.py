@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from torch import Tensor
 
 from deadpool_megatron.hooks.loop import ProtectedLoop
@@ -15,7 +16,11 @@ from deadpool_megatron.hooks.optimizer import (
     param_group_values,
     restore_param_group_values,
 )
-from deadpool_megatron.state.extras import capture_random_states, restore_random_states
+from deadpool_megatron.state.extras import (
+    ExtrasError,
+    capture_random_states,
+    restore_random_states,
+)
 
 
 def capture(loop: ProtectedLoop) -> dict[str, Any]:
@@ -33,7 +38,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
                 values[f"scaler{index}.{key}"] = value
     for name, tensor in _buffers(loop):
         values[f"buffer.{name}"] = tensor
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
+    for name, entry in _loss_sums().items():
         if "values" in entry:
             values[f"aux.{name}"] = entry["values"]
     for name, tensor in tensor_parallel.get_cuda_rng_tracker().get_states().items():
@@ -43,7 +48,11 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
 
 
 def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
-    """Put extras back in place, except what :func:`restore_last` does."""
+    """Put extras back in place, except what :func:`restore_last` does.
+
+    Raises ExtrasError when the loop has other buffers than the one that was captured.
+    """
+    _check_buffers(loop, values)
     loop.counters.clear()
     loop.counters.update(values["counters"])
     loop.log_sums.clear()
@@ -69,7 +78,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
 
 def restore_last(values: dict[str, Any]) -> None:
     """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
-    _restore_aux_tracker(values)
+    _restore_loss_sums(values)
     prefix = "random.tracker."
     tracker = tensor_parallel.get_cuda_rng_tracker()
     states = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
@@ -94,13 +103,39 @@ def _buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
     return found
 
 
-def _restore_aux_tracker(values: dict[str, Any]) -> None:
-    """Running sums of auxiliary losses: set those captured, zero those that appeared since."""
-    for name, entry in get_moe_layer_wise_logging_tracker().items():
-        if "values" not in entry:
-            continue
-        kept = values.get(f"aux.{name}")
-        if kept is None:
-            entry["values"].zero_()
+def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+    """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
+    live = {f"buffer.{name}" for name, _ in _buffers(loop)}
+    kept = {name for name in values if name.startswith("buffer.")}
+    if live != kept:
+        raise ExtrasError(
+            "buffers and frozen parameters differ from those that were captured:"
+            f" {', '.join(sorted(live ^ kept)[:5])}"
+        )
+
+
+def _loss_sums() -> dict[str, dict[str, Any]]:
+    """The process-wide running sums of losses that are only logged, by name."""
+    sums = {f"moe.{name}": entry for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {**sums, "mtp": MTPLossLoggingHelper.tracker}
+
+
+def _restore_loss_sums(values: dict[str, Any]) -> None:
+    """Set those captured, make those that this process has not met yet, zero all others."""
+    prefix = "aux."
+    kept = {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, sums in kept.items():
+        family, _, own = name.partition(".")
+        entry = (
+            MTPLossLoggingHelper.tracker
+            if family == "mtp"
+            else get_moe_layer_wise_logging_tracker().setdefault(own, {})
+        )
+        if "values" in entry:
+            entry["values"].copy_(sums)
         else:
-            entry["values"].copy_(kept)
+            entry["values"] = sums.to(device, copy=True)
+    for name, entry in _loss_sums().items():
+        if name not in kept and "values" in entry:
+            entry["values"].zero_()

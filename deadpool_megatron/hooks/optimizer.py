@@ -34,6 +34,29 @@ def is_distributed(inner: Any) -> bool:
     return isinstance(inner, DistributedOptimizer)
 
 
+_UNKNOWN_CLASSES = frozenset(
+    {"HybridDeviceOptimizer", "LayerWiseDistributedOptimizer", "TensorParallelMuon"}
+)
+
+
+def refuse_unknown_state(optimizer: Any, config: Any) -> None:
+    """Raise UnsupportedOptimizer where state is known to lie outside of parts and extras.
+
+    ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
+    """
+    for name in ("fp8", "fp4"):
+        if getattr(config, name, None):
+            raise UnsupportedOptimizer(f"{name}: scaling factors live outside of module buffers")
+    inner = inner_optimizers(optimizer)
+    classes = {type(one).__name__ for one in (optimizer, *inner, *(i.optimizer for i in inner))}
+    if found := sorted(classes & _UNKNOWN_CLASSES):
+        raise UnsupportedOptimizer(f"{found[0]} has no inventory of its state")
+    if any(getattr(one.config, "use_precision_aware_optimizer", False) for one in inner):
+        raise UnsupportedOptimizer(
+            "the precision-aware optimizer keeps part of its state in the model's parameters"
+        )
+
+
 def complete_state(optimizer: Any) -> None:
     """Create the state that torch's Adam would create in its first step, as zeros.
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, rerun_state_machine
 from megatron.core.utils import get_attr_wrapped_model
 
 from deadpool_megatron.hooks.dimension import DimensionHook, compare_with_peers, model_config
@@ -34,10 +35,12 @@ class PipelineHook(DimensionHook):
         return groups
 
     def reset_in_flight(self) -> None:
-        """Put the schedule's functions back and leave any virtual stage."""
+        """Put the schedule's functions back and leave any virtual stage; stop what was started."""
         config = model_config(self._loop)
         for name, function in self._functions.items():
             setattr(config, name, function)
+        _stop_timers(getattr(config, "timers", None))
+        _end_rerun()
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
@@ -58,6 +61,24 @@ class PipelineHook(DimensionHook):
         if tied:
             group = parallel_state.get_embedding_group()
             compare_with_peers(tied, group, "tied word embeddings")
+
+
+def _stop_timers(timers: Any) -> None:
+    """A timer that an interrupted step has started cannot be started again."""
+    for timer in getattr(timers, "_timers", {}).values():
+        if timer._started:
+            timer.reset()
+
+
+def _end_rerun() -> None:
+    """Have the rerun machine, where there is one, begin with a first run again.
+
+    Left in the middle of a run it would take the next one for done, and the optimizer would step
+    without any forward and backward pass (rerun_state_machine.py, should_run_forward_backward).
+    """
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is not None:
+        machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
 
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]

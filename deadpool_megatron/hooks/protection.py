@@ -19,12 +19,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.pinning import PinnedSlots
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     Generation,
@@ -32,17 +33,21 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     extras_part,
 )
-from deadpool_megatron.platform.base import CopyHandle, Platform
+from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.client import SlotWriter, VaultClient
-from deadpool_megatron.vault.errors import Frozen, Interrupted
+from deadpool_megatron.vault.errors import Frozen
 
 # Room for extras to grow after start: longer counters, sums of auxiliary losses that appear later.
 _EXTRAS_SLACK = 1.5
 _EXTRAS_STEP_BYTES = 64 << 10
 # Shorter waits are the price of looking, not a stall.
 _STALL_SECONDS = 0.001
+_LOOK_SECONDS = 0.05
+_FROZEN_PAUSE_SECONDS = 0.005
+
+_Answer = TypeVar("_Answer")
 
 
 class ProtectionError(RuntimeError):
@@ -109,6 +114,7 @@ class Protection:
         self._report_wait = report_wait
         self._epoch = 0
         self._upcoming = Generation(0, 0)
+        self._handed_over = Generation(0, 0)
         self._writer: SlotWriter | None = None
         self._copies: dict[int, CopyHandle] = {}
         # Newest last: (generation, boundary) that the gate may have to see committed.
@@ -118,6 +124,7 @@ class Protection:
         self._idle.set()
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
+        self._pinned = PinnedSlots(platform, [part.name for part in parts if part.nbytes])
 
     def enter(self, epoch: int) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout."""
@@ -165,11 +172,14 @@ class Protection:
         generation is sealed like any other) and returns without waiting for any.
         """
         self._check_room(extras, "step")
+        # At once, unless an iteration went by without a gate: one job at a time.
+        self._await_sealer()
         for index in range(len(self._parts)):
             self.updated(index)
         writer, self._writer = self._slot(), None
         copies, self._copies = tuple(self._copies.values()), {}
         self._idle.clear()
+        self._handed_over = self._upcoming
         self._start_sealer()
         self._jobs.put(_Job(writer, copies, extras, self._upcoming))
         self._pending.append((self._upcoming, "step"))
@@ -178,8 +188,12 @@ class Protection:
         """Add the extras as they are after segment ``boundary`` to a generation handed over."""
         self._check_room(extras, boundary)
         self._await_sealer()
-        with self._closing("extras of a segment"):
-            self._vault.append(generation, extras_part(boundary), extras)
+        if self._interrupted():
+            raise EpochClosed(self._epoch, "extras of a segment")
+        self._unless_frozen(
+            "extras of a segment",
+            lambda: self._vault.append(generation, extras_part(boundary), extras),
+        )
         self._pending[-1] = (generation, boundary)
 
     def announce(self, generation: Generation) -> None:
@@ -187,10 +201,17 @@ class Protection:
         self._upcoming = generation
 
     def quiesce(self, deadline_seconds: float) -> bool:
-        """After an interrupt: wait until no copy reads the shard; drop what was under way."""
+        """After an interrupt: wait until no copy reads the shard; drop what was under way.
+
+        False when a copy has not ended in time, or with an error: the process cannot go on.
+        """
+        limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)
         for copy in self._copies.values():
-            done = copy.wait(deadline_seconds) and done
+            try:
+                done = copy.wait(max(0.0, limit - time.monotonic())) and done
+            except CopyFailedError:
+                done = False
         self._copies = {}
         if self._writer is not None:
             self._writer.abandon()
@@ -199,11 +220,12 @@ class Protection:
         return done
 
     def close(self) -> None:
-        """End the helper thread."""
+        """End the helper thread and give page-locked memory back."""
         if self._sealer is not None:
             self._jobs.put(None)
             self._sealer.join(self._settings.drain_seconds)
             self._sealer = None
+        self._pinned.release()
 
     def _await_commit(self, generation: Generation, boundary: str) -> None:
         started = time.monotonic()
@@ -215,10 +237,7 @@ class Protection:
             on_wait=lambda seconds: self._report_wait(generation, seconds, False),
             report_every_seconds=self._settings.gate_report_seconds,
         )
-        waited = time.monotonic() - started
-        if waited > _STALL_SECONDS:
-            self.stall_seconds += waited
-            self._report_wait(generation, waited, True)
+        self._count_stall(generation, time.monotonic() - started)
         if verdict == "interrupted" or self._interrupted():
             raise EpochClosed(self._epoch, f"commit of iteration {generation.iteration}")
 
@@ -228,17 +247,32 @@ class Protection:
     def _slot(self) -> SlotWriter:
         """The slot of the announced generation, taken at its first byte: after the gate."""
         if self._writer is None:
-            with self._closing("the choice of a slot"):
-                self._writer = self._vault.begin(self._upcoming, self._epoch)
+            self._writer = self._unless_frozen(
+                "the choice of a slot", lambda: self._vault.begin(self._upcoming, self._epoch)
+            )
+            self._pinned.pin(self._writer)
         return self._writer
 
-    @contextmanager
-    def _closing(self, operation: str) -> Iterator[None]:
-        """The vault freezes before the member hears of the close: to the member that is a close."""
-        try:
-            yield
-        except (Frozen, Interrupted) as error:
-            raise EpochClosed(self._epoch, operation) from error
+    def _unless_frozen(self, operation: str, action: Callable[[], _Answer]) -> _Answer:
+        """Call ``action``, which writes into a slot.
+
+        The vault freezes its slots before the member hears of the close. But one that was just
+        restarted freezes them as well, until its agent has told it which epoch is open. So look
+        again until it is clear which of the two it is.
+        """
+        limit = time.monotonic() + self._settings.close_seconds
+        while True:
+            try:
+                return action()
+            except Frozen as error:
+                if self._interrupted():
+                    raise EpochClosed(self._epoch, operation) from error
+                if time.monotonic() > limit:
+                    raise ProtectionError(
+                        f"{operation}: the vault has frozen the slots of the open epoch"
+                        f" {self._epoch} for {self._settings.close_seconds:g} s"
+                    ) from error
+            time.sleep(_FROZEN_PAUSE_SECONDS)
 
     def _start_copy(self, index: int) -> None:
         part = self._parts[index]
@@ -254,17 +288,23 @@ class Protection:
             )
 
     def _await_sealer(self) -> None:
+        """Wait until the slot of the last generation is handed over. Raises as all waits do."""
         started = time.monotonic()
-        while not self._idle.wait(0.05):
+        while not self._idle.wait(_LOOK_SECONDS):
             if self._interrupted():
                 raise EpochClosed(self._epoch, "the copy of a generation into its slot")
             if time.monotonic() - started > self._settings.operation_timeout_seconds:
                 raise ProtectionError("the copy of a generation into its slot does not finish")
-        waited = time.monotonic() - started
-        if waited > _STALL_SECONDS:
-            self.stall_seconds += waited
+        self._count_stall(self._handed_over, time.monotonic() - started)
         if self._failure is not None:
+            if self._interrupted():
+                raise EpochClosed(self._epoch, self._failure)
             raise ProtectionError(self._failure)
+
+    def _count_stall(self, generation: Generation, seconds: float) -> None:
+        if seconds > _STALL_SECONDS:
+            self.stall_seconds += seconds
+            self._report_wait(generation, seconds, True)
 
     def _start_sealer(self) -> None:
         if self._sealer is None:

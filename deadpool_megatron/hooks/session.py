@@ -6,37 +6,50 @@ may wait as a spare, adopt a role, lose its peers many times and finish; there i
     record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
                                   yes: adopt, rebuild, restore, sync, verify -> train -> done
     epoch closed      -> leave: drain, forget what was in flight, say so, wait for the next record
+
+What ends an epoch for this process, and how that is told from a failure of its own:
+
+* EpochClosed: somebody failed. The close is known already, or it is on its way.
+* a failed communication, vault or restore: reported; the coordinator closes the epoch.
+* any other exception: after a close, or soon before one, it is the close's doing (a peer died in
+  the middle of something, an aborted operation left junk) and counts as one (rule 11). When no
+  close comes it is the program's own and ends the process, with its traceback.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.dimension import PeerMismatch
-from deadpool_megatron.hooks.entry import EpochEntry
+from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
+from deadpool_megatron.hooks.interruption import forget_frames
 from deadpool_megatron.hooks.loop import Program
+from deadpool_megatron.hooks.pausing import PausePoint
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.saving import DurableSaves
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
 from deadpool_megatron.platform import select_platform
-from deadpool_megatron.recovery.sequence import enter_epoch
+from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import VaultError
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71
+_LOOK_SECONDS = 0.05
 
 
 class Session:
@@ -47,6 +60,9 @@ class Session:
         self._settings = settings
         self._run_directory = run_directory
         self._world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
+        # What the coordinator expects this process to be needed for.
+        wanted = int(os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot))
+        self._provisional_role = wanted % self._world_size
         self._communicators = Communicators(
             kind=_communicator_kind(settings),
             operation_timeout_seconds=settings.operation_timeout_seconds,
@@ -54,15 +70,17 @@ class Session:
             drain_seconds=settings.drain_seconds,
             on_fault=self._on_fault,
         )
+        self._reports = Reports(link, self._check)
         self._entry: EpochEntry | None = None
-        self._record: EpochRecord | None = None
-        # Guards who answers a close: the watcher for a parked process, the main thread otherwise.
+        # Guards who answers a close: the watcher for a member outside of an epoch, else the main
+        # thread. Whoever answers holds it, so that no answer overtakes a newer one.
         self._engagement = threading.Lock()
         self._engaged_epoch = 0
-        self._section = "build"
-        self._iteration = 0
-        self._pause_at: int | None = None
-        self._durable_done = threading.Event()
+        self._drained_epoch = 0
+        self._pause = PausePoint()
+        self._saves = DurableSaves(
+            self._reports, self._check, link.interrupt_fd, settings.restore_seconds
+        )
 
     @staticmethod
     def join() -> Session:
@@ -85,8 +103,8 @@ class Session:
             link=self._link,
             settings=self._settings,
             communicators=self._communicators,
-            emit=self._emit,
-            report_wait=self._report_wait,
+            emit=self._reports.emit,
+            report_wait=self._reports.report_wait,
         )
         self._link.start(
             Handlers(
@@ -95,7 +113,7 @@ class Session:
                 on_stop=lambda reason: None,
                 on_pause=self._on_pause,
                 status=self._status,
-                on_durable=lambda iteration: self._durable_done.set(),
+                on_durable=self._saves.done,
             )
         )
         try:
@@ -108,189 +126,207 @@ class Session:
 
     # The main thread's way through epochs.
 
+    @property
+    def _built(self) -> EpochEntry:
+        assert self._entry is not None
+        return self._entry
+
     def _follow_records(self) -> None:
-        record = self._link.wait_record(0, self._settings.start_seconds)
+        # Waits for records have no deadline here: how long a job may wait for a spare or for other
+        # nodes is the coordinator's to decide, and the end of the agent ends this process.
+        record = self._link.wait_record(0)
         while True:
             role = next((r for r, seat in record.seats.items() if seat == self._link.seat), None)
             if role is None:
                 self._stand_by(record)
-                record = self._link.wait_record(record.epoch)
-                continue
-            if not self._engage(record.epoch):
-                record = self._link.wait_record(record.epoch, self._settings.start_seconds)
-                continue
-            try:
-                self._play(record, role)
-            except EpochClosed as closed:
-                _forget_frames(closed)
-            self._leave(record.epoch)
+            else:
+                self._take_seat(record, role)
             record = self._link.wait_record(record.epoch)
 
     def _stand_by(self, record: EpochRecord) -> None:
-        """Be warm: build in a provisional role, with no peers; then only wait."""
-        assert self._entry is not None
-        self._section = "build"
+        """Be warm: build in a provisional role, with no peers; then only wait.
+
+        Once built it stays as it is over any number of epochs, or it would be building whenever it
+        is needed.
+        """
+        reports, entry = self._reports, self._built
+        reports.record = None
         started = time.monotonic()
-        self._entry.build_detached(self._link.seat.slot % self._world_size, self._world_size)
-        self._entry.warm_up()
-        self._entry.connect_store(record)
-        self._section = "parked"
+        if not entry.is_built:
+            reports.section = "build"
+            entry.build_detached(self._provisional_role, self._world_size)
+            entry.warm_up()
+        try:
+            entry.connect_store(record)
+        except (CommunicatorFault, EpochClosed):
+            pass  # only saves time; the record that brings a seat names the store of then
+        reports.section = "parked"
         self._link.send(
             {
                 "t": "warm",
-                "stage_class": self._entry.loop.stage_class(),
-                "provisional_role": self._entry.role,
+                "stage_class": entry.loop.stage_class(),
+                "provisional_role": entry.role,
                 "seconds": time.monotonic() - started,
             }
         )
+
+    def _take_seat(self, record: EpochRecord, role: int) -> None:
+        """Play ``role`` until the epoch is closed, unless it is closed already."""
+        reports = self._reports
+        reports.record, reports.role = record, role
+        # While a newcomer builds, the watcher answers a close: there is nothing to leave yet.
+        adopt_role(self._built, record, role, reports)
+        if not self._engage(record.epoch):
+            reports.section = "parked"
+            return
+        try:
+            self._play(record, role)
+        except (EpochClosed, Exception) as error:
+            if isinstance(error, StopOrder):
+                raise
+            self._await_close(record.epoch, error)
+            ended: BaseException = error
+        self._leave(record.epoch, ended)
 
     def _engage(self, epoch: int) -> bool:
         with self._engagement:
             if self._link.closed_epoch >= epoch:
                 return False
             self._engaged_epoch = epoch
+            # Spares hear of pauses, too; an order of an older epoch must not stop this one.
+            self._pause.reset()
             return True
 
-    def _play(self, record: EpochRecord, role: int) -> None:
-        """Enter the epoch in ``role`` and train in it; returns only by an exception."""
-        assert self._entry is not None
-        self._record = record
+    def _play(self, record: EpochRecord, role: int) -> NoReturn:
+        """Enter the epoch in ``role`` and train in it; ends by an exception."""
+        enter_epoch(self._built, record, role, self._reports)
+        generation = self._built.generation.to_list()
+        self._reports.say("restored", generation=generation, hash="")
+        self._train(record)
+        self._finish(record, role)
+
+    def _await_close(self, epoch: int, error: BaseException) -> None:
+        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
+
+        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
+        """
+        if self._link.closed_epoch < epoch and not self._link.stopped:
+            if isinstance(error, RestoreFailed):
+                self._reports.say("restore-failed", part=error.part, text=str(error))
+            elif isinstance(error, PeerMismatch):
+                self._reports.say("restore-failed", part="", text=str(error))
+            elif isinstance(error, CommunicatorFault):
+                self._on_fault(error.group, error.operation, error.cause)
+            elif isinstance(error, VaultError):
+                self._on_fault("vault", self._reports.section, str(error))
+            elif isinstance(error, EpochClosed):
+                self._on_fault("member", error.operation, "interrupted without a close")
+            else:
+                self._await_close_or_raise(epoch, error)
         try:
-            enter_epoch(self._entry, record, role, self._report_phase)
-            self._link.send(
-                {
-                    "t": "restored",
-                    "epoch": record.epoch,
-                    "generation": self._entry.generation.to_list(),
-                    "hash": "",
-                }
-            )
-            self._train(record)
-            self._finish(record, role)
-        except (RestoreUnavailable, PeerMismatch, VaultError) as error:
-            self._give_up_epoch("restore-failed", str(error))
-        except CommunicatorFault as fault:
-            self._give_up_epoch("restore-failed", f"{fault.group} {fault.operation}: {fault.cause}")
+            self._wait_closed(epoch)
+        except EpochClosed:
+            pass
+        if not isinstance(error, EpochClosed):
+            # For whoever reads the log; nothing of the interrupted step is used.
+            text = "".join(traceback.format_exception_only(error)).strip()
+            print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
+
+    def _await_close_or_raise(self, epoch: int, error: BaseException) -> None:
+        """The first word of a peer's death may be an exception of our own: give the close time."""
+        limit = time.monotonic() + self._settings.close_seconds
+        while time.monotonic() < limit:
+            if self._link.closed_epoch >= epoch or self._link.stopped:
+                return
+            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+        raise error
 
     def _train(self, record: EpochRecord) -> None:
-        assert self._entry is not None
-        loop, protection = self._entry.loop, self._entry.protection
-        generation, boundary = self._entry.generation, self._entry.boundary
+        loop, protection = self._built.loop, self._built.protection
+        generation, boundary = self._built.generation, self._built.boundary
         due = loop.segments_after(generation.iteration) if generation.iteration else ()
         done = BOUNDARIES[: BOUNDARIES.index(boundary) + 1]
         self._run_segments(record, generation, [name for name in due if name not in done])
         while not loop.done:
+            self._stand_still_if_asked(record, generation)
             generation = Generation(record.epoch, loop.counters["iteration"] + 1)
-            self._iteration = generation.iteration
-            self._section = "first-step" if self._first_step(record) else "step"
+            self._reports.iteration = generation.iteration
+            self._reports.section = "first-step" if _is_first(record, generation) else "step"
             failpoints.set_context(iteration=generation.iteration)
             protection.announce(generation)
             loop.train_step()
             self._communicators.finish_iteration()
             self._check(record.epoch)
-            protection.complete(self._entry.capture_extras())
+            protection.complete(self._built.capture_extras())
             self._hash_state(record.epoch, generation)
             self._run_segments(record, generation, list(loop.segments_after(generation.iteration)))
-            self._pause_if_asked(record, generation)
-        self._section = "finish"
+        self._reports.section = "finish"
         protection.settle()
 
     def _run_segments(self, record: EpochRecord, generation: Generation, names: list[str]) -> None:
-        assert self._entry is not None
         for name in names:
-            self._section = name
+            self._reports.section = name
+            self._reports.iteration = generation.iteration
             failpoints.set_context(iteration=generation.iteration, section=name)
             if name == "save":
-                self._save_durable(record, generation)
+                base = self._built.program.checkpoint_directory()
+                base = base or self._run_directory / "checkpoints"
+                self._saves.save(self._built.loop, base, record.epoch, generation)
             else:
-                self._entry.loop.run_segment(name)
+                self._built.loop.run_segment(name)
             self._communicators.finish_iteration()
             self._check(record.epoch)
-            self._entry.protection.append(generation, name, self._entry.capture_extras())
+            self._built.protection.append(generation, name, self._built.capture_extras())
 
-    def _save_durable(self, record: EpochRecord, generation: Generation) -> None:
-        """All roles write; the coordinator alone makes the result valid, if the epoch is open."""
-        assert self._entry is not None
-        base = self._entry.program.checkpoint_directory() or self._run_directory / "checkpoints"
-        final = base / f"iter_{generation.iteration:07d}"
-        temporary = base / f".{final.name}.epoch{record.epoch}"
-        failpoints.hit("save.begin")
-        temporary.mkdir(parents=True, exist_ok=True)
-        self._entry.loop.save_checkpoint(temporary)
-        dist.barrier()
-        failpoints.hit("save.written")
-        if dist.get_rank() != 0:
-            return
-        self._check(record.epoch)
-        self._durable_done.clear()
-        self._link.send(
-            {
-                "t": "durable-request",
-                "epoch": record.epoch,
-                "iteration": generation.iteration,
-                "temporary": str(temporary),
-                "final": str(final),
-            }
-        )
-        limit = time.monotonic() + self._settings.restore_seconds
-        while not self._durable_done.wait(0.02):
-            self._check(record.epoch)
-            if time.monotonic() > limit:
-                raise CommunicatorFault(
-                    "coordinator", "durable-request", "no answer: the checkpoint is not valid"
-                )
-
-    def _finish(self, record: EpochRecord, role: int) -> None:
+    def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""
-        assert self._entry is not None
-        loop = self._entry.loop
+        loop = self._built.loop
         failpoints.hit("finish")
         state_hash = loop.state_hash()
         self._check(record.epoch)
-        self._link.send(
-            {
-                "t": "done",
-                "epoch": record.epoch,
-                "role": role,
-                "state_hash": state_hash,
-                "samples": loop.counters.get("consumed_train_samples", 0),
-                "extra": {"stall_seconds": self._entry.protection.stall_seconds},
-            }
+        self._reports.say(
+            "done",
+            role=role,
+            state_hash=state_hash,
+            samples=loop.counters.get("consumed_train_samples", 0),
+            extra={"stall_seconds": self._built.protection.stall_seconds},
         )
-        self._section = "done"
+        self._reports.section = "done"
         self._wait_closed(record.epoch)
 
-    def _leave(self, epoch: int) -> None:
+    def _leave(self, epoch: int, ended: BaseException) -> None:
         """After a close: nothing may still read or write this process's state; then say so."""
-        assert self._entry is not None
-        self._section = "drain"
+        self._reports.section = "drain"
         started = time.monotonic()
         failpoints.set_context(section="drain")
         failpoints.hit("recovery.drain")
-        self._pause_at = None
-        quiet = self._entry.quiesce(self._settings.drain_seconds)
-        clean = self._communicators.drain() and quiet
-        self._report_phase("drain", time.monotonic() - started)
+        # The watcher may not have come to it yet; a drain of an open epoch would do nothing.
+        self._communicators.interrupt(epoch)
+        clean = self._communicators.drain()
+        # On a device only now: it cannot finish while an operation waits for a dead peer.
+        clean = self._built.quiesce(self._settings.drain_seconds) and clean
+        if clean:
+            forget_frames(ended)
+        self._reports.end_phase("drain", time.monotonic() - started)
         with self._engagement:
-            self._engaged_epoch = 0
-        self._link.send({"t": "drained", "epoch": epoch, "clean": clean})
+            if clean:  # else it ends, and must not be called clean meanwhile
+                self._engaged_epoch = 0
+            self._say_drained(max(epoch, self._link.closed_epoch), clean)
         if not clean:
             self._link.flush(self._settings.drain_seconds)
             os._exit(EXIT_UNCLEAN)
-        self._section = "parked"
+        self._reports.section = "parked"
 
-    def _give_up_epoch(self, kind: str, text: str) -> None:
-        """Report that this role cannot go on in the epoch, and wait for its close."""
-        assert self._record is not None
-        part, _, _ = text.partition(":")
-        self._link.send({"t": kind, "epoch": self._record.epoch, "part": part, "text": text})
-        self._wait_closed(self._record.epoch)
+    def _say_drained(self, epoch: int, clean: bool) -> None:
+        """Once for an epoch: the main thread may have left before the watcher comes to it. The
+        engagement lock is held."""
+        if epoch > self._drained_epoch:
+            self._drained_epoch = epoch
+            self._link.send({"t": "drained", "epoch": epoch, "clean": clean})
 
-    def _wait_closed(self, epoch: int) -> None:
+    def _wait_closed(self, epoch: int) -> NoReturn:
         """Wait for the close of ``epoch`` (EpochClosed) or the end of the run (StopOrder)."""
         while True:
-            if self._link.stopped:
-                raise StopOrder("the run is over")
             self._check(epoch)
             # The coordinator has the deadline; the agent's death ends this process.
             select.select([self._link.interrupt_fd], [], [], self._settings.close_seconds)
@@ -299,87 +335,51 @@ class Session:
         if self._link.stopped:
             raise StopOrder("the run is over")
         if self._link.closed_epoch >= epoch:
-            raise EpochClosed(epoch, f"section {self._section}")
+            raise EpochClosed(epoch, f"section {self._reports.section}")
 
-    def _pause_if_asked(self, record: EpochRecord, generation: Generation) -> None:
-        """A planned swap: stop at the announced boundary, protected, and wait for the close."""
-        wanted = self._pause_at
-        if wanted is None or generation.iteration < wanted:
+    def _stand_still_if_asked(self, record: EpochRecord, generation: Generation) -> None:
+        """A planned swap: stop at the announced boundary, protected, until the close, or until
+        the coordinator has chosen a later boundary because another role was past this one."""
+        following = generation.iteration + 1
+        if self._pause.may_start(following):
             return
-        self._pause_at = None
-        assert self._entry is not None
-        if generation.iteration > wanted:
-            self._link.send({"t": "pause-refused", "iteration": generation.iteration})
-            return
-        self._entry.protection.settle()
-        self._link.send({"t": "paused", "epoch": record.epoch, "iteration": generation.iteration})
-        self._section = "paused"
-        self._wait_closed(record.epoch)
+        self._built.protection.settle()
+        self._reports.say("paused", iteration=generation.iteration)
+        self._reports.section = "paused"
+        while not self._pause.may_start(following):
+            self._check(record.epoch)
+            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
 
     def _hash_state(self, epoch: int, generation: Generation) -> None:
         interval = self._settings.hash_interval
         if interval == 0 or generation.iteration % interval:
             return
-        assert self._entry is not None
-        value = self._entry.loop.state_hash()
+        value = self._built.loop.state_hash()
         self._check(epoch)
-        self._send_event(Kind.STATE_HASH, generation.iteration, {"sha256": value})
+        self._reports.send_event(Kind.STATE_HASH, generation.iteration, {"sha256": value})
 
-    def _first_step(self, record: EpochRecord) -> bool:
-        return self._iteration == record.restore.generation.iteration + 1
-
-    # Reports.
-
-    def _emit(self, kind: str, data: Mapping[str, Any]) -> None:
-        """What the loop reports; nothing computed after an interrupt is passed on (rule 11)."""
-        if self._record is None:
-            return  # a spare that warms up
-        self._check(self._record.epoch)
-        values = dict(data)
-        iteration = values.pop("iteration", None)
-        self._send_event(Kind(kind), iteration, values)
-        if kind == Kind.LOG and self._iteration > self._record.emitted_up_to:
-            print(values["text"], flush=True)
-
-    def _send_event(
-        self, kind: Kind, iteration: int | None, data: Mapping[str, Any], phase: str | None = None
-    ) -> None:
-        assert self._record is not None
-        assert self._entry is not None
-        self._link.send_event(
-            Event(
-                kind,
-                epoch=self._record.epoch,
-                node=self._link.seat.node,
-                role=self._entry.role,
-                iteration=iteration,
-                phase=phase,
-                data=data,
-            )
-        )
-
-    def _report_phase(self, phase: str, seconds: float) -> None:
-        assert self._record is not None
-        epoch = self._record.epoch
-        self._link.send({"t": "phase", "epoch": epoch, "phase": phase, "seconds": seconds})
-        self._section = phase
-
-    def _report_wait(self, generation: Generation, seconds: float, over: bool) -> None:
-        values = {"seconds": seconds, "over": over, "lineage": generation.lineage}
-        self._send_event(Kind.GATE_WAIT, generation.iteration, values)
-
-    # Handlers, on the watcher thread.
+    # Called on other threads than the main one.
 
     def _on_close(self, epoch: int, cause: str) -> None:
         with self._engagement:
-            engaged = self._engaged_epoch == epoch
+            engaged = 0 < self._engaged_epoch <= epoch
+            if not engaged:
+                self._say_drained(epoch, clean=True)
         if engaged:
-            self._communicators.interrupt(epoch)
-        else:
-            self._link.send({"t": "drained", "epoch": epoch, "clean": True})
+            # A thread of its own: to abort NCCL may take long, and a member that sends no beats
+            # meanwhile is taken for frozen.
+            threading.Thread(
+                target=self._communicators.interrupt,
+                args=(epoch,),
+                name="deadpool-interrupt",
+                daemon=True,
+            ).start()
 
     def _on_pause(self, iteration: int) -> None:
-        self._pause_at = iteration
+        started = self._pause.order(iteration)
+        if started is not None:
+            epoch = self._engaged_epoch
+            self._link.send({"t": "pause-refused", "epoch": epoch, "iteration": started})
 
     def _on_fault(self, group: str, operation: str, text: str) -> None:
         message = {"t": "fault", "group": group, "operation": operation, "text": text}
@@ -388,23 +388,18 @@ class Session:
     def _status(self) -> Mapping[str, Any]:
         waiting = self._communicators.waiting_for()
         return {
-            "section": self._section,
-            "iteration": self._iteration,
+            "section": self._reports.section,
+            "iteration": self._reports.iteration,
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
         }
+
+
+def _is_first(record: EpochRecord, generation: Generation) -> bool:
+    return generation.iteration == record.restore.generation.iteration + 1
 
 
 def _communicator_kind(settings: Settings) -> str:
     if settings.communicator != "auto":
         return settings.communicator
     return "nccl" if torch.cuda.is_available() else "gloo"
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Drop the interrupted step's frames: they hold its activations."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen.__traceback__ = None
-        seen = seen.__context__

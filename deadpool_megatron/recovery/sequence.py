@@ -3,6 +3,9 @@
 There is no branching between stages. A stage ends by returning, or by an exception that leaves the
 whole line: EpochClosed when a new epoch is closed meanwhile (the line starts again with the next
 record), or a failure that is reported and ends in a new close.
+
+The first stage stands apart: it needs no peer and touches no slot, so a member that is still
+building when its epoch is closed has nothing to leave and goes on building.
 """
 
 from __future__ import annotations
@@ -10,11 +13,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord
 
-Report = Callable[[str, float], None]
+
+class Report(Protocol):
+    """Who is told about stages."""
+
+    def begin_phase(self, phase: str) -> None:
+        """The stage begins."""
+
+    def end_phase(self, phase: str, seconds: float) -> None:
+        """The stage has ended well, after so long."""
 
 
 class Stages(ABC):
@@ -38,21 +50,32 @@ class Stages(ABC):
 
     @abstractmethod
     def verify(self, record: EpochRecord, role: int) -> None:
-        """Compare with peers what must be equal."""
+        """Compare with peers what must be equal; only then seal the first of a new line."""
+
+
+def adopt_role(stages: Stages, record: EpochRecord, role: int, report: Report) -> None:
+    """The stage that needs nobody else; see the module text."""
+    _run("adopt", stages.adopt, record, role, report)
 
 
 def enter_epoch(stages: Stages, record: EpochRecord, role: int, report: Report) -> None:
-    """Run all stages in order; ``report(phase, seconds)`` after each."""
-    line = (
-        ("adopt", stages.adopt),
-        ("rebuild", stages.rebuild),
-        ("restore", stages.restore),
-        ("sync", stages.synchronise),
-        ("verify", stages.verify),
-    )
-    for phase, stage in line:
-        failpoints.set_context(epoch=record.epoch, role=role, section=phase)
-        failpoints.hit(f"recovery.{phase}")
-        started = time.monotonic()
-        stage(record, role)
-        report(phase, time.monotonic() - started)
+    """All further stages in order, among peers."""
+    _run("rebuild", stages.rebuild, record, role, report)
+    _run("restore", stages.restore, record, role, report)
+    _run("sync", stages.synchronise, record, role, report)
+    _run("verify", stages.verify, record, role, report)
+
+
+def _run(
+    phase: str,
+    stage: Callable[[EpochRecord, int], None],
+    record: EpochRecord,
+    role: int,
+    report: Report,
+) -> None:
+    report.begin_phase(phase)
+    failpoints.set_context(epoch=record.epoch, role=role, section=phase)
+    failpoints.hit(f"recovery.{phase}")
+    started = time.monotonic()
+    stage(record, role)
+    report.end_phase(phase, time.monotonic() - started)

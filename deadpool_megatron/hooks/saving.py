@@ -1,0 +1,72 @@
+"""Durable checkpoints: all roles write, the coordinator alone makes the result valid."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.comms import CommunicatorFault
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.records import Generation
+
+_LOOK_SECONDS = 0.05
+
+
+class DurableSaves:
+    """One per process. :meth:`save` runs on the main thread, :meth:`done` on the watcher's."""
+
+    def __init__(
+        self,
+        reports: Reports,
+        check: Callable[[int], None],
+        interrupt_fd: int,
+        deadline_seconds: float,
+    ) -> None:
+        self._reports = reports
+        self._check = check
+        self._interrupt_fd = interrupt_fd
+        self._deadline_seconds = deadline_seconds
+        self._valid_iteration = 0
+
+    def done(self, iteration: int) -> None:
+        """The coordinator has made the checkpoint of ``iteration`` valid."""
+        self._valid_iteration = iteration
+
+    def save(self, loop: ProtectedLoop, base: Path, epoch: int, generation: Generation) -> None:
+        """Collectively write; role 0 then waits until the result counts.
+
+        It counts only if the epoch was still open when everything was written (rule 11). Raises
+        EpochClosed, or CommunicatorFault when the coordinator does not answer.
+        """
+        final = base / f"iter_{generation.iteration:07d}"
+        temporary = base / f".{final.name}.epoch{epoch}"
+        failpoints.hit("save.begin")
+        temporary.mkdir(parents=True, exist_ok=True)
+        loop.save_checkpoint(temporary)
+        dist.barrier()
+        failpoints.hit("save.written")
+        if dist.get_rank() != 0:
+            return
+        self._check(epoch)
+        self._valid_iteration = 0
+        self._reports.say(
+            "durable-request",
+            iteration=generation.iteration,
+            temporary=str(temporary),
+            final=str(final),
+        )
+        limit = time.monotonic() + self._deadline_seconds
+        # An answer to an older request may still be under way: it names another iteration.
+        while self._valid_iteration != generation.iteration:
+            self._check(epoch)
+            if time.monotonic() > limit:
+                raise CommunicatorFault(
+                    "coordinator", "durable-request", "no answer: the checkpoint is not valid"
+                )
+            select.select([self._interrupt_fd], [], [], _LOOK_SECONDS)
