@@ -6,7 +6,6 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClose
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook, model_config
-from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
+from deadpool_megatron.hooks.loop import Program, ProtectedLoop
 from deadpool_megatron.hooks.optimizer import (
     ShardState,
     StepHooks,
@@ -29,6 +28,7 @@ from deadpool_megatron.hooks.optimizer import (
 )
 from deadpool_megatron.hooks.pipeline import PipelineHook
 from deadpool_megatron.hooks.protection import Protection, role_layout
+from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.tensor import TensorHook
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.platform import select_platform
@@ -62,8 +62,7 @@ class EpochEntry(Stages):
         link: MemberLink,
         settings: Settings,
         communicators: Communicators,
-        emit: Emit,
-        report_wait: Callable[[Generation, float, bool], None],
+        reports: Reports,
     ) -> None:
         self.program = program
         self.role = -1
@@ -72,8 +71,7 @@ class EpochEntry(Stages):
         self._link = link
         self._settings = settings
         self._communicators = communicators
-        self._emit = emit
-        self._report_wait = report_wait
+        self._reports = reports
         self._platform = select_platform()
         self._vault = VaultClient(
             os.environ["DEADPOOL_VAULT_SOCKET"],
@@ -191,7 +189,7 @@ class EpochEntry(Stages):
             self._restore_from_vault(record)
             self.protection.owe(self.generation, self.boundary)
             return
-        self._late = {}
+        self._late, self._reports.told = {}, []
         iteration = restore.generation.iteration
         self.generation = Generation(record.epoch, iteration)
         if restore.kind == "durable":
@@ -229,7 +227,9 @@ class EpochEntry(Stages):
 
     def capture_extras(self) -> bytes:
         """The encoded extras of the loop as it stands."""
-        return extras_codec.encode(megatron_extras.capture(self.loop))
+        return extras_codec.encode(
+            {**megatron_extras.capture(self.loop), "told": self._reports.told}
+        )
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -276,6 +276,7 @@ class EpochEntry(Stages):
             restored.close()
         megatron_extras.restore(self.loop, values)
         self._late = values
+        self._reports.tell_again(values["told"])
 
     def _make_groups(self, role: int, world_size: int) -> None:
         self._drop()
@@ -287,7 +288,7 @@ class EpochEntry(Stages):
         self.role = role
 
     def _make_loop(self) -> None:
-        self._loop = self.program.make_loop(self._emit)
+        self._loop = self.program.make_loop(self._reports.emit)
         optimizer, config = self._loop.optimizer, model_config(self._loop)
         refuse_unknown_state(optimizer, config)
         complete_state(optimizer)
@@ -313,7 +314,7 @@ class EpochEntry(Stages):
             layout=layout,
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
-            report_wait=self._report_wait,
+            report_wait=self._reports.report_wait,
         )
         protection = self._protection
         # QK-clip changes the weights after the update; their copies then start with the rest.

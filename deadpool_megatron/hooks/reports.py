@@ -22,8 +22,17 @@ class Reports:
         self.iteration = 0
         self.role = -1
         self.record: EpochRecord | None = None
+        # What this iteration has reported so far. It travels with the generation: its line may be
+        # lost with a node although the generation is safe, and is told again after a restore.
+        self.told: list[list[Any]] = []
         self._link = link
         self._check = check
+
+    def tell_again(self, told: list[list[Any]]) -> None:
+        """Repeat what a restored generation had reported; the coordinator knows most of it."""
+        self.told = list(told)
+        for kind, iteration, values in told:
+            self.send_event(Kind(kind), iteration, values)
 
     def say(self, kind: str, **values: Any) -> None:
         """One message about the present epoch."""
@@ -50,6 +59,8 @@ class Reports:
             if self.iteration <= record.emitted_up_to:
                 return
             print(values["text"], flush=True)
+        else:
+            self.told.append([str(kind), iteration, values])
         self.send_event(Kind(kind), iteration, values)
 
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:

@@ -69,6 +69,7 @@ class Session:
             close_wait_seconds=settings.close_seconds,
             drain_seconds=settings.drain_seconds,
             on_fault=self._on_fault,
+            address=settings.interface,
         )
         self._reports = Reports(link, self._check)
         self._entry: EpochEntry | None = None
@@ -103,8 +104,7 @@ class Session:
             link=self._link,
             settings=self._settings,
             communicators=self._communicators,
-            emit=self._reports.emit,
-            report_wait=self._reports.report_wait,
+            reports=self._reports,
         )
         self._link.start(
             Handlers(
@@ -254,6 +254,7 @@ class Session:
             self._reports.section = "first-step" if _is_first(record, generation) else "step"
             failpoints.set_context(iteration=generation.iteration)
             protection.announce(generation)
+            self._reports.told = []
             loop.train_step()
             self._communicators.finish_iteration()
             self._check(record.epoch)

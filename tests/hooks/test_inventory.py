@@ -197,6 +197,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
                 enter=lambda epoch: None, layout=SimpleNamespace(to_dict=dict)
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
+            self._reports: Any = SimpleNamespace(told=[])
             self._shard: Any = SimpleNamespace(readopt=lambda: None)
             self._dimensions = ()
             self._pristine = self.capture_extras()
