@@ -215,7 +215,7 @@ class Rig:
         self.expect("hello")
 
     def _make_entry(self, **options: Any) -> FakeEntry:
-        self.emit = options["emit"]
+        self.emit = options["reports"].emit
         return self.entry
 
     def _exit(self, code: int) -> None:
