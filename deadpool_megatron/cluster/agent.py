@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,8 @@ class Agent:
         self._environment = {
             "DEADPOOL_RUN_DIR": str(options.run.path),
             "DEADPOOL_RUN_ID": options.info.run_id,
-            "DEADPOOL_SETTINGS": self._settings.to_json(),
+            # Communicators bind where this host is reached, as the vault does.
+            "DEADPOOL_SETTINGS": replace(self._settings, interface=self._options.host).to_json(),
             "DEADPOOL_WORLD_SIZE": str(options.info.world_size),
             "DEADPOOL_NPROC": str(options.info.nproc_per_node),
         }

@@ -93,7 +93,7 @@ def config_from(namespace: argparse.Namespace) -> TrainerConfig:
 def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerConfig:
     """The config for a command line; a bad one is answered with one line and exit status 2.
 
-    ``world_size``: also check that the layout divides this many ranks.
+    ``world_size``: of a protected run; also check that the layout divides it.
     """
     parser = build_parser()
     namespace = parser.parse_args(argv)
@@ -101,6 +101,8 @@ def parse_args(argv: Sequence[str], world_size: int | None = None) -> TrainerCon
         config = config_from(namespace)
         if world_size is not None:
             config.check_world_size(world_size)
+            if config.load is not None:
+                raise BadArgumentsError("--load: continue with deadpool run --resume instead")
         return config
     except BadArgumentsError as error:
         parser.error(str(error))

@@ -88,8 +88,8 @@ def memory_bytes(mark: str) -> int:
 
 
 def write_facts(path: Path | None, facts: dict[str, Any]) -> None:
-    """To ``path``, or to standard output."""
-    text = json.dumps(facts, indent=1) + "\n"
+    """To ``path``, or to standard output; places in the checkout are given relative to it."""
+    text = json.dumps(facts, indent=1).replace(f"{ROOT}/", "") + "\n"
     if path is None:
         sys.stdout.write(text)
     else:
