@@ -325,7 +325,7 @@ class Protection:
 
     def _seal(self, job: _Job) -> None:
         limit = self._settings.operation_timeout_seconds
-        failpoints.hit("snapshot.copy", generation=job.generation.iteration)
+        failpoints.hit("snapshot.copy", iteration=job.generation.iteration)
         for copy in job.copies:
             if not copy.wait(limit):
                 raise ProtectionError(f"copy not finished within {limit:g} s")
@@ -337,4 +337,4 @@ class Protection:
             return
         sizes = {part.name: part.nbytes for part in self._parts}
         job.writer.fill({**sizes, name: len(job.extras)})
-        failpoints.hit("snapshot.filled", generation=job.generation.iteration)
+        failpoints.hit("snapshot.filled", iteration=job.generation.iteration)
