@@ -32,7 +32,7 @@ def connect(folder: Path, rank: int, world_size: int) -> None:
     global _communicators
     from deadpool_megatron.comms import Communicators
 
-    _communicators = Communicators("gloo", interface="lo")
+    _communicators = Communicators("gloo", address="127.0.0.1")
     _communicators.install()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
