@@ -4,22 +4,45 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.settings import Settings, flag_name
 
+ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add one flag per setting, in one group; defaults come from the dataclass."""
+
+def add_arguments(
+    parser: argparse.ArgumentParser, *, switches: bool = False, defaults: Settings | None = None
+) -> None:
+    """Add one flag per setting, in one group.
+
+    ``switches``: the two of Megatron-LM's own command line as well. ``defaults``: other ones than
+    those of the dataclass.
+    """
     group = parser.add_argument_group("deadpool", "fault tolerance; times are in seconds")
+    if switches:
+        group.add_argument(
+            FLAG,
+            action="store_true",
+            help="protect this training: it goes on when nodes die (start it with 'deadpool run');"
+            " without it the other flags of this group do nothing (default: off)",
+        )
+        group.add_argument(
+            ALLOW_UNTESTED,
+            action="store_true",
+            help="go on with a version of Megatron-LM that was never tried (default: off)",
+        )
     for entry in dataclasses.fields(Settings):
-        default = entry.default
+        default = entry.default if defaults is None else getattr(defaults, entry.name)
         group.add_argument(
             flag_name(entry.name),
             *_ALIASES.get(entry.name, ()),
-            dest=f"deadpool_{entry.name}",
+            dest=f"{_PREFIX}{entry.name}",
             type=type(default),
             default=default,
-            metavar=_METAVARS.get(type(default), "TEXT"),
+            metavar="BYTES" if entry.name.endswith("_bytes") else _METAVARS[type(default)],
             help=f"{entry.metadata['help']} (default: {default!r})".replace("%", "%%"),
         )
 
@@ -27,11 +50,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def settings_from(namespace: argparse.Namespace) -> Settings:
     """The settings in parsed arguments. Raises SettingsError with one clear line."""
     return Settings(
-        **{f.name: getattr(namespace, f"deadpool_{f.name}") for f in dataclasses.fields(Settings)}
+        **{f.name: getattr(namespace, f"{_PREFIX}{f.name}") for f in dataclasses.fields(Settings)}
     )
 
 
-_METAVARS: dict[type, str] = {int: "N", float: "SECONDS", str: "TEXT"}
+def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Replace settings, named as in the dataclass, in parsed arguments."""
+    for name, value in values.items():
+        setattr(namespace, f"{_PREFIX}{name}", value)
+
+
+def given_in(arguments: Sequence[str], *, abbreviated: bool) -> tuple[dict[str, Any], list[str]]:
+    """The settings that a command line really names, by field name, and what else is in it.
+
+    ``abbreviated``: whether its own parser takes the beginning of a flag for the flag. Raises
+    BadValueError.
+    """
+    parser = _Parser(add_help=False, allow_abbrev=abbreviated)
+    add_arguments(parser, switches=True)
+    # A parser fills in the defaults of names only that are not there.
+    names = [entry.name for entry in dataclasses.fields(Settings)]
+    empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in names})
+    found, others = parser.parse_known_args(list(arguments), empty)
+    values = {name: getattr(found, f"{_PREFIX}{name}") for name in names}
+    return {name: value for name, value in values.items() if value is not None}, others
+
+
+class BadValueError(ValueError):
+    """A flag without its value, or with one of the wrong type; one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadValueError(message)
+
+
+_PREFIX = "deadpool_"
+_METAVARS = {int: "N", float: "SECONDS", str: "TEXT"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),

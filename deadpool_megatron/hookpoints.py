@@ -78,6 +78,7 @@ POINTS: tuple[Point, ...] = (
         "training_log",
         ("loss_dict", "total_loss_dict", "iteration", "report_memory_flag"),
     ),
+    Point("megatron.training.training", "evaluate", ()),
     Point("megatron.training.training", "evaluate_and_print_results", ("prefix", "iteration")),
     Point(
         "megatron.training.training",

@@ -29,6 +29,7 @@ COMMANDS = {
     "compare": "compare",
     "demo": "demo",
     "clean": "clean",
+    "patch": "patch",
     "coordinator": "node",
     "agent": "node",
 }

@@ -17,11 +17,14 @@ class DurableError(Exception):
 def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory) -> None:
     """Sync the files, rename the directory, then point ``latest.json`` at it.
 
-    A checkpoint of the same name is left alone: it was made valid by an earlier request, and the
+    ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
+    the same name is left alone: it was made valid by an earlier request, and the
     one at hand repeats it after a recovery. Raises DurableError. Runs in a worker thread.
     """
     try:
-        if final.exists():
+        if temporary == final:
+            _sync(final)  # its writer has synced the files
+        elif final.exists():
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.is_dir():
             for path in sorted(temporary.rglob("*")):

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.settings import Settings
 
 # Sections that have first_step_seconds instead of hang_seconds.
-LONG_SECTIONS = frozenset({"build", "first-step", "evaluation", "save", "load"})
+LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
 # A role in one of these is not expected to progress.
 IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
 

@@ -7,6 +7,12 @@ from .errors import CommunicatorFault, EpochClosed
 from .group import ReconfigurableGroup
 from .inner import Fabric, GroupSpec, InnerGroup
 
+
+def is_detached(group: object) -> bool:
+    """Whether ``group`` is one of ours without peers: its operations complete locally."""
+    return isinstance(group, ReconfigurableGroup) and group.inner.detached
+
+
 __all__ = [
     "CommunicatorFault",
     "Communicators",
@@ -15,4 +21,5 @@ __all__ = [
     "GroupSpec",
     "InnerGroup",
     "ReconfigurableGroup",
+    "is_detached",
 ]

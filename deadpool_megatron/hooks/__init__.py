@@ -1,9 +1,10 @@
 """The only package that touches Megatron: what it registers with the groups and the loop.
 
-``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` are what it provides.
+``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
+``SteppedLoop``) are what it provides.
 """
 
-from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
+from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop, SteppedLoop
 from deadpool_megatron.hooks.session import Session
 
-__all__ = ["Emit", "Program", "ProtectedLoop", "Session"]
+__all__ = ["Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]

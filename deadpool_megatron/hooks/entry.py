@@ -150,7 +150,7 @@ class EpochEntry(Stages):
 
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
-        self.loop.train_step()
+        self.loop.warm_up()
         for dimension in self._dimensions:
             dimension.reset_in_flight()
 
@@ -190,8 +190,6 @@ class EpochEntry(Stages):
             self.protection.owe(self.generation, self.boundary)
             return
         self._late, self._reports.told = {}, []
-        iteration = restore.generation.iteration
-        self.generation = Generation(record.epoch, iteration)
         if restore.kind == "durable":
             # First as after the build: a checkpoint does not hold all that an interrupted
             # iteration, or the warm-up of a spare, has changed (traps, A4).
@@ -202,6 +200,8 @@ class EpochEntry(Stages):
             self._shard_state.readopt()
             # By value: resetting the loop changes some of the tensors in place.
             self._late = extras_codec.decode(self.capture_extras())
+        # A program may have loaded a checkpoint of its own while it was built.
+        self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
         """Parameters from the peers, iterators from the counters, random states last."""

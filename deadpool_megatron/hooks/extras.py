@@ -36,6 +36,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         if scaler is not None:
             for key, value in scaler.state_dict().items():
                 values[f"scaler{index}.{key}"] = value
+    values["extra_state"] = loop.extra_state()
     for name, tensor in _buffers(loop):
         values[f"buffer.{name}"] = tensor
     for name, entry in _loss_sums().items():
@@ -71,6 +72,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
             if state:
                 # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
                 scaler.load_state_dict(state)
+    loop.restore_extra_state(values["extra_state"])
     with torch.no_grad():
         for name, tensor in _buffers(loop):
             tensor.copy_(values[f"buffer.{name}"])

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deadpool_megatron.hooks.course import Course
 
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
-class ProtectedLoop(Protocol):
+class ProtectedLoop(ABC):
     """A training loop whose state can be captured and put back between any two segments.
 
     ``counters`` holds at least ``iteration`` (finished iterations) and every other whole number an
     iteration changes; ``log_sums`` running sums of logged values. All state that is neither a
-    tensor of model or optimizer, nor the scheduler, nor a random state must be in these two.
+    tensor of model or optimizer, nor the scheduler, nor a random state must be in these two, or in
+    :meth:`extra_state`.
     """
 
     model_chunks: list[Any]
@@ -24,46 +30,104 @@ class ProtectedLoop(Protocol):
     counters: dict[str, int]
     log_sums: dict[str, float]
 
-    @property
-    def done(self) -> bool:
-        """True when the last iteration is finished."""
+    @abstractmethod
+    def train(self, course: Course) -> None:
+        """Train from where the restored state is to the end, through ``course``. Left by an
+        exception at every interrupt, and called again after the restore."""
 
-    def train_step(self) -> None:
-        """Exactly one iteration, optimizer and scheduler step included."""
+    @abstractmethod
+    def warm_up(self) -> None:
+        """About one iteration without peers, whose results are thrown away."""
 
-    def segments_after(self, iteration: int) -> tuple[str, ...]:
-        """Which of ``evaluation`` and ``save`` are due after ``iteration``, in that order."""
-
-    def run_segment(self, name: str) -> None:
-        """Run ``evaluation`` (``save`` is done by the session through save_checkpoint)."""
-
+    @abstractmethod
     def reset_after_interrupt(self) -> None:
         """Drop in-flight state and rebuild the data iterators from ``counters``."""
 
-    def save_checkpoint(self, directory: Path) -> None:
-        """Collectively write a standard checkpoint into ``directory``."""
-
+    @abstractmethod
     def load_checkpoint(self, directory: Path) -> None:
         """Collectively read one into the live objects."""
 
+    @abstractmethod
     def stage_class(self) -> str:
         """Equal for roles whose model parts have equal shapes."""
 
+    @abstractmethod
     def state_hash(self) -> str:
         """sha256 over parameters, optimizer state, random states, scheduler and counters."""
 
+    def extra_state(self) -> dict[str, Any]:
+        """More that travels with a generation: JSON values, by name."""
+        return {}
 
-class Program(Protocol):
+    def restore_extra_state(self, values: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`extra_state`. Not called at the start of a run."""
+        if values:
+            raise ValueError(f"state that nobody takes: {', '.join(values)}")
+
+
+class SteppedLoop(ProtectedLoop):
+    """A loop without an outer loop of its own: one call for an iteration, one for a segment."""
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True when the last iteration is finished."""
+
+    @abstractmethod
+    def train_step(self) -> None:
+        """Exactly one iteration, optimizer and scheduler step included."""
+
+    @abstractmethod
+    def segments_after(self, iteration: int) -> tuple[str, ...]:
+        """Which of ``evaluation`` and ``save`` are due after ``iteration``, in that order."""
+
+    @abstractmethod
+    def run_segment(self, name: str) -> None:
+        """Run ``evaluation`` (``save`` is done by the session through save_checkpoint)."""
+
+    @abstractmethod
+    def save_checkpoint(self, directory: Path) -> None:
+        """Collectively write a standard checkpoint into ``directory``."""
+
+    def train(self, course: Course) -> None:
+        """Iterations and segments in turn; see :class:`ProtectedLoop`."""
+        if self.counters["iteration"]:
+            self._run_segments(course)
+        while not self.done:
+            course.step(self.counters["iteration"] + 1, self.train_step)
+            self._run_segments(course)
+
+    def warm_up(self) -> None:
+        """One iteration; see :class:`ProtectedLoop`."""
+        self.train_step()
+
+    def _run_segments(self, course: Course) -> None:
+        for name in self.segments_after(self.counters["iteration"]):
+            if name == "save":
+                course.save(self)
+            else:
+                course.segment(name, functools.partial(self.run_segment, name))
+
+
+class Program(ABC):
     """How to make the loop, again and again, for the role that the environment names."""
 
+    @abstractmethod
     def make_groups(self) -> None:
         """``init_process_group`` and Megatron's groups, for RANK and WORLD_SIZE as they are now."""
 
+    @abstractmethod
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """Model, optimizer, scheduler and data in the groups just made."""
 
+    @abstractmethod
     def drop_groups(self) -> None:
         """Undo :meth:`make_groups`, so that another role can be taken in the same process."""
 
     def checkpoint_directory(self) -> Path | None:
         """Where durable checkpoints go; None for the run directory's own place."""
+        return None
+
+    def spares_may_build(self) -> bool:
+        """False while the active roles still make files that a build without peers needs."""
+        return True

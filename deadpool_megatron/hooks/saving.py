@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import CommunicatorFault
-from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import Generation
 
@@ -38,7 +38,7 @@ class DurableSaves:
         """The coordinator has made the checkpoint of ``iteration`` valid."""
         self._valid_iteration = iteration
 
-    def save(self, loop: ProtectedLoop, base: Path, epoch: int, generation: Generation) -> None:
+    def save(self, loop: SteppedLoop, base: Path, epoch: int, generation: Generation) -> None:
         """Collectively write; role 0 then waits until the result counts.
 
         It counts only if the epoch was still open when everything was written (rule 11). Raises
@@ -70,3 +70,12 @@ class DurableSaves:
                     "coordinator", "durable-request", "no answer: the checkpoint is not valid"
                 )
             select.select([self._interrupt_fd], [], [], _LOOK_SECONDS)
+
+    def announce(self, directory: Path, iteration: int) -> None:
+        """All roles have written ``directory`` in place, complete: have it count from now on.
+
+        Nobody waits: until the coordinator has heard of it, the run falls back to the one before.
+        """
+        if dist.get_rank() == 0:
+            place = str(directory)
+            self._reports.say("durable-request", iteration=iteration, temporary=place, final=place)

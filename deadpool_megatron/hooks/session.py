@@ -33,7 +33,7 @@ import torch
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
-from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.course import Course
 from deadpool_megatron.hooks.dimension import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.interruption import forget_frames
@@ -41,7 +41,7 @@ from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.saving import DurableSaves
-from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
+from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
@@ -153,6 +153,8 @@ class Session:
         reports.record = None
         started = time.monotonic()
         if not entry.is_built:
+            if not self._await_turn(record):
+                return
             reports.section = "build"
             entry.build_detached(self._provisional_role, self._world_size)
             entry.warm_up()
@@ -169,6 +171,17 @@ class Session:
                 "seconds": time.monotonic() - started,
             }
         )
+
+    def _await_turn(self, record: EpochRecord) -> bool:
+        """Wait until the program lets spares build; False when the epoch is over before."""
+        self._reports.section = "parked"
+        while not self._built.program.spares_may_build():
+            if self._link.stopped:
+                raise StopOrder("the run is over")
+            if self._link.closed_epoch >= record.epoch:
+                return False
+            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+        return True
 
     def _take_seat(self, record: EpochRecord, role: int) -> None:
         """Play ``role`` until the epoch is closed, unless it is closed already."""
@@ -242,42 +255,22 @@ class Session:
         raise error
 
     def _train(self, record: EpochRecord) -> None:
-        loop, protection = self._built.loop, self._built.protection
-        generation, boundary = self._built.generation, self._built.boundary
-        due = loop.segments_after(generation.iteration) if generation.iteration else ()
-        done = BOUNDARIES[: BOUNDARIES.index(boundary) + 1]
-        self._run_segments(record, generation, [name for name in due if name not in done])
-        while not loop.done:
-            self._stand_still_if_asked(record, generation)
-            generation = Generation(record.epoch, loop.counters["iteration"] + 1)
-            self._reports.iteration = generation.iteration
-            self._reports.section = "first-step" if _is_first(record, generation) else "step"
-            failpoints.set_context(iteration=generation.iteration)
-            protection.announce(generation)
-            self._reports.told = []
-            loop.train_step()
-            self._communicators.finish_iteration()
-            self._check(record.epoch)
-            protection.complete(self._built.capture_extras())
-            self._hash_state(record.epoch, generation)
-            self._run_segments(record, generation, list(loop.segments_after(generation.iteration)))
+        built = self._built
+        course = Course(
+            record,
+            built,
+            self._communicators,
+            self._reports,
+            self._pause,
+            self._saves,
+            self._run_directory / "checkpoints",
+            self._check,
+            self._link.interrupt_fd,
+            self._settings.hash_interval,
+        )
+        built.loop.train(course)
         self._reports.section = "finish"
-        protection.settle()
-
-    def _run_segments(self, record: EpochRecord, generation: Generation, names: list[str]) -> None:
-        for name in names:
-            self._reports.section = name
-            self._reports.iteration = generation.iteration
-            failpoints.set_context(iteration=generation.iteration, section=name)
-            if name == "save":
-                base = self._built.program.checkpoint_directory()
-                base = base or self._run_directory / "checkpoints"
-                self._saves.save(self._built.loop, base, record.epoch, generation)
-            else:
-                self._built.loop.run_segment(name)
-            self._communicators.finish_iteration()
-            self._check(record.epoch)
-            self._built.protection.append(generation, name, self._built.capture_extras())
+        built.protection.settle()
 
     def _finish(self, record: EpochRecord, role: int) -> NoReturn:
         """Report the end and stay available: a late failure may need this role again."""
@@ -338,27 +331,6 @@ class Session:
         if self._link.closed_epoch >= epoch:
             raise EpochClosed(epoch, f"section {self._reports.section}")
 
-    def _stand_still_if_asked(self, record: EpochRecord, generation: Generation) -> None:
-        """A planned swap: stop at the announced boundary, protected, until the close, or until
-        the coordinator has chosen a later boundary because another role was past this one."""
-        following = generation.iteration + 1
-        if self._pause.may_start(following):
-            return
-        self._built.protection.settle()
-        self._reports.say("paused", iteration=generation.iteration)
-        self._reports.section = "paused"
-        while not self._pause.may_start(following):
-            self._check(record.epoch)
-            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
-
-    def _hash_state(self, epoch: int, generation: Generation) -> None:
-        interval = self._settings.hash_interval
-        if interval == 0 or generation.iteration % interval:
-            return
-        value = self._built.loop.state_hash()
-        self._check(epoch)
-        self._reports.send_event(Kind.STATE_HASH, generation.iteration, {"sha256": value})
-
     # Called on other threads than the main one.
 
     def _on_close(self, epoch: int, cause: str) -> None:
@@ -394,10 +366,6 @@ class Session:
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
         }
-
-
-def _is_first(record: EpochRecord, generation: Generation) -> bool:
-    return generation.iteration == record.restore.generation.iteration + 1
 
 
 def _communicator_kind(settings: Settings) -> str:

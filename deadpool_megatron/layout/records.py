@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
-BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save")
+BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
 
 
 def extras_part(boundary: str) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _installed = False
 
 
@@ -62,7 +62,8 @@ def _nothing(*_args: object, **_options: object) -> None:
 
 
 def _replace_factories() -> None:
-    # device='cuda' in optimizer.py:473, clip_grads.py:103, grad_scaler.py:15, schedules.py:2138.
+    # device='cuda' in optimizer.py:473, clip_grads.py:103, grad_scaler.py:15, schedules.py:2138,
+    # exchange_utils.py:104, and in megatron.training all over, as in initialize.py:474.
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
 

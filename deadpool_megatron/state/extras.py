@@ -65,7 +65,8 @@ def decode(payload: bytes | memoryview) -> dict[str, Any]:
         header = json.loads(bytes(view[_LENGTH.size : _LENGTH.size + length]))
         body = view[_LENGTH.size + length :]
         return {key: _decode_value(entry, body) for key, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        # The last two: a header that is no object, a dtype that torch does not have, a wrong shape.
         raise ExtrasError(f"not encoded extras: {error}") from error
 
 

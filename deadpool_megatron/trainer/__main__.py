@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deadpool_megatron.hooks import Emit, Session
+from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from deadpool_megatron.trainer.loop import TrainingLoop
 
 
-class GptProgram:
+class GptProgram(Program):
     """Makes the groups and the loop of :mod:`deadpool_megatron.trainer` for any role."""
 
     def __init__(self, config: TrainerConfig) -> None:

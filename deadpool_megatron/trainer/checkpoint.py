@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (
     AsyncRequest,
     ShardedObject,
@@ -26,7 +27,9 @@ from deadpool_megatron.trainer.megatron_api import (
     parallel_state,
     save_state_dict_async_finalize,
 )
-from deadpool_megatron.trainer.model import inner_optimizers
+
+# Below Megatron's first import: it imports Megatron itself.
+from deadpool_megatron.hooks.loading import exact_load  # isort: skip
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.loop import TrainingLoop
@@ -49,16 +52,11 @@ def read(loop: TrainingLoop, directory: Path) -> None:
 
     Optimizer state keeps its tensors: whoever holds references to them sees the loaded values.
     """
-    kept = [_state_tensors(inner) for inner in inner_optimizers(loop.optimizer)]
-    # fp32 master parameters are leaf views that require gradients; loading copies into them.
-    with torch.no_grad():
+    with exact_load(loop.optimizer):
         loaded = dist_checkpointing.load(_sharded_state(loop, is_loading=True), str(directory))
         for index, module in enumerate(loop.models):
             module.load_state_dict(loaded[_model_key(loop, index)])
-        _supply_zero_steps(loop, loaded["optimizer"])
         loop.optimizer.load_state_dict(loaded["optimizer"])
-        for inner, tensors in zip(inner_optimizers(loop.optimizer), kept, strict=True):
-            _restore_identity(inner, tensors)
     # The schedule adds the loaded number of steps to the one it has.
     loop.scheduler.num_steps = 0
     loop.scheduler.load_state_dict(loaded["opt_param_scheduler"])
@@ -173,50 +171,8 @@ def _set_generators(states: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
-def _supply_zero_steps(loop: TrainingLoop, loaded: Any) -> None:
-    """Put back Adam's step where it is zero: Megatron does not write it for whole optimizers."""
-    several = len(loop.optimizer.chained_optimizers) > 1
-    for part in loaded.values() if several else [loaded]:
-        state = part.get("optimizer", part).get("state")
-        if state is not None:
-            state.setdefault("common_step", torch.tensor(0.0))
-
-
-_States = dict[torch.Tensor, dict[str, Any]]
-
-
-def _state_tensors(inner: torch.optim.Optimizer) -> _States:
-    return {parameter: dict(state) for parameter, state in inner.state.items()}
-
-
-def _restore_identity(inner: torch.optim.Optimizer, kept: _States) -> None:
-    """Move loaded values into the tensors that were there before the load.
-
-    The steps of a distributed optimizer need more than that. Only its groups get the loaded number:
-    Megatron makes one tensor of it that all parameters share, so that PyTorch's Adam would advance
-    it once per parameter, and then overwrites it with the number from before the load.
-    """
-    for group in inner.param_groups:
-        step = group.pop("step", None)
-        for parameter in group["params"]:
-            loaded = dict(inner.state[parameter])
-            if step is not None:
-                loaded["step"] = step
-            for name, tensor in kept[parameter].items():
-                value = loaded[name]
-                if isinstance(value, torch.Tensor) and value is not tensor:
-                    tensor.copy_(value)
-                elif isinstance(value, int | float):
-                    tensor.fill_(value)
-            inner.state[parameter] = kept[parameter]
-
-
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Writes the shards in the calling process.
-
-    Megatron forks writer processes and spawns one that carries their results. Forked children hold
-    every socket of the rank open beyond its death, which hides the death from its peers.
-    """
+    """Writes the shards in the calling process; see :mod:`deadpool_megatron.platform.saving`."""
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         # Where the writer looks before it would start its result process.
@@ -229,25 +185,11 @@ class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         def save() -> None:
             if writer.write_buckets:
-                writer.results_queue.put(_write_buckets(writer))
+                buckets = writer.preload_tensors(writer.write_buckets, True)
+                transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+                write_files(transforms, False, dist.get_rank(), buckets, writer.results_queue)
 
         def finalize() -> None:
             save_state_dict_async_finalize(*save_state_dict_ret)
 
         return AsyncRequest(save, (), [finalize])
-
-
-def _write_buckets(writer: Any) -> dict[int, Any] | Exception:
-    """Write all files of this rank; answers results by file, or the first error."""
-    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-    results: dict[int, Any] = {}
-    for index, bucket in enumerate(writer.preload_tensors(writer.write_buckets, True)):
-        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
-        pending: queue.Queue[int] = queue.Queue()
-        pending.put(index)
-        writer.write_preloaded_data(transforms, index, bucket, answers, pending, use_fsync=True)
-        answer = answers.get_nowait()[1]
-        if isinstance(answer, Exception):
-            return answer
-        results[index] = answer
-    return results

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.trainer import checkpoint, hashing
+from deadpool_megatron.hooks import hashing
+from deadpool_megatron.hooks.loop import SteppedLoop
+from deadpool_megatron.trainer import checkpoint
 from deadpool_megatron.trainer.config import TrainerConfig
 from deadpool_megatron.trainer.data import Batch, build_sources
 from deadpool_megatron.trainer.megatron_api import (
@@ -34,7 +36,7 @@ from deadpool_megatron.trainer.model import (
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
-class TrainingLoop:
+class TrainingLoop(SteppedLoop):
     """One rank's training: the live objects, and what may be done with them.
 
     ``emit(kind, facts)`` is called with kinds ``step``, ``evaluation`` and ``log``, on one rank
@@ -205,7 +207,7 @@ class TrainingLoop:
 
     def _configure_schedule(self) -> None:
         """Give Megatron's schedules the functions they call; the interleaved one unsets some."""
-        chunks = cast(list[Any], self.model_chunks)
+        chunks = self.model_chunks
         settings = chunks[0].config
         settings.grad_scale_func = self.optimizer.scale_loss
         settings.finalize_model_grads_func = _finalize

@@ -48,12 +48,12 @@ def go_back(arguments: str) -> dict[str, Any]:
     """On one rank: three iterations, capture, two more, restore, the same two again."""
     from deadpool_megatron.hooks import extras
     from deadpool_megatron.hooks.data import DataHook
+    from deadpool_megatron.hooks.hashing import state_digests
     from deadpool_megatron.hooks.optimizer import ShardState, complete_state
     from deadpool_megatron.hooks.pipeline import PipelineHook
     from deadpool_megatron.hooks.tensor import TensorHook
     from deadpool_megatron.state.extras import decode, encode
     from deadpool_megatron.trainer.arguments import parse_args
-    from deadpool_megatron.trainer.hashing import state_digests
     from deadpool_megatron.trainer.loop import TrainingLoop
 
     losses: list[str] = []

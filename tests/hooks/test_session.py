@@ -27,6 +27,7 @@ from deadpool_megatron.hooks import session as session_module
 from deadpool_megatron.hooks.dimension import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.interruption import forget_frames
+from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.saving import DurableSaves
 from deadpool_megatron.hooks.session import EXIT_UNCLEAN, Session
@@ -101,7 +102,7 @@ class FakeProtection:
         self._calls.append("settle")
 
 
-class FakeLoop:
+class FakeLoop(SteppedLoop):
     """Four iterations, evaluation after each second one; ``acts`` replace what a step does."""
 
     def __init__(self) -> None:
@@ -123,6 +124,15 @@ class FakeLoop:
     def run_segment(self, name: str) -> None:
         self.segments.append((self.counters["iteration"], name))
 
+    def save_checkpoint(self, directory: Path) -> None:
+        """Nothing to write."""
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """Nothing to read."""
+
+    def reset_after_interrupt(self) -> None:
+        """Nothing in flight."""
+
     def state_hash(self) -> str:
         return "hash"
 
@@ -142,7 +152,9 @@ class FakeEntry:
         self.boundary = "step"
         self.role = -1
         self.quiet = True
-        self.program = SimpleNamespace(checkpoint_directory=lambda: None)
+        self.program = SimpleNamespace(
+            checkpoint_directory=lambda: None, spares_may_build=lambda: True
+        )
 
     @property
     def is_built(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.state.extras import (
@@ -56,6 +57,29 @@ def test_what_cannot_be_encoded_is_named() -> None:
 def test_garbage_is_refused_not_executed(payload: bytes) -> None:
     try:
         decode(payload)
+    except ExtrasError:
+        pass
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)
+_ENTRY = _JSON | st.fixed_dictionaries(
+    {"tensor": st.just([0, 4]) | _JSON, "dtype": st.just("float32") | _JSON, "shape": _JSON}
+)
+
+
+@given(_JSON | st.dictionaries(st.text(max_size=4), _ENTRY, max_size=3))
+@example(0)
+@example({"x": "y"})
+@example({"x": {"tensor": [0, 4], "dtype": "nothing", "shape": [1]}})
+@example({"x": {"tensor": [0, 4], "dtype": "float32", "shape": [3]}})
+def test_odd_headers_are_refused(header: object) -> None:
+    text = json.dumps(header).encode()
+    try:
+        decode(len(text).to_bytes(8, "little") + text + bytes(8))
     except ExtrasError:
         pass
 

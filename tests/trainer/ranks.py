@@ -27,7 +27,8 @@ RANK_SECONDS = 120.0
 @functools.cache
 def preload() -> None:
     """Import everything a rank needs, so that forks have it at once."""
-    from deadpool_megatron.trainer import checkpoint, hashing, loop, plain  # noqa: F401
+    from deadpool_megatron.hooks import hashing  # noqa: F401
+    from deadpool_megatron.trainer import checkpoint, loop, plain  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -5,27 +5,26 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker
-
-if TYPE_CHECKING:
-    from deadpool_megatron.trainer.loop import TrainingLoop
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.optimizer import inner_optimizers
 
 _Entry = tuple[str, torch.Tensor | str]
 
 
-def state_hash(loop: TrainingLoop) -> str:
+def state_hash(loop: ProtectedLoop) -> str:
     """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
 
     Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
     and group values, loss scalers, all random generators, the schedule and the counters.
 
-    With ``--overlap-param-gather`` parameters are current only after
-    :meth:`~.loop.TrainingLoop.synchronize_parameters`; call it on all ranks first.
+    With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
+    all ranks first.
     """
     digest = hashlib.sha256()
     for name, value in _entries(loop):
@@ -33,7 +32,7 @@ def state_hash(loop: TrainingLoop) -> str:
     return digest.hexdigest()
 
 
-def state_digests(loop: TrainingLoop) -> dict[str, str]:
+def state_digests(loop: ProtectedLoop) -> dict[str, str]:
     """The same state piece by piece, name -> SHA-256: shows where two states differ."""
     digests = {}
     for name, value in _entries(loop):
@@ -43,13 +42,13 @@ def state_digests(loop: TrainingLoop) -> dict[str, str]:
     return digests
 
 
-def _entries(loop: TrainingLoop) -> Iterator[_Entry]:
+def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
             yield f"parameter.{number}.{name}", parameter
         for name, buffer in chunk.named_buffers():
             yield f"buffer.{number}.{name}", buffer
-    for number, part in enumerate(loop.optimizer.chained_optimizers):
+    for number, part in enumerate(inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
     yield from _generator_entries()
     yield "scheduler", repr(loop.scheduler.num_steps)
@@ -58,7 +57,7 @@ def _entries(loop: TrainingLoop) -> Iterator[_Entry]:
 
 
 def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
-    for group_number, group in enumerate(part.optimizer.param_groups if part.optimizer else ()):
+    for group_number, group in enumerate(part.optimizer.param_groups):
         scalars = {k: v for k, v in group.items() if isinstance(v, int | float)}
         yield f"{name}.group.{group_number}", repr(sorted(scalars.items()))
         for number, parameter in enumerate(group["params"]):

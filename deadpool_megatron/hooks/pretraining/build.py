@@ -1,0 +1,113 @@
+"""One pass of pretrain() up to train(): what it built, and how to make its iterators anew."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from deadpool_megatron.comms import is_detached
+from deadpool_megatron.hookpoints import Handler
+from deadpool_megatron.hooks.pretraining import exact_load
+from deadpool_megatron.hooks.pretraining.scene import acting
+
+
+class Reached(BaseException):
+    """Leaves pretrain() where a pass ends. Not an Exception: nothing of Megatron may catch it."""
+
+
+class NothingToTrain(ValueError):
+    """The arguments leave nothing to protect; one clear line."""
+
+
+@dataclass
+class _Source:
+    """The data of one model chunk. ``datasets``: as the provider made them, once."""
+
+    make_iterators: Callable[..., tuple[Any, Any, Any]]
+    provider: Any
+    datasets: Any = None
+
+
+class Build:
+    """See the module text. ``detached``: built without peers."""
+
+    def __init__(self) -> None:
+        self.detached = False
+        self.complete = False
+        #: what setup_model_and_optimizer() answered
+        self.objects: tuple[Any, ...] = ()
+        #: of every model chunk: iterators for training, validation and test
+        self.iterators: list[tuple[Any, Any, Any]] = []
+        self.train: Callable[..., Any] = _not_reached
+        self.train_arguments: dict[str, Any] = {}
+        self._sources: list[_Source] = []
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The scene of the pass."""
+        return {
+            "setup_model_and_optimizer": self._setup,
+            "load_checkpoint": self._load,
+            "build_train_valid_test_data_iterators": self._make_iterators,
+            "build_train_valid_test_datasets": self._make_datasets,
+            "train": self._reach,
+        }
+
+    def renew_iterators(self) -> None:
+        """Iterators from where the counters in Megatron's arguments point, on the same data sets.
+
+        Collective. Draws from the random generators.
+        """
+        made = []
+        for source in self._sources:
+            with acting({"build_train_valid_test_datasets": _keep(source.datasets)}):
+                made.append(source.make_iterators(source.provider))
+        self.iterators = made
+        train, valid, _ = self.iterator_arguments()
+        self.train_arguments.update(train_data_iterator=train, valid_data_iterator=valid)
+
+    def iterator_arguments(self) -> tuple[Any, Any, Any]:
+        """The three as pretrain() hands them on: lists where there are virtual stages."""
+        if isinstance(self.train_arguments["train_data_iterator"], list):
+            train, valid, test = zip(*self.iterators, strict=True)
+            return list(train), list(valid), list(test)
+        return self.iterators[0]
+
+    def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.detached = is_detached(dist.group.WORLD)
+        self.objects = original(*args, **kwargs)
+        return self.objects
+
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Without peers nothing can be loaded, nor has to be: the state comes with a role."""
+        if self.detached:
+            return 0, 0
+        return exact_load.load_exactly(original, *args, **kwargs)
+
+    def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
+        self._sources.append(_Source(original, provider))
+        made = original(provider)
+        self.iterators.append(made)
+        return made
+
+    def _make_datasets(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._sources[-1].datasets = original(*args, **kwargs)
+        return self._sources[-1].datasets
+
+    def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.train, self.train_arguments = original, dict(bound.arguments)
+        self.complete = True
+        raise Reached
+
+
+def _keep(datasets: Any) -> Handler:
+    return lambda original, *args, **kwargs: datasets
+
+
+def _not_reached(**arguments: Any) -> None:
+    raise RuntimeError(f"train() was not reached, and is called with {sorted(arguments)}")

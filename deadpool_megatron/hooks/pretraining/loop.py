@@ -1,0 +1,467 @@
+"""Megatron-LM's train() and what follows it in pretrain(), as a loop that a session protects.
+
+Every recovery enters train() again, on all roles alike, on the objects that were built once. To
+resume after iteration k it begins *with* k: the step answers what it answered the first time, which
+travels with the generation, and everything that train() does after a step (log, evaluation, save,
+decision to exit) is done again or, where the state is already that after it, left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    get_current_running_global_batch_size,
+    get_num_microbatches,
+    update_num_microbatches,
+)
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.hooks import hashing
+from deadpool_megatron.hooks.course import Course
+from deadpool_megatron.hooks.loop import Emit, ProtectedLoop
+from deadpool_megatron.hooks.optimizer import inner_optimizers
+from deadpool_megatron.hooks.pretraining import exact_load, values
+from deadpool_megatron.hooks.pretraining.build import Build
+from deadpool_megatron.hooks.pretraining.logbook import Logbook
+from deadpool_megatron.hooks.pretraining.saves import Saves
+from deadpool_megatron.hooks.pretraining.scene import acting
+
+# Positions in what train_step() answers in 0.16.
+_LOSSES, _SKIPPED, _SHOULD_EXIT, _GRAD_NORM = 0, 1, 3, 5
+# Of Megatron's arguments: what an iteration changes.
+_POSITIONS = ("consumed_train_samples", "skipped_train_samples")
+
+
+class _Warm(BaseException):
+    """Leaves train() after the step of a warm-up."""
+
+
+class _NoGeneration(BaseException):
+    """A step that wants the run to end made no update; carries what it answered."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+
+class PretrainLoop(ProtectedLoop):
+    """See the module text. ``pretrain``: Megatron's function with its arguments."""
+
+    def __init__(self, build: Build, pretrain: Callable[[], Any], emit: Emit) -> None:
+        from megatron.training import get_args
+
+        self._build = build
+        self._pretrain = pretrain
+        self._emit = emit
+        self._args = get_args()
+        self.model_chunks, self.optimizer, self.scheduler = build.objects
+        self.counters = {
+            "iteration": self._args.iteration,
+            "consumed_train_samples": self._args.consumed_train_samples,
+            "skipped_train_samples": self._args.skipped_train_samples,
+            "consumed_valid_samples": self._args.consumed_valid_samples,
+        }
+        self.log_sums = {}
+        self._first_iteration = self._args.iteration + 1
+        self._rerun_mode = get_rerun_state_machine().get_mode()
+        self._course: Course | None = None
+        self._saves = Saves(self._announce)
+        self._logbook = Logbook()
+        self._restored = False
+        self._entered = False
+        # What train_step() answered in the newest iteration, and Megatron's positions before it.
+        self._answer: Any = None
+        self._before: dict[str, Any] = {}
+        # Sums of the log as they were before training_log() of the newest iteration, encoded.
+        self._sums: Any = values.encode({})
+        self._live_sums: dict[str, Any] | None = None
+        self._operations: float = self._args.num_floating_point_operations_so_far
+        self._to_replay = 0
+        self._register_failpoints()
+
+    # What a session asks of a loop.
+
+    def train(self, course: Course) -> None:
+        """See :class:`ProtectedLoop`."""
+        self._course = course
+        behind = course.is_behind("evaluation")
+        iteration = self.counters["iteration"]
+        self._logbook.open(self._restored, iteration + behind if self._answer else iteration + 1)
+        if self._entered:
+            self._logbook.mute()
+        self._entered = True
+        self._go_to_start()
+        try:
+            with acting(self._scene_of_training()):
+                result = self._build.train(**self._build.train_arguments)
+            self._follow_up(result)
+        except SystemExit as stop:
+            # As --exit-interval and the like end a run: by a decision of all roles.
+            if stop.code not in (None, 0):
+                raise
+        self._saves.look()
+
+    def warm_up(self) -> None:
+        """See :class:`ProtectedLoop`: train() up to the end of its first step."""
+
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            raise _Warm
+
+        with acting({"train_step": step}), contextlib.suppress(_Warm):
+            self._build.train(**self._build.train_arguments)
+
+    def reset_after_interrupt(self) -> None:
+        """See :class:`ProtectedLoop`. Nothing to do at the start of a run."""
+        if not self._restored:
+            return
+        self._end_leftovers()
+        self._set_positions(self.counters)
+        self._args.iteration = self.counters["iteration"]
+        self._build.renew_iterators()
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """See :class:`ProtectedLoop`."""
+        from megatron.training import checkpointing
+
+        args = self._args
+        self._end_leftovers()
+        wanted = args.load, args.ckpt_step, args.exit_on_missing_checkpoint
+        args.load, args.ckpt_step = str(directory.parent), _iteration_of(directory)
+        args.exit_on_missing_checkpoint = True
+        args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
+        self.scheduler.num_steps = 0  # a load adds to it
+        try:
+            iteration, self._operations = exact_load.load_exactly(
+                checkpointing.load_checkpoint, *self._build.objects, checkpointing_context={}
+            )
+        finally:
+            args.load, args.ckpt_step, args.exit_on_missing_checkpoint = wanted
+        self.counters.update(iteration=iteration, **self._positions())
+        self._answer, self._before, self._sums = None, {}, values.encode({})
+        self._saves.restore(0)
+
+    def stage_class(self) -> str:
+        """See :class:`ProtectedLoop`."""
+        place = f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
+        place += f".tp{parallel_state.get_tensor_model_parallel_rank()}"
+        place += f".etp{parallel_state.get_expert_tensor_parallel_rank()}"
+        place += f".ep{parallel_state.get_expert_model_parallel_rank()}"
+        place += f".cp{parallel_state.get_context_parallel_rank()}"
+        return place + f".dp{parallel_state.get_data_parallel_rank()}"
+
+    def state_hash(self) -> str:
+        """See :class:`ProtectedLoop`."""
+        if self._args.use_distributed_optimizer and self._args.overlap_param_gather:
+            for chunk in self.model_chunks:
+                chunk.start_param_sync(force_sync=True)
+        return hashing.state_hash(self)
+
+    def extra_state(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`."""
+        return {
+            "answer": self._answer,
+            "before": self._before,
+            "sums": self._sums,
+            "operations": self._operations,
+            "first_iteration": self._first_iteration,
+            "unfinished_save": self._saves.unfinished,
+        }
+
+    def restore_extra_state(self, kept: Mapping[str, Any]) -> None:
+        """See :class:`ProtectedLoop`."""
+        self._restored = True
+        self._answer, self._before, self._sums = kept["answer"], kept["before"], kept["sums"]
+        self._operations = kept["operations"]
+        self._first_iteration = kept["first_iteration"]
+        self._saves.restore(kept["unfinished_save"])
+
+    # Entering train() and going on behind it.
+
+    def _go_to_start(self) -> None:
+        """Megatron's arguments as train() has to find them: before the newest iteration, whose
+        answer is replayed, or after it where there is no answer."""
+        args, iteration = self._args, self.counters["iteration"]
+        self._to_replay = iteration if self._answer is not None else 0
+        args.iteration = iteration - (1 if self._to_replay else 0)
+        args.curr_iteration = args.iteration
+        self._set_positions({**self.counters, **self._before})
+        args.num_floating_point_operations_so_far = self._before.get("operations", self._operations)
+        self._live_sums = None
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        self._build.train_arguments["config"].timers = _timers()
+
+    def _follow_up(self, result: Any) -> None:
+        """What pretrain() does when train() has returned ``result``: last save, evaluations.
+
+        Everything before is passed over: the functions that build answer with what there is.
+        """
+        iterators = iter(self._build.iterators)
+        muted = contextlib.ExitStack()
+        log_progress, self._args.log_progress = self._args.log_progress, False
+
+        def after_training(*_args: Any, **_kwargs: Any) -> Any:
+            self._args.log_progress = log_progress
+            muted.close()
+            return result
+
+        scene = {
+            "initialize_megatron": _nothing,
+            "set_jit_fusion_options": _nothing,
+            "setup_model_and_optimizer": lambda *args, **kwargs: self._build.objects,
+            "build_train_valid_test_data_iterators": lambda *args: next(iterators),
+            "train": after_training,
+            "evaluate_and_print_results": self._evaluate_at_the_end,
+            "save_checkpoint": self._save,
+        }
+        with acting(scene), muted:
+            muted.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            try:
+                self._pretrain()
+            finally:
+                self._args.log_progress = log_progress
+
+    # What Megatron's functions do meanwhile.
+
+    def _scene_of_training(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "train_step": self._train_step,
+            "training_log": self._log,
+            "evaluate": self._evaluate_once,
+            "evaluate_and_print_results": self._evaluate,
+            "save_checkpoint": self._save,
+            "checkpoint_and_decide_exit": self._decide_exit,
+        }
+
+    def _train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        iteration = self._arguments(original, args, kwargs)["iteration"] + 1
+        if iteration == self._to_replay:
+            self._to_replay = 0
+            return values.decode(self._answer, _device())
+        self._saves.look()
+        failpoints.set_context(iteration=iteration, section="forward-backward")
+        failpoints.hit("step.begin")
+        self._before = {name: getattr(self._args, name) for name in _POSITIONS}
+        self._before["operations"] = self._operations
+        try:
+            return self._running.step(
+                iteration, lambda: self._update(original, args, kwargs, iteration)
+            )
+        except _NoGeneration as left:
+            # Megatron saves and ends the run now; nothing of that belongs to a generation.
+            self._course = None
+            return left.answer
+
+    def _update(
+        self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
+    ) -> Any:
+        """The step itself, and everything that has to be known to go on behind it elsewhere."""
+        answer = original(*args, **kwargs)
+        if answer[_SHOULD_EXIT]:
+            raise _NoGeneration(answer)
+        self._answer = values.encode(answer)
+        self._sums = values.encode(self._live_sums or {})
+        batch = (
+            parallel_state.get_data_parallel_world_size()
+            * self._args.micro_batch_size
+            * get_num_microbatches()
+        )
+        skipped = get_current_global_batch_size() - get_current_running_global_batch_size()
+        self.counters.update(
+            iteration=iteration,
+            consumed_train_samples=self._before["consumed_train_samples"] + batch,
+            skipped_train_samples=self._before["skipped_train_samples"] + skipped,
+        )
+        self._report(iteration, answer)
+        failpoints.hit("step.end")
+        failpoints.set_context(section="between")
+        return answer
+
+    def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = self._arguments(original, args, kwargs)
+        iteration, sums = given["iteration"], given["total_loss_dict"]
+        if self._live_sums is not sums:
+            # train() was entered anew, with empty ones.
+            sums.update(values.decode(self._sums, _device()))
+            self._live_sums = sums
+        if "is_first_iteration" in given:
+            # Of the run, not of this entry into train(): the first line leaves the sums alone.
+            given["is_first_iteration"] = iteration == self._first_iteration
+        failpoints.set_context(section="log")
+        failpoints.hit("log.begin")
+        with self._logbook.lines("log", iteration):
+            answer = original(**given)
+        failpoints.hit("log.end")
+        failpoints.set_context(section="between")
+        return answer
+
+    def _evaluate(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        self._in_segment("evaluation", "evaluation", original, args, kwargs)
+
+    def _evaluate_at_the_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        prefix = str(self._arguments(original, args, kwargs)["prefix"])
+        kind = "test" if prefix.endswith("test set") else "validation"
+        self._in_segment(kind, kind, original, args, kwargs)
+
+    def _in_segment(
+        self, boundary: str, lines: str, original: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
+        def run() -> None:
+            failpoints.hit("evaluation.begin")
+            with self._logbook.lines(lines, self.counters["iteration"]):
+                original(*args, **kwargs)
+            self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
+            failpoints.hit("evaluation.end")
+
+        self._running.segment(boundary, run)
+
+    def _evaluate_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        losses = answer[0]
+        if losses and self._reports:
+            facts = {"iteration": self.counters["iteration"], "loss": _loss(losses)}
+            self._emit("evaluation", facts)
+        return answer
+
+    def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        given = self._arguments(original, args, kwargs)
+        iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
+        write = functools.partial(
+            self._saves.write, original, iteration, args, kwargs, lasting=lasting
+        )
+        if self._course is None or self._saves.owed:
+            write()
+        else:
+            self._course.segment("save", write)
+
+    def _decide_exit(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import training
+
+        given = self._arguments(original, args, kwargs)
+        self._operations = given["num_floating_point_operations_so_far"]
+        if self._saves.owed:
+            # The one that was being written when the run was interrupted.
+            names = inspect.signature(training.save_checkpoint_and_time).parameters
+            training.save_checkpoint_and_time(
+                **{name: value for name, value in given.items() if name in names}
+            )
+        return original(*args, **kwargs)
+
+    # Helpers.
+
+    @property
+    def _running(self) -> Course:
+        assert self._course is not None
+        return self._course
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank is the one that emits."""
+        return bool(
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
+
+    def _report(self, iteration: int, answer: Any) -> None:
+        if not self._reports or not answer[_LOSSES]:
+            return
+        skipped, norm = bool(answer[_SKIPPED]), answer[_GRAD_NORM]
+        rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
+        self._emit(
+            "step",
+            {
+                "iteration": iteration,
+                "loss": _loss(answer[_LOSSES]),
+                "grad_norm": None if skipped or norm is None else float(norm).hex(),
+                "learning_rate": float(rate or 0.0).hex(),
+                "skipped": skipped,
+                "samples": self.counters["consumed_train_samples"],
+            },
+        )
+
+    def _announce(self, directory: Path, iteration: int) -> None:
+        if self._course is not None:
+            self._course.count_as_durable(directory, iteration)
+
+    def _set_positions(self, positions: Mapping[str, Any]) -> None:
+        for name in (*_POSITIONS, "consumed_valid_samples"):
+            setattr(self._args, name, positions[name])
+
+    def _positions(self) -> dict[str, int]:
+        return {n: getattr(self._args, n) for n in (*_POSITIONS, "consumed_valid_samples")}
+
+    def _end_leftovers(self) -> None:
+        """What an exception in the middle of anything may have left half done."""
+        for timer in _timers()._timers.values():
+            if timer._started:
+                timer.reset()
+        get_rerun_state_machine().set_mode(self._rerun_mode)
+        self._build.train_arguments["checkpointing_context"].clear()
+        self._saves.abandon()
+        for chunk in self.model_chunks:
+            chunk.force_all_reduce = False
+            chunk.train()
+
+    def _arguments(
+        self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _register_failpoints(self) -> None:
+        if not failpoints.ACTIVE:
+            return
+        for number, inner in enumerate(inner_optimizers(self.optimizer)):
+            inner.optimizer.register_step_pre_hook(
+                lambda *_, number=number: failpoints.hit("optimizer.inside", optimizer=number)
+            )
+            inner.optimizer.register_step_post_hook(
+                lambda *_, number=number: failpoints.hit("optimizer.updated", optimizer=number)
+            )
+        forward = self._build.train_arguments["forward_step_func"]
+
+        def forward_step(*args: Any, **kwargs: Any) -> Any:
+            failpoints.hit("forward")
+            return forward(*args, **kwargs)
+
+        self._build.train_arguments["forward_step_func"] = forward_step
+
+
+def _loss(losses: Mapping[str, Any]) -> str:
+    """The loss that is trained on, exactly: Megatron's models call it ``lm loss``."""
+    value = losses.get("lm loss", next(iter(losses.values())))
+    return float(value).hex()
+
+
+def _timers() -> Any:
+    from megatron.training import get_timers
+
+    return get_timers()
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _iteration_of(directory: Path) -> int:
+    """``iter_0000123`` -> 123."""
+    return int(directory.name.removeprefix("iter_"))
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    return None

@@ -1,0 +1,354 @@
+"""What Megatron-LM can do that a protected run cannot, as a table: which flag, why, what instead.
+
+Read with core_v0.16.1 open. Three things lead into the table: state that an iteration changes and
+no generation holds; memory or kernels that are bound to one communicator; leftovers of an
+interrupted step that the next one trips over. A flag that is not in it is let through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One row. ``shown``: the flags that lead here, as a user writes them, all of 0.16.1's parser.
+
+    ``early``: Megatron acts on the flag before it validates its arguments.
+    ``only_with``: the package without which the parser does not know the flags.
+    """
+
+    shown: str
+    applies: Callable[[argparse.Namespace], bool]
+    reason: str
+    remedy: str = "leave it out"
+    early: bool = False
+    only_with: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The flags of :attr:`shown`, without values."""
+        return tuple(re.findall(r"--[a-z0-9-]+", self.shown))
+
+    @property
+    def line(self) -> str:
+        """What the user is told."""
+        return f"{self.shown} cannot be protected: {self.reason}; {self.remedy}"
+
+
+def _on(*names: str) -> Callable[[argparse.Namespace], bool]:
+    """One of these arguments is set, to anything that is not empty."""
+    return lambda args: any(getattr(args, name, None) for name in names)
+
+
+def _given(name: str) -> Callable[[argparse.Namespace], bool]:
+    """The argument is set; zero counts."""
+    return lambda args: getattr(args, name, None) is not None
+
+
+def _above(name: str, most: int) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: (getattr(args, name, None) or 0) > most
+
+
+def _among(name: str, *values: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: getattr(args, name, None) in values
+
+
+def _other_than(name: str, *values: str | None) -> Callable[[argparse.Namespace], bool]:
+    """Arguments that a version does not have count as not set."""
+    return lambda args: getattr(args, name, values[0]) not in values
+
+
+_OWN_RECOVERY = "it recovers from failures in its own way, and both would act on the same failure"
+_SCALES = "scaling factors live outside of module buffers, so a recovery would lose them"
+_BOUND_BUFFERS = "its buffers are registered with communicators, which a recovery replaces"
+_FSDP = "the parameters are sharded, and no generation holds the shards"
+_LEFTOVERS = "an interrupted step leaves half of its work in the modules, for the next one to find"
+_POSITION = "no counter holds the position in its data, so a recovery would go on from another"
+_GRADIENTS = (
+    "its hooks stay on the model when a step is interrupted, and spares warm up with a step of"
+    " made-up numbers"
+)
+
+RECOVERY = (
+    Refusal(
+        "--inprocess-restart",
+        _on("inprocess_restart"),
+        _OWN_RECOVERY,
+        "leave it out: --deadpool takes its place",
+        early=True,
+    ),
+    Refusal(
+        "--enable-ft-package",
+        _on("enable_ft_package"),
+        "its monitor kills a rank whose step takes longer than a limit, and a recovery may; the"
+        " limits are arguments of ft_launcher and cannot be seen from here",
+        "leave it out: the agents watch the processes",
+        early=True,
+    ),
+    Refusal(
+        "--adlr-autoresume",
+        _on("adlr_autoresume"),
+        "it ends and restarts the job by itself",
+        "leave it out: 'deadpool run --resume' goes on from an earlier run",
+    ),
+    Refusal(
+        "--error-injection-rate above 0",
+        _above("error_injection_rate", 0),
+        "it injects errors to try the rerun machine, whose answer is to end the job",
+        "leave it out, and use 'deadpool kill' to try recoveries",
+    ),
+    Refusal(
+        "--non-persistent-ckpt-type local",
+        _among("non_persistent_ckpt_type", "local"),
+        "its checkpoints lie on the node that fails and are found by rank",
+        "leave it out: every iteration is kept in the memory of other nodes",
+    ),
+    Refusal(
+        "--use-persistent-ckpt-worker",
+        _on("use_persistent_ckpt_worker"),
+        "its process goes on with the save of an interrupted run, of which a process that takes a"
+        " role over knows nothing",
+        "leave it out, and --async-save with it, which Megatron-LM 0.16 does not do without",
+        early=True,
+    ),
+    Refusal(
+        "--no-save-optim, --no-save-rng",
+        _on("no_save_optim", "no_save_rng"),
+        "checkpoints are the last thing to fall back to, and these would be incomplete",
+    ),
+    Refusal(
+        "--ckpt-format other than torch_dist or torch",
+        _other_than("ckpt_format", "torch_dist", "torch"),
+        "the format belongs to FSDP",
+        "use --ckpt-format torch_dist",
+    ),
+)
+
+STATE = (
+    Refusal(
+        "--use-megatron-fsdp",
+        _on("use_megatron_fsdp", "use_custom_fsdp"),
+        _FSDP,
+        "use --use-distributed-optimizer",
+    ),
+    Refusal("--use-torch-fsdp2", _on("use_torch_fsdp2"), _FSDP, "use --use-distributed-optimizer"),
+    Refusal(
+        "--optimizer other than adam",
+        _other_than("optimizer", "adam"),
+        "there is no inventory of the optimizer's state",
+        "use --optimizer adam",
+    ),
+    Refusal(
+        "--optimizer-cpu-offload",
+        _on("optimizer_cpu_offload"),
+        "HybridDeviceOptimizer has no inventory of its state",
+    ),
+    Refusal(
+        "--use-precision-aware-optimizer",
+        _on("use_precision_aware_optimizer"),
+        "it keeps part of its state in the model's parameters",
+    ),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step",
+        _on("overlap_param_gather_with_optimizer_step"),
+        "a gather runs while parameters are updated, which was never tried with protection",
+        "leave it out; --overlap-param-gather is fine",
+    ),
+    Refusal("--fp8-format", _on("fp8"), f"fp8: {_SCALES}", "use --bf16"),
+    Refusal("--fp4-format", _on("fp4"), f"fp4: {_SCALES}", "use --bf16"),
+    Refusal(
+        "--fp8-param-gather, --fp4-param-gather",
+        _on("fp8_param_gather", "fp4_param"),
+        "weights in 8 or 4 bits are state of their own, which no generation holds",
+    ),
+    Refusal(
+        "--reuse-grad-buf-for-mxfp8-param-ag",
+        _on("reuse_grad_buf_for_mxfp8_param_ag"),
+        "parameters lie in the buffer of gradients, which a recovery empties",
+    ),
+    Refusal(
+        "--te-precision-config-file",
+        _on("te_precision_config_file"),
+        f"it can choose fp8 or fp4 for any module: {_SCALES}",
+    ),
+    Refusal(
+        "--kitchen-config-file, --kitchen-recipe-number",
+        lambda args: _on("kitchen_config_file")(args) or _given("kitchen_recipe_number")(args),
+        f"its recipes quantise: {_SCALES}",
+        only_with="kitchen",
+    ),
+    Refusal(
+        "--te-rng-tracker",
+        _on("te_rng_tracker"),
+        "Transformer Engine keeps random states as generators, which a generation cannot hold",
+    ),
+    Refusal(
+        "--experimental-attention-variant dsa",
+        _among("experimental_attention_variant", "dsa"),
+        "the running sums of its indexer's loss are kept outside of the model",
+    ),
+    Refusal(
+        "--vision-pretraining",
+        _on("vision_pretraining"),
+        "its teacher, its momentum and its feature bank are kept outside of the optimizer",
+    ),
+    Refusal(
+        "--perform-rl-step",
+        _on("perform_rl_step"),
+        "rollouts, a second model and an inference engine are state that no generation holds",
+    ),
+)
+
+COMMUNICATION = (
+    Refusal(
+        "--context-parallel-size above 1, --hybrid-context-parallel",
+        lambda args: (
+            _above("context_parallel_size", 1)(args) or _on("hybrid_context_parallel")(args)
+        ),
+        "context parallelism was never tried with protection",
+        "use tensor, pipeline, data and expert parallelism",
+    ),
+    Refusal("--use-nccl-ub", _on("nccl_ub"), _BOUND_BUFFERS),
+    Refusal("--symmetric-ar-type", _on("symmetric_ar_type"), _BOUND_BUFFERS),
+    Refusal(
+        "--transformer-impl inference_optimized",
+        _among("transformer_impl", "inference_optimized"),
+        f"it uses symmetric memory: {_BOUND_BUFFERS}",
+        "use --transformer-impl transformer_engine",
+    ),
+    Refusal("--tp-comm-overlap", _on("tp_comm_overlap"), f"user buffers: {_BOUND_BUFFERS}"),
+    Refusal(
+        "--use-sharp",
+        _on("use_sharp"),
+        "SHARP goes to the first communicator that a process makes, and a recovery makes new ones",
+    ),
+    Refusal(
+        "--moe-token-dispatcher-type flex, --moe-enable-deepep",
+        lambda args: (
+            _among("moe_token_dispatcher_type", "flex")(args) or _on("moe_enable_deepep")(args)
+        ),
+        f"DeepEP and Hybrid-EP: {_BOUND_BUFFERS}",
+        "use --moe-token-dispatcher-type alltoall",
+    ),
+    Refusal(
+        "--distributed-backend other than nccl or gloo",
+        _other_than("distributed_backend", "nccl", "gloo"),
+        "only their communicators can be replaced",
+        "use --distributed-backend nccl",
+    ),
+    Refusal(
+        "--pipeline-model-parallel-comm-backend ucc",
+        _among("pipeline_model_parallel_comm_backend", "ucc"),
+        "only communicators of NCCL and gloo can be replaced",
+    ),
+    Refusal(
+        "--use-ring-exchange-p2p",
+        _on("use_ring_exchange_p2p"),
+        "it goes past the process groups that a recovery replaces",
+    ),
+    Refusal(
+        "--fake-process-group", _on("fake_process_group"), "nothing is communicated: nothing trains"
+    ),
+    Refusal(
+        "--lazy-mpu-init",
+        _on("lazy_mpu_init"),
+        "the process groups are made by somebody else, so they cannot be replaced",
+    ),
+    Refusal(
+        "--log-straggler",
+        _on("log_straggler"),
+        "the detector keeps the rank that its process had first, and a spare takes over another",
+    ),
+)
+
+LEFTOVERS = (
+    Refusal(
+        "--cuda-graph-impl other than none, --enable-cuda-graph, --external-cuda-graph",
+        lambda args: (
+            _other_than("cuda_graph_impl", "none", None)(args)
+            or _on("enable_cuda_graph", "external_cuda_graph")(args)
+        ),
+        "captured graphs hold the communicators and addresses of the moment of their capture",
+    ),
+    Refusal(
+        "--fine-grained-activation-offloading, --cpu-offloading-num-layers",
+        _on("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
+        "the queues of its copies keep what an interrupted step has left in them",
+        "leave it out; --recompute-granularity saves memory as well",
+    ),
+    Refusal("--defer-embedding-wgrad-compute", _on("defer_embedding_wgrad_compute"), _LEFTOVERS),
+    Refusal("--delay-wgrad-compute", _on("delay_wgrad_compute"), _LEFTOVERS),
+    Refusal("--moe-shared-expert-overlap", _on("moe_shared_expert_overlap"), _LEFTOVERS),
+    Refusal("--save-dgrads-interval", _given("save_dgrads_interval"), _GRADIENTS),
+    Refusal("--save-wgrads-interval", _given("save_wgrads_interval"), _GRADIENTS),
+)
+
+DATA = (
+    Refusal(
+        "--dataloader-type external",
+        _among("dataloader_type", "external"),
+        _POSITION,
+        "use --dataloader-type single or cyclic",
+    ),
+    Refusal(
+        "--full-validation, --multiple-validation-sets",
+        _on("full_validation", "multiple_validation_sets"),
+        _POSITION,
+        "use --eval-iters",
+    ),
+    Refusal(
+        "--fim-data",
+        _on("fim_data"),
+        "it draws from a generator inside of the data set, which no generation holds",
+    ),
+    Refusal(
+        "--phase-transition-iterations",
+        _on("phase_transition_iterations"),
+        "data sets are cut for the phase in which a process starts, and spares start in the first",
+    ),
+    Refusal(
+        "--iterations-to-skip, --result-rejected-tracker-filename",
+        _on("iterations_to_skip", "result_rejected_tracker_filename"),
+        "a skipped iteration consumes data and makes no step, so there is no generation of it",
+    ),
+)
+
+OTHER = (
+    Refusal("--skip-train", _on("skip_train"), "nothing is trained", "run it without --deadpool"),
+    Refusal(
+        "--ckpt-convert-format",
+        _on("ckpt_convert_format"),
+        "nothing is trained",
+        "convert without --deadpool",
+    ),
+    Refusal(
+        "--moe-use-upcycling",
+        _on("moe_use_upcycling"),
+        "the model is converted and saved before training, by spares as well",
+        "convert without --deadpool, then train from what that has saved",
+    ),
+    Refusal(
+        "--yaml-cfg",
+        _on("yaml_cfg"),
+        "the file replaces the whole command line, --deadpool included",
+        "give flags",
+        early=True,
+    ),
+)
+
+#: All rows, in the order in which they are looked at.
+REFUSED: tuple[Refusal, ...] = (*RECOVERY, *STATE, *COMMUNICATION, *LEFTOVERS, *DATA, *OTHER)
+
+
+def as_markdown() -> str:
+    """The table for people."""
+    rows = [f"| {_code(row.shown)} | {row.reason} | {row.remedy} |" for row in REFUSED]
+    return "\n".join(("| flag | why | instead |", "| --- | --- | --- |", *rows)) + "\n"
+
+
+def _code(shown: str) -> str:
+    return ", ".join(f"`{part}`" for part in shown.split(", "))

@@ -1,0 +1,54 @@
+"""``python -m deadpool_megatron.megatron_lm SCRIPT ARGS``: a script of Megatron-LM with the hooks.
+
+``deadpool run ... -- pretrain_gpt.py ARGS --deadpool`` starts each training process so. Where the
+checkout is patched the hooks are in it; else the same functions are wrapped here, after a look at
+what they are.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deadpool_megatron.megatron_lm.importing import import_megatron
+
+ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
+EXIT_BAD_INPUT = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script; answers 2, with one line, when this Megatron-LM cannot take the hooks."""
+    if not argv:
+        return _refuse("usage: python -m deadpool_megatron.megatron_lm SCRIPT ARGS")
+    script = Path(argv[0])
+    if not script.is_file():
+        return _refuse(f"{script}: no such file")
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # roles share the cores
+    try:
+        import_megatron(script)
+    except (ValueError, RuntimeError) as error:
+        return _refuse(str(error))
+    from deadpool_megatron.hooks.pretraining import versions
+
+    try:
+        versions.check(versions.examine(), allow_untested=ALLOW_UNTESTED in argv)
+    except versions.UntestedMegatron as error:
+        return _refuse(str(error))
+    versions.install_points()
+    sys.argv = list(argv)
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _refuse(line: str) -> int:
+    print(f"deadpool: {line}", file=sys.stderr, flush=True)
+    return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""Imports Megatron-LM from a checkout on a machine without a GPU, and writes nothing into it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_HELPERS = "megatron.core.datasets.helpers_cpp"
+# pretrain_gpt.py imports these; it is run as a script itself.
+_MODULES = ("megatron.training", "megatron.post_training.arguments", "gpt_builders")
+
+
+class NotACheckoutError(ValueError):
+    """The folder holds no Megatron-LM; the message is one line."""
+
+
+def put_first(checkout: Path) -> None:
+    """Have ``megatron.core`` and ``megatron.training`` both come from ``checkout``.
+
+    ``megatron`` is a namespace package: a wheel of megatron-core that is installed as well adds to
+    it, and whoever comes first on the path decides for ``megatron.core``. Raises NotACheckoutError,
+    and RuntimeError when megatron.core has been imported from elsewhere.
+    """
+    if not (checkout / "megatron" / "training" / "training.py").is_file():
+        raise NotACheckoutError(f"{checkout} has no megatron/training: not a Megatron-LM checkout")
+    place = str(checkout)
+    core = sys.modules.get("megatron.core")
+    if core is not None and not str(core.__file__).startswith(place + os.sep):
+        raise RuntimeError(f"megatron.core was imported from {core.__file__}, not from {place}")
+    if place in sys.path:
+        sys.path.remove(place)
+    sys.path.insert(0, place)
+    if sys.pycache_prefix is None:
+        # Compiled modules go beside the user's other caches instead of into the checkout.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        sys.pycache_prefix = str(cache / "deadpool-megatron" / "pycache")
+
+
+def import_all() -> None:
+    """Import what pretrain_gpt.py imports; megatron.core is there already.
+
+    Raises RuntimeError naming a package that is missing.
+    """
+    _use_compiled_helpers()
+    try:
+        with _without_triton():
+            importlib.import_module(
+                "megatron.core.transformer.custom_layers.batch_invariant_kernels"
+            )
+        for name in _MODULES:
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            f"Megatron-LM needs the package {error.name}:"
+            " pip install 'deadpool-megatron[megatron-lm]'"
+        ) from error
+
+
+def _use_compiled_helpers() -> None:
+    """Take the compiled index builder from the wheel where the checkout has none.
+
+    initialize.py:184 would run ``make`` in the checkout, with whatever ``python3-config`` is first
+    on the path, and end the process without a word when that fails. Without a wheel of the same
+    version that still happens.
+    """
+    core = importlib.import_module("megatron.core")
+    datasets = importlib.import_module("megatron.core.datasets")
+    library = _compiled_helpers(Path(str(datasets.__file__)).parent, core.__version__)
+    if library is None:
+        return
+    loader = importlib.machinery.ExtensionFileLoader(_HELPERS, str(library))
+    spec = importlib.util.spec_from_file_location(_HELPERS, library, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[_HELPERS] = module
+    datasets.helpers_cpp = module  # type: ignore[attr-defined]
+    utils = importlib.import_module("megatron.core.datasets.utils")
+    utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+
+
+def _compiled_helpers(own: Path, version: str) -> Path | None:
+    """The library in ``own``, else in a wheel of this version; None when neither has it."""
+    folders = [own]
+    for distribution in importlib.metadata.distributions(name="megatron-core"):
+        if distribution.version == version:
+            folders.append(Path(str(distribution.locate_file("megatron/core/datasets"))))
+    for folder in folders:
+        for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+            if (library := folder / f"helpers_cpp{suffix}").is_file():
+                return library
+    return None
+
+
+@contextlib.contextmanager
+def _without_triton() -> Iterator[None]:
+    """Let a module import Triton that is not installed, and define kernels that nobody can call.
+
+    batch_invariant_kernels.py:15 imports it without being asked (from initialize.py:24). Everybody
+    else, PyTorch among them, tests for it and goes on without, so it must not stay importable.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        yield
+        return
+    stubs = [_Stub(name) for name in ("triton", "triton.language")]
+    stubs[0].language = stubs[1]
+    sys.modules |= {stub.__name__: stub for stub in stubs}
+    try:
+        yield
+    finally:
+        for stub in stubs:
+            del sys.modules[stub.__name__]
+
+
+class _Stub(types.ModuleType):
+    """A module all of whose names are decorators that leave the function as it is."""
+
+    language: types.ModuleType
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _leave
+
+
+def _leave(function: Callable[..., Any] | None = None, **_options: object) -> Any:
+    return _leave if function is None else function

@@ -1,0 +1,120 @@
+"""What Megatron-LM's training script takes for granted of a GPU, answered where there is none.
+
+With :func:`install` the unedited ``pretrain_gpt.py`` of core_v0.16.1 trains on CPU and gloo. The
+stand-ins of megatron-core are in :mod:`.standins`; here is what ``megatron.training`` adds. Each
+names the place that reaches it, and none is there on a machine with a GPU.
+
+What the command line of such a run must say in addition: ``--distributed-backend gloo
+--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before anything is replaced: it takes an inventory of torch's functions. torch.optim imports it.
+import torch._dynamo
+
+from deadpool_megatron.platform import lm_imports, standins
+
+_installed = False
+
+
+def install(checkout: Path) -> None:
+    """Import Megatron-LM from ``checkout``, on stand-ins. Idempotent; survives fork().
+
+    Does nothing on a machine with a GPU. Raises lm_imports.NotACheckoutError, or RuntimeError when
+    megatron.core was imported before or a package is missing that Megatron-LM imports.
+    """
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    lm_imports.put_first(checkout.resolve())
+    standins.install()
+    _answer_for_a_device()
+    lm_imports.import_all()
+    _replace_kernels()
+    _accept_norms()
+    _keep_generator_from_loaders()
+    _installed = True
+
+
+def _answer_for_a_device() -> None:
+    # "Megatron requires CUDA" (initialize.py:62), and without a device it creates no groups
+    # (initialize.py:319) and seeds nothing (:422). Nobody else hears of it.
+    _only_for("megatron.training.initialize", "is_available", True)
+    _only_for("megatron.training.initialize", "device_count", 1)
+    # initialize.py:331.
+    torch.cuda.set_device = lambda device: None
+    # arguments.py:928 asks for the generation; from the tenth on, CUDA_DEVICE_MAX_CONNECTIONS is
+    # left alone.
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(  # type: ignore[assignment,return-value,misc]
+        name="CPU", major=10, minor=0
+    )
+
+
+def _only_for(module: str, function: str, answer: object) -> None:
+    """Have ``torch.cuda.<function>`` answer this to one module, and the truth to all others."""
+    real: Callable[[], object] = getattr(torch.cuda, function)
+
+    @functools.wraps(real)
+    def wrapper() -> object:
+        if sys._getframe(1).f_globals.get("__name__") == module:
+            return answer
+        return real()
+
+    setattr(torch.cuda, function, wrapper)
+
+
+def _replace_kernels() -> None:
+    # initialize.py:222 compiles them with nvcc even when all that use them are switched off.
+    kernels = importlib.import_module("megatron.legacy.fused_kernels")
+    kernels.load = lambda args: None  # type: ignore[attr-defined]
+
+
+def _accept_norms() -> None:
+    """Let PyTorch's norms take the place of Apex's under sequence parallelism.
+
+    torch_norm.py:30 refuses that and persist_layer_norm, the default. The second only chooses a
+    kernel; for the first the norm lacks the mark by which finalize_model_grads.py:354 sums its
+    gradients over the tensor-parallel ranks.
+    """
+    wrapped = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    real_new: Callable[..., torch.nn.Module] = wrapped.__new__
+
+    def new(cls: type, config: Any, hidden_size: int, **options: Any) -> torch.nn.Module:
+        acceptable = copy.copy(config)
+        acceptable.persist_layer_norm = acceptable.sequence_parallel = False
+        norm = real_new(cls, acceptable, hidden_size, **options)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
+
+    wrapped.__new__ = new
+
+
+def _keep_generator_from_loaders() -> None:
+    """Have data loaders draw from a generator of their own.
+
+    On a GPU, dropout draws from the device's generator and a loader, which draws a seed whenever it
+    is iterated (training.py:3444), from the CPU's. Here they would share one, so that a run which
+    loads a checkpoint and then builds its loaders would go on with other numbers.
+    """
+    training = importlib.import_module("megatron.training.training")
+    real_build: Callable[..., Any] = training.build_pretraining_data_loader
+
+    @functools.wraps(real_build)
+    def build(*args: Any, **options: Any) -> Any:
+        loader = real_build(*args, **options)
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator()
+        return loader
+
+    training.build_pretraining_data_loader = build  # type: ignore[attr-defined]

@@ -1,0 +1,90 @@
+"""Writes torch_dist checkpoints inside the training process.
+
+Megatron forks processes that write and spawns one that carries their results. On a machine that
+forks its training processes the spawned one would import the training script once more, without
+the stand-ins; and forked children hold every socket of the rank open beyond its death, which hides
+the death from its peers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+#: path, name and (bytes, tensors) of one file
+_Bucket = tuple[str, str, tuple[list[Any], list[tuple[Any, Any]]]]
+
+
+def write_files(
+    transforms: list[Any],
+    use_msc: bool,
+    rank: int,  # noqa: ARG001
+    buckets: Sequence[_Bucket],
+    results: queue.Queue[dict[int, Any] | Exception],
+) -> None:
+    """Write the files of one rank, one after the other; puts results by file, or the first error.
+
+    Takes the place of FileSystemWriterAsync.write_preloaded_data_multiproc.
+    """
+    writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async").FileSystemWriterAsync
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        answers: queue.Queue[tuple[int, Any]] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(index)
+        writer.write_preloaded_data(
+            transforms, index, bucket, answers, pending, use_fsync=True, use_msc=use_msc
+        )
+        answer = answers.get_nowait()[1]
+        if isinstance(answer, Exception):
+            results.put(answer)
+            return
+        written[index] = answer
+    results.put(written)
+
+
+def install() -> None:
+    """Have Megatron save so on its own; megatron.core must have been imported."""
+    files = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
+    # filesystem_async.py:54 starts the process for results; a queue for each save does here.
+    files._get_write_results_queue = queue.Queue  # type: ignore[attr-defined]
+    # filesystem_async.py:222 forks a process for each file.
+    files.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write_files)
+    # async_utils.py:183 forks one for --async-save.
+    calls = importlib.import_module(f"{_STRATEGIES}.async_utils")
+    calls.TemporalAsyncCaller.schedule_async_call = _schedule
+
+
+class _Writer(threading.Thread):
+    """Writes beside training; the part of a process that Megatron uses of it."""
+
+    def kill(self) -> None:
+        """Wait for the end: a thread cannot be stopped, and nobody may write beside it."""
+        self.join()
+
+
+def _schedule(caller: Any, request: Any) -> None:
+    """TemporalAsyncCaller.schedule_async_call, with a thread in place of a process."""
+    if request.async_fn is None:
+        return
+    arguments = list(request.async_fn_args)
+    if request.preload_fn:
+        arguments[1] = _copied(request.preload_fn())
+    caller.start_time = time.time()
+    write = functools.partial(request.async_fn, *arguments, **request.async_fn_kwargs)
+    caller.process = _Writer(target=write, name="deadpool-checkpoint", daemon=True)
+    caller.process.start()
+
+
+def _copied(buckets: Sequence[_Bucket]) -> list[_Bucket]:
+    """The same with tensors of their own: training goes on changing those of the model."""
+    return [
+        (path, name, (data, [(item, tensor.clone()) for item, tensor in tensors]))
+        for path, name, (data, tensors) in buckets
+    ]
