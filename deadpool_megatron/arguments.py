@@ -60,14 +60,14 @@ def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:
         setattr(namespace, f"{_PREFIX}{name}", value)
 
 
-def given_in(arguments: Sequence[str], *, abbreviated: bool) -> tuple[dict[str, Any], list[str]]:
+def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any], list[str]]:
     """The settings that a command line really names, by field name, and what else is in it.
 
-    ``abbreviated``: whether its own parser takes the beginning of a flag for the flag. Raises
-    BadValueError.
+    ``script``: it is that of a script of Megatron-LM, which has the switches and takes no
+    abbreviations. Raises BadValueError.
     """
-    parser = _Parser(add_help=False, allow_abbrev=abbreviated)
-    add_arguments(parser, switches=True)
+    parser = _Parser(add_help=False, allow_abbrev=not script)
+    add_arguments(parser, switches=script)
     # A parser fills in the defaults of names only that are not there.
     names = [entry.name for entry in dataclasses.fields(Settings)]
     empty = argparse.Namespace(**{f"{_PREFIX}{name}": None for name in names})

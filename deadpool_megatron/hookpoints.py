@@ -76,7 +76,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "megatron.training.training",
         "training_log",
-        ("loss_dict", "total_loss_dict", "iteration", "report_memory_flag"),
+        ("loss_dict", "total_loss_dict", "iteration", "report_memory_flag", "skipped_iter"),
     ),
     Point("megatron.training.training", "evaluate", ()),
     Point("megatron.training.training", "evaluate_and_print_results", ("prefix", "iteration")),

@@ -1,8 +1,9 @@
 """The ``deadpool`` command: one module per group of sub-commands, imported when it is asked for.
 
 Each module offers ``add_parser(subparsers)`` and ``run(args) -> int``; the sub-command's name is
-``args.subcommand``, and what follows the first ``--`` is ``args.command``. Whatever a user can get
-wrong ends in one clear line on standard error and exit status 2.
+``args.subcommand``; what follows the first ``--`` is ``args.command``, what comes before it
+``args.options``. Whatever a user can get wrong ends in one clear line on standard error and exit
+status 2.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cut = given.index("--")
         options, command = given[:cut], given[cut + 1 :]
     args = _parser(options).parse_args(options)
-    args.command = command
+    args.options, args.command = options, command
     try:
         return int(_module(COMMANDS[args.subcommand]).run(args))
     except (CommandError, RunDirectoryError, SettingsError, AuthenticationError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments
+from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import (
     CommandError,
@@ -91,6 +92,7 @@ def _coordinator(args: argparse.Namespace) -> int:
         if args.nodes is None or args.nproc_per_node is None or not args.command:
             raise CommandError("a new run needs --nodes, --nproc-per-node and -- COMMAND")
         check_command(args.command)
+        scripts.adopt(args)
         run.create(make_info(args, arguments.settings_from(args)))
         auth.create_secret(run.path)
     info = run.read_run()
@@ -145,8 +147,10 @@ def _agent(args: argparse.Namespace) -> int:
         raise CommandError(f"{run.path} names no coordinator: give --coordinator HOST:PORT")
     if fixed is not None:
         _probe(fixed, auth.load_secret(run.path), info)
-    given = DEFAULT_PRELOAD if args.preload is None else args.preload
-    modules = tuple(name for name in given.split(",") if name)
+    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
+    if (script := scripts.script_of(info.command)) is not None:
+        check_command([script])  # this may be another host than the coordinator's
+    scripts.announce(info.command, os.environ)
     preload_modules(info.settings, modules)
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
@@ -177,7 +181,7 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
     if args.nproc_per_node is not None and args.nproc_per_node != info.nproc_per_node:
         raise CommandError(f"the run has --nproc-per-node {info.nproc_per_node}")
-    if args.command and tuple(args.command) != info.command:
+    if args.command and scripts.member_command(args.command) != info.command:
         raise CommandError(f"the run has another command: {' '.join(info.command)}")
     return info
 

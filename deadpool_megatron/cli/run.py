@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cli import checks
+from deadpool_megatron.cli import checks, scripts
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.launch import (
     DEFAULT_PRELOAD,
@@ -29,6 +30,8 @@ examples:
   deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
       -- -m deadpool_megatron.trainer --train-iters 50
   deadpool run --nodes 4 --nproc-per-node 1 --run-dir /tmp/second --deadpool-replicas 2 -- train.py
+  deadpool run --nodes 4 --spares 1 --nproc-per-node 8 --run-dir /tmp/gpt \\
+      -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args) --deadpool
   deadpool run --resume /tmp/first --nodes 2 --nproc-per-node 2 --run-dir /tmp/third \\
       -- -m deadpool_megatron.trainer --train-iters 50
 
@@ -63,9 +66,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument(
         "--preload",
-        default=DEFAULT_PRELOAD,
         metavar="MODULES",
-        help="imported once for all processes (default: %(default)s)",
+        help="imported once for all processes"
+        f" (default: {DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
     )
     arguments.add_arguments(parser)
 
@@ -73,13 +76,14 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything, then run; answers the exit status of the run."""
     keep_single_threaded()  # even looking for the user's module may import its packages
+    checks.check_command(args.command)
+    scripts.adopt(args)
     directory = RunDirectory(args.run_dir)
     settings = arguments.settings_from(args)
     restore = None if args.resume is None else _resume_point(RunDirectory(args.resume), args)
     info = make_info(args, settings, restore)
-    modules = tuple(name for name in args.preload.split(",") if name)
+    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
-    checks.check_command(args.command)
     checks.check_domains(info)
     checks.check_run_directory(directory)
     checks.check_modules(modules)
@@ -91,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         failpoints.load()  # a plan that cannot be read is better found here than in each process
     except failpoints.FaultPlanError as error:
         raise CommandError(str(error)) from error
+    scripts.announce(args.command, os.environ)
     display = make_display(args.quiet)
     progress = Progress(directory, display)
     launcher = Launcher(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from threading import get_ident
 from typing import Any
@@ -188,6 +189,20 @@ class Communicators:
                 self._release(old)
         self._become(new, made, drained=False)
         trim_heap()
+
+    def renumber(self, rank: int) -> None:
+        """Let the groups become those of ``rank``, object by object; only while detached.
+
+        Then a framework's initialisation may be called again within :meth:`found_again`. Raises
+        ValueError if that rank has groups of another shape; nothing has changed then.
+        """
+        self._roster.renumber(rank)
+
+    def found_again(self) -> AbstractContextManager[None]:
+        """In the block, new_group creates nothing: the calls of before, made again in the same
+        order, answer the groups that they answered then. Raises RuntimeError for another call."""
+        assert self._installation is not None
+        return self._installation.answering(self._roster.entries())
 
     def detach(self) -> None:
         """Let all groups complete their operations locally; see detached.py."""

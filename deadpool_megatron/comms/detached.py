@@ -2,8 +2,10 @@
 
 They behave as if every peer held the same data as this process: gathers copy the own input into
 each slot, reduce-scatter takes the own chunk, all-to-all takes the own part once per peer,
-reductions and broadcasts change nothing, a receive gives zeros. So a spare can build a model, an
-optimizer and data loaders and run warm-up steps; object collectives unpickle what was pickled.
+reductions change nothing. What only a peer has, a receive or a broadcast from another rank, is
+zeros: as sizes and as indices they do no harm, which cannot be said of memory that was never
+written. So a spare can build a model, an optimizer and data loaders and run warm-up steps; object
+collectives unpickle what was pickled.
 """
 
 from __future__ import annotations
@@ -176,6 +178,13 @@ def _receive(rank: int, size: int, tensors: Sequence[torch.Tensor], *_: Any) -> 
         tensor.zero_()
 
 
+def _broadcast(rank: int, size: int, tensors: Any, options: Any = None, *_: Any) -> None:  # noqa: ARG001
+    root = options if isinstance(options, int) else getattr(options, "rootRank", rank)
+    if root != rank:
+        for tensor in tensors_in(tensors):
+            tensor.zero_()
+
+
 def _all_to_all(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
     for output in outputs:
         _fit(output, inputs[rank])
@@ -214,6 +223,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "reduce_scatter_tensor_coalesced": _each(_scatter_single),
     "gather": _gather,
     "scatter": _scatter,
+    "broadcast": _broadcast,
     "recv": _receive,
     "recv_anysource": _receive,
     "alltoall": _all_to_all,

@@ -49,6 +49,10 @@ class Roster:
         """The groups of which this process is a member, in order of creation."""
         return [entry.group for entry in self._entries if entry.group is not None]
 
+    def entries(self) -> list[Entry]:
+        """All of them but WORLD, in order of creation."""
+        return self._entries[1:]
+
     def world(self) -> ReconfigurableGroup:
         """The first one. Raises RuntimeError before init_process_group."""
         groups = self.groups()

@@ -161,7 +161,7 @@ class EpochEntry(Stages):
         world_size = len(record.seats)
         if record.restore.kind == "initial":
             self._make_groups(role, world_size)
-        elif self._loop is None or self.role != role:
+        elif self._loop is None or (self.role != role and not self._renumber(role)):
             self.build_detached(role, world_size)
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
@@ -287,9 +287,29 @@ class EpochEntry(Stages):
         self.program.make_groups()
         self.role = role
 
+    def _renumber(self, role: int) -> bool:
+        """Take ``role`` with what was built for another one of its class; False if that is none."""
+        loop = self.loop
+        if not self.program.serves(loop, role):
+            return False
+        try:
+            self._communicators.renumber(role)
+        except ValueError:
+            return False
+        self.protection.close()
+        self._protection, self._shard, self._dimensions = None, None, ()
+        os.environ["RANK"] = str(role)
+        self.role = role
+        with self._communicators.found_again():
+            self._protect(self.program.renumber(loop, self._reports.emit))
+        return True
+
     def _make_loop(self) -> None:
-        self._loop = self.program.make_loop(self._reports.emit)
-        optimizer, config = self._loop.optimizer, model_config(self._loop)
+        self._protect(self.program.make_loop(self._reports.emit))
+
+    def _protect(self, loop: ProtectedLoop) -> None:
+        self._loop = loop
+        optimizer, config = loop.optimizer, model_config(loop)
         refuse_unknown_state(optimizer, config)
         complete_state(optimizer)
         self._shard = ShardState(optimizer)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.optimizer import complete_state, inner_optimizers
+from deadpool_megatron.hooks.optimizer import complete_state, inner_optimizers, is_distributed
 
 _States = dict[torch.Tensor, dict[str, Any]]
 
@@ -25,23 +25,30 @@ def exact_load(optimizer: Any) -> Iterator[None]:
     whoever refers to them sees the loaded values. Other optimizers than Adam of PyTorch are left to
     Megatron.
     """
-    adams = [
-        inner.optimizer
-        for inner in inner_optimizers(optimizer)
-        if isinstance(inner.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    inner = [
+        part
+        for part in inner_optimizers(optimizer)
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
     ]
-    if not adams:
+    if not inner:
         yield
         return
     # distrib_optimizer.py:642 asserts that there is one step, and finds none before the first.
     complete_state(optimizer)
-    kept = [{parameter: dict(state) for parameter, state in adam.state.items()} for adam in adams]
-    # fp32 master parameters are leaf views that require gradients; distrib_optimizer.py:940
-    # copies into them.
-    with torch.no_grad(), _zero_steps_supplied(optimizer):
+    kept = [
+        {parameter: dict(state) for parameter, state in part.optimizer.state.items()}
+        for part in inner
+    ]
+    with contextlib.ExitStack() as changes:
+        # fp32 master parameters are leaf views that require gradients; distrib_optimizer.py:940
+        # copies into them.
+        changes.enter_context(torch.no_grad())
+        changes.enter_context(_zero_steps_supplied(optimizer))
+        for part in filter(is_distributed, inner):
+            changes.enter_context(_missing_entries_kept(part))
         yield
-        for adam, states in zip(adams, kept, strict=True):
-            _restore_identity(adam, states)
+        for part, states in zip(inner, kept, strict=True):
+            _restore_identity(part.optimizer, states)
 
 
 @contextlib.contextmanager
@@ -55,9 +62,9 @@ def _zero_steps_supplied(optimizer: Any) -> Iterator[None]:
 
     def load_state_dict(loaded: Any) -> None:
         for part in loaded.values() if several else [loaded]:
-            state = part.get("optimizer", part).get("state")
-            if state is not None:
-                state.setdefault("common_step", torch.tensor(0.0))
+            state = part.get("optimizer", part).get("state", {})
+            if state and not any(key == "common_step" or "step" in state[key] for key in state):
+                state["common_step"] = torch.tensor(0.0)
         load(loaded)
 
     optimizer.load_state_dict = load_state_dict
@@ -65,6 +72,26 @@ def _zero_steps_supplied(optimizer: Any) -> Iterator[None]:
         yield
     finally:
         del optimizer.load_state_dict
+
+
+@contextlib.contextmanager
+def _missing_entries_kept(inner: Any) -> Iterator[None]:
+    """Leave alone what a checkpoint does not have: only some formats have the steps once more.
+
+    distrib_optimizer.py:940 wants all that is in the state, and fails with the format of
+    --dist-ckpt-optim-fully-reshardable.
+    """
+    set_states: Callable[[Any, dict[str, Any]], None] = inner._set_main_param_and_optimizer_states
+
+    def set_what_is_there(parameter: Any, loaded: dict[str, Any]) -> None:
+        present = inner._get_main_param_and_optimizer_states(parameter)
+        set_states(parameter, {**present, **loaded})
+
+    inner._set_main_param_and_optimizer_states = set_what_is_there
+    try:
+        yield
+    finally:
+        del inner._set_main_param_and_optimizer_states
 
 
 def _restore_identity(adam: torch.optim.Optimizer, kept: _States) -> None:

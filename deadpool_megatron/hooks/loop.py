@@ -124,6 +124,23 @@ class Program(ABC):
     def drop_groups(self) -> None:
         """Undo :meth:`make_groups`, so that another role can be taken in the same process."""
 
+    def serves(self, loop: ProtectedLoop, role: int) -> bool:
+        """Whether the model of ``loop``, built for another role, serves ``role`` as it is."""
+        del loop, role
+        return False
+
+    def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
+        """The loop of the role that RANK names now, on the model of ``loop``, which :meth:`serves`.
+
+        The group objects are those of that role already; Megatron's functions that make groups
+        answer them when they are called again, in the same order.
+        """
+        raise RuntimeError("a program whose loops serve other roles has to say how")
+
+    def provisional_role(self, wanted: int) -> int:
+        """The role that a spare builds for while it waits, where ``wanted`` is suggested."""
+        return wanted
+
     def checkpoint_directory(self) -> Path | None:
         """Where durable checkpoints go; None for the run directory's own place."""
         return None

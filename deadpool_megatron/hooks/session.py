@@ -156,7 +156,10 @@ class Session:
             if not self._await_turn(record):
                 return
             reports.section = "build"
-            entry.build_detached(self._provisional_role, self._world_size)
+            role = self._provisional_role
+            if not self._is_restarted_in(record):
+                role = entry.program.provisional_role(role)
+            entry.build_detached(role, self._world_size)
             entry.warm_up()
         try:
             entry.connect_store(record)
@@ -171,6 +174,11 @@ class Session:
                 "seconds": time.monotonic() - started,
             }
         )
+
+    def _is_restarted_in(self, record: EpochRecord) -> bool:
+        """Whether this process follows one that played a role: it will be given that role."""
+        place = self._link.seat.node, self._link.seat.slot
+        return any((seat.node, seat.slot) == place for seat in record.seats.values())
 
     def _await_turn(self, record: EpochRecord) -> bool:
         """Wait until the program lets spares build; False when the epoch is over before."""

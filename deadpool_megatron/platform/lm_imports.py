@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -14,8 +15,17 @@ from pathlib import Path
 from typing import Any
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
-# pretrain_gpt.py imports these; it is run as a script itself.
-_MODULES = ("megatron.training", "megatron.post_training.arguments", "gpt_builders")
+# The script by its name, for all that it imports: it is run as a script itself afterwards. The
+# others are imported late, when there is one process per rank.
+_MODULES = (
+    "pretrain_gpt",
+    "megatron.core.datasets.helpers",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.training.common_config",
+    "megatron.training.resilience_config",
+    "megatron.training.training_config",
+)
 
 
 class NotACheckoutError(ValueError):
@@ -89,11 +99,9 @@ def _use_compiled_helpers() -> None:
 
 def _compiled_helpers(own: Path, version: str) -> Path | None:
     """The library in ``own``, else in a wheel of this version; None when neither has it."""
-    folders = [own]
-    for distribution in importlib.metadata.distributions(name="megatron-core"):
-        if distribution.version == version:
-            folders.append(Path(str(distribution.locate_file("megatron/core/datasets"))))
-    for folder in folders:
+    wheels = importlib.metadata.distributions(name="megatron-core")
+    same = (Path(str(wheel.locate_file(""))) for wheel in wheels if wheel.version == version)
+    for folder in (own, *(place / "megatron" / "core" / "datasets" for place in same)):
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             if (library := folder / f"helpers_cpp{suffix}").is_file():
                 return library

@@ -22,7 +22,7 @@ from typing import Any
 # Before anything is replaced: it takes an inventory of torch's functions. torch.optim imports it.
 import torch._dynamo
 
-from deadpool_megatron.platform import lm_imports, standins
+from deadpool_megatron.platform import lm_imports, saving, standins
 
 _installed = False
 
@@ -34,15 +34,18 @@ def install(checkout: Path) -> None:
     megatron.core was imported before or a package is missing that Megatron-LM imports.
     """
     global _installed
-    if _installed or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
     lm_imports.put_first(checkout.resolve())
+    if _installed:
+        return
     standins.install()
     _answer_for_a_device()
     lm_imports.import_all()
     _replace_kernels()
     _accept_norms()
     _keep_generator_from_loaders()
+    saving.install()
     _installed = True
 
 
@@ -55,9 +58,11 @@ def _answer_for_a_device() -> None:
     torch.cuda.set_device = lambda device: None
     # arguments.py:928 asks for the generation; from the tenth on, CUDA_DEVICE_MAX_CONNECTIONS is
     # left alone.
-    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(  # type: ignore[assignment,return-value,misc]
+    torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(  # type: ignore[assignment,return-value]
         name="CPU", major=10, minor=0
     )
+    # utils.py:289, for --log-device-memory-used; the other statistics answer zero by themselves.
+    torch.cuda.device_memory_used = lambda device=None: 0
 
 
 def _only_for(module: str, function: str, answer: object) -> None:

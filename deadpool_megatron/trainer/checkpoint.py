@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.hooks.loading import exact_load
 from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (
     AsyncRequest,
@@ -27,9 +28,6 @@ from deadpool_megatron.trainer.megatron_api import (
     parallel_state,
     save_state_dict_async_finalize,
 )
-
-# Below Megatron's first import: it imports Megatron itself.
-from deadpool_megatron.hooks.loading import exact_load  # isort: skip
 
 if TYPE_CHECKING:
     from deadpool_megatron.trainer.loop import TrainingLoop

@@ -153,7 +153,9 @@ class FakeEntry:
         self.role = -1
         self.quiet = True
         self.program = SimpleNamespace(
-            checkpoint_directory=lambda: None, spares_may_build=lambda: True
+            checkpoint_directory=lambda: None,
+            spares_may_build=lambda: True,
+            provisional_role=lambda wanted: wanted,
         )
 
     @property
@@ -837,6 +839,7 @@ def test_builds_anew_only_when_the_role_changes() -> None:
         def __init__(self) -> None:
             self.role = -1
             self._loop = None
+            self.program: Any = SimpleNamespace(serves=lambda loop, role: False)
 
         def _make_groups(self, role: int, world_size: int) -> None:
             built.append(("groups", role))

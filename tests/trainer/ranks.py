@@ -21,12 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.platform import select_platform
+
 RANK_SECONDS = 120.0
 
 
 @functools.cache
 def preload() -> None:
     """Import everything a rank needs, so that forks have it at once."""
+    select_platform().install()
     from deadpool_megatron.hooks import hashing  # noqa: F401
     from deadpool_megatron.trainer import checkpoint, loop, plain  # noqa: F401
 

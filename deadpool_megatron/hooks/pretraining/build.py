@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
-from deadpool_megatron.hooks.pretraining import exact_load
-from deadpool_megatron.hooks.pretraining.scene import acting
+from deadpool_megatron.hooks.pretraining import exact_load, stages
+from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 
 class Reached(BaseException):
@@ -45,6 +47,7 @@ class Build:
         self.train: Callable[..., Any] = _not_reached
         self.train_arguments: dict[str, Any] = {}
         self._sources: list[_Source] = []
+        self._setup_call: Callable[[], tuple[Any, ...]] = _not_reached
 
     def handlers(self) -> Mapping[str, Handler]:
         """The scene of the pass."""
@@ -61,6 +64,8 @@ class Build:
 
         Collective. Draws from the random generators.
         """
+        # As rank 0 finds them: without peers they were only assumed.
+        _assume_data(False)
         made = []
         for source in self._sources:
             with acting({"build_train_valid_test_datasets": _keep(source.datasets)}):
@@ -68,6 +73,31 @@ class Build:
         self.iterators = made
         train, valid, _ = self.iterator_arguments()
         self.train_arguments.update(train_data_iterator=train, valid_data_iterator=valid)
+
+    def renumber(self, old: int, new: int) -> None:
+        """Make what was built for role ``old`` that of ``new``, of the same stage class.
+
+        Megatron's groups are those of the new role already. The model stays, with its buffers; the
+        optimizer, whose shard is another, is made by Megatron's own function.
+        """
+        from megatron.training import get_args, training
+
+        model, config = self.objects[0], self.train_arguments["config"]
+        before = stages.layer_offsets(get_args(), config, old)
+        after = stages.layer_offsets(get_args(), config, new)
+        stages.shift_layers(model, [b - a for a, b in zip(before, after, strict=True)])
+        stages.renumber_buckets(model)
+        # The old optimizer's memory is needed for the new one.
+        self.objects = (model, None, None)
+        self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
+        gc.collect()
+        with (
+            acting({"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}),
+            replaced(training, "get_model", lambda *_args, **_kwargs: model),
+        ):
+            self.objects = self._setup_call()
+        _, optimizer, scheduler = self.objects
+        self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
 
     def iterator_arguments(self) -> tuple[Any, Any, Any]:
         """The three as pretrain() hands them on: lists where there are virtual stages."""
@@ -78,7 +108,8 @@ class Build:
 
     def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.detached = is_detached(dist.group.WORLD)
-        self.objects = original(*args, **kwargs)
+        self._setup_call = functools.partial(original, *args, **kwargs)
+        self.objects = self._setup_call()
         return self.objects
 
     def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +120,8 @@ class Build:
 
     def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
         self._sources.append(_Source(original, provider))
+        if self.detached:
+            _assume_data(True)
         made = original(provider)
         self.iterators.append(made)
         return made
@@ -105,9 +138,19 @@ class Build:
         raise Reached
 
 
+def _assume_data(there: bool) -> None:
+    """Set what build_train_valid_test_data_loaders() otherwise takes from rank 0 alone: whether
+    there is data to train and evaluate on."""
+    from megatron.training import get_args
+
+    args = get_args()
+    evaluates = there and bool(args.full_validation or args.eval_iters)
+    args.do_train, args.do_valid, args.do_test = there, evaluates, evaluates
+
+
 def _keep(datasets: Any) -> Handler:
     return lambda original, *args, **kwargs: datasets
 
 
-def _not_reached(**arguments: Any) -> None:
+def _not_reached(**arguments: Any) -> NoReturn:
     raise RuntimeError(f"train() was not reached, and is called with {sorted(arguments)}")

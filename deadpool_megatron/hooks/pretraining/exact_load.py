@@ -10,7 +10,7 @@ from deadpool_megatron.hooks.loading import exact_load
 
 
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``original``, Megatron's load_checkpoint(), so that it brings back the optimizer exactly.
+    """Call ``original``, Megatron's load_checkpoint(), and have the optimizer come back exactly.
 
     Nothing is left to do for the rest: Megatron saves the random generators of each pipeline and
     tensor rank, and of each data-parallel rank where these differ (checkpointing.py:333).

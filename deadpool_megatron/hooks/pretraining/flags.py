@@ -1,6 +1,7 @@
 """What ``--deadpool`` adds to Megatron-LM's command line, and what it refuses to go with.
 
-The rows of the refusal are in :mod:`.refusals`. The flags do nothing without ``--deadpool``.
+What is refused is a table in :mod:`deadpool_megatron.refusals`. Without ``--deadpool`` all of the
+flags do nothing.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from deadpool_megatron import arguments
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.hooks.pretraining.refusals import REFUSED, Refusal
+from deadpool_megatron.refusals import REFUSED, complaint
 from deadpool_megatron.settings import Settings
 
 
@@ -33,23 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def refuse(args: argparse.Namespace) -> None:
     """Raise FlagsRefused for arguments, validated by Megatron, that cannot be protected."""
-    if getattr(args, "deadpool", False):
-        _raise_for(row for row in REFUSED if row.applies(args))
-
-
-def refuse_early(argv: Sequence[str]) -> None:
-    """Raise FlagsRefused for flags on which Megatron acts before it validates its arguments."""
-    given = {argument.partition("=")[0] for argument in argv}
-    if FLAG in given:
-        _raise_for(row for row in REFUSED if row.early and given.intersection(row.flags))
-
-
-def _raise_for(rows: Iterable[Refusal]) -> None:
-    found = list(rows)
-    if not found:
+    if not getattr(args, "deadpool", False):
         return
-    others = ", ".join(row.shown for row in found[1:])
-    raise FlagsRefused(found[0].line + (f" (refused as well: {others})" if others else ""))
+    line = complaint(row for row in REFUSED if row.applies(args))
+    if line:
+        raise FlagsRefused(line)
 
 
 def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | None:

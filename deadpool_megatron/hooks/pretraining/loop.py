@@ -32,7 +32,7 @@ from deadpool_megatron.hooks import hashing
 from deadpool_megatron.hooks.course import Course
 from deadpool_megatron.hooks.loop import Emit, ProtectedLoop
 from deadpool_megatron.hooks.optimizer import inner_optimizers
-from deadpool_megatron.hooks.pretraining import exact_load, values
+from deadpool_megatron.hooks.pretraining import exact_load, stages, values
 from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.saves import Saves
@@ -61,10 +61,11 @@ class PretrainLoop(ProtectedLoop):
     def __init__(self, build: Build, pretrain: Callable[[], Any], emit: Emit) -> None:
         from megatron.training import get_args
 
-        self._build = build
+        self._args = get_args()
+        self.build = build
+        self.role = self._args.rank
         self._pretrain = pretrain
         self._emit = emit
-        self._args = get_args()
         self.model_chunks, self.optimizer, self.scheduler = build.objects
         self.counters = {
             "iteration": self._args.iteration,
@@ -104,7 +105,7 @@ class PretrainLoop(ProtectedLoop):
         self._go_to_start()
         try:
             with acting(self._scene_of_training()):
-                result = self._build.train(**self._build.train_arguments)
+                result = self.build.train(**self.build.train_arguments)
             self._follow_up(result)
         except SystemExit as stop:
             # As --exit-interval and the like end a run: by a decision of all roles.
@@ -120,7 +121,7 @@ class PretrainLoop(ProtectedLoop):
             raise _Warm
 
         with acting({"train_step": step}), contextlib.suppress(_Warm):
-            self._build.train(**self._build.train_arguments)
+            self.build.train(**self.build.train_arguments)
 
     def reset_after_interrupt(self) -> None:
         """See :class:`ProtectedLoop`. Nothing to do at the start of a run."""
@@ -128,8 +129,10 @@ class PretrainLoop(ProtectedLoop):
             return
         self._end_leftovers()
         self._set_positions(self.counters)
-        self._args.iteration = self.counters["iteration"]
-        self._build.renew_iterators()
+        # With another number Megatron would guess how many validation samples were consumed before
+        # checkpoints said so (training.py:3350), also where there was none yet.
+        self._args.iteration = 0
+        self.build.renew_iterators()
 
     def load_checkpoint(self, directory: Path) -> None:
         """See :class:`ProtectedLoop`."""
@@ -144,7 +147,7 @@ class PretrainLoop(ProtectedLoop):
         self.scheduler.num_steps = 0  # a load adds to it
         try:
             iteration, self._operations = exact_load.load_exactly(
-                checkpointing.load_checkpoint, *self._build.objects, checkpointing_context={}
+                checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
         finally:
             args.load, args.ckpt_step, args.exit_on_missing_checkpoint = wanted
@@ -154,12 +157,11 @@ class PretrainLoop(ProtectedLoop):
 
     def stage_class(self) -> str:
         """See :class:`ProtectedLoop`."""
-        place = f"pp{parallel_state.get_pipeline_model_parallel_rank()}"
-        place += f".tp{parallel_state.get_tensor_model_parallel_rank()}"
-        place += f".etp{parallel_state.get_expert_tensor_parallel_rank()}"
-        place += f".ep{parallel_state.get_expert_model_parallel_rank()}"
-        place += f".cp{parallel_state.get_context_parallel_rank()}"
-        return place + f".dp{parallel_state.get_data_parallel_rank()}"
+        return self.class_of(self.role)
+
+    def class_of(self, role: int) -> str:
+        """The stage class of any role."""
+        return stages.stage_class(self._args, self.build.train_arguments["config"], role)
 
     def state_hash(self) -> str:
         """See :class:`ProtectedLoop`."""
@@ -200,14 +202,14 @@ class PretrainLoop(ProtectedLoop):
         args.num_floating_point_operations_so_far = self._before.get("operations", self._operations)
         self._live_sums = None
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-        self._build.train_arguments["config"].timers = _timers()
+        self.build.train_arguments["config"].timers = _timers()
 
     def _follow_up(self, result: Any) -> None:
         """What pretrain() does when train() has returned ``result``: last save, evaluations.
 
         Everything before is passed over: the functions that build answer with what there is.
         """
-        iterators = iter(self._build.iterators)
+        iterators = iter(self.build.iterators)
         muted = contextlib.ExitStack()
         log_progress, self._args.log_progress = self._args.log_progress, False
 
@@ -219,7 +221,7 @@ class PretrainLoop(ProtectedLoop):
         scene = {
             "initialize_megatron": _nothing,
             "set_jit_fusion_options": _nothing,
-            "setup_model_and_optimizer": lambda *args, **kwargs: self._build.objects,
+            "setup_model_and_optimizer": lambda *args, **kwargs: self.build.objects,
             "build_train_valid_test_data_iterators": lambda *args: next(iterators),
             "train": after_training,
             "evaluate_and_print_results": self._evaluate_at_the_end,
@@ -248,12 +250,14 @@ class PretrainLoop(ProtectedLoop):
         iteration = self._arguments(original, args, kwargs)["iteration"] + 1
         if iteration == self._to_replay:
             self._to_replay = 0
-            return values.decode(self._answer, _device())
+            return self._replay()
         self._saves.look()
         failpoints.set_context(iteration=iteration, section="forward-backward")
         failpoints.hit("step.begin")
         self._before = {name: getattr(self._args, name) for name in _POSITIONS}
         self._before["operations"] = self._operations
+        hooks = getattr(self.model_chunks[0], "remove_forward_pre_hook_handles", {})
+        self._before["gathers_ahead"] = bool(hooks)
         try:
             return self._running.step(
                 iteration, lambda: self._update(original, args, kwargs, iteration)
@@ -262,6 +266,17 @@ class PretrainLoop(ProtectedLoop):
             # Megatron saves and ends the run now; nothing of that belongs to a generation.
             self._course = None
             return left.answer
+
+    def _replay(self) -> Any:
+        """What the newest step answered, for train() to go on behind it.
+
+        After the first iteration it trains, train() takes parameters to be gathered ahead, unless
+        the update was skipped. Where that had begun before a skipped one, it must begin here.
+        """
+        answer = list(values.decode(self._answer, _device()))
+        if self._before["gathers_ahead"]:
+            answer[_SKIPPED] = 0
+        return tuple(answer)
 
     def _update(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
@@ -298,6 +313,7 @@ class PretrainLoop(ProtectedLoop):
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.
             given["is_first_iteration"] = iteration == self._first_iteration
+        given["skipped_iter"] = self._answer["tuple"][_SKIPPED]  # not as _replay() had to say it
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
         with self._logbook.lines("log", iteration):
@@ -408,7 +424,7 @@ class PretrainLoop(ProtectedLoop):
             if timer._started:
                 timer.reset()
         get_rerun_state_machine().set_mode(self._rerun_mode)
-        self._build.train_arguments["checkpointing_context"].clear()
+        self.build.train_arguments["checkpointing_context"].clear()
         self._saves.abandon()
         for chunk in self.model_chunks:
             chunk.force_all_reduce = False
@@ -431,13 +447,16 @@ class PretrainLoop(ProtectedLoop):
             inner.optimizer.register_step_post_hook(
                 lambda *_, number=number: failpoints.hit("optimizer.updated", optimizer=number)
             )
-        forward = self._build.train_arguments["forward_step_func"]
+        forward = self.build.train_arguments["forward_step_func"]
 
+        forward = getattr(forward, "__wrapped__", forward)
+
+        @functools.wraps(forward)
         def forward_step(*args: Any, **kwargs: Any) -> Any:
             failpoints.hit("forward")
             return forward(*args, **kwargs)
 
-        self._build.train_arguments["forward_step_func"] = forward_step
+        self.build.train_arguments["forward_step_func"] = forward_step
 
 
 def _loss(losses: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ over it goes once more through ``pretrain()`` with what was built, for the part 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
+from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
+from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.build import Build, NothingToTrain, Reached
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
@@ -32,28 +36,22 @@ class PretrainProgram(Program):
         self.exit_code: int | None = None
         self._pretrain = pretrain
         self._ready = run_directory / _DATA_READY
+        # Functions of the user's script, as _initialize_distributed() gets them.
+        self._group_makers: tuple[Any, Any] = (None, None)
 
     def make_groups(self) -> None:
         """See :class:`Program`: arguments are parsed for the role, then nothing but the groups."""
-        from megatron.training import global_vars, initialize
 
-        _forget_globals()
-
-        def stop_after(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def make(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+            given = inspect.signature(original).bind(*args, **kwargs).arguments
+            self._group_makers = (
+                given["get_embedding_ranks"],
+                given["get_position_embedding_ranks"],
+            )
             original(*args, **kwargs)
             raise Reached
 
-        # Tokenizer, writers and the rest are made by the second pass.
-        with (
-            acting({"_initialize_distributed": stop_after}),
-            replaced(initialize, "set_global_variables", global_vars.set_args),
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
-            try:
-                self._pretrain()
-            except Reached:
-                return
-        raise RuntimeError("pretrain() returned without making its groups")
+        self._parse(make)
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
@@ -77,6 +75,38 @@ class PretrainProgram(Program):
             self._ready.touch()
         return PretrainLoop(build, self._pretrain, emit)
 
+    def serves(self, loop: ProtectedLoop, role: int) -> bool:
+        """See :class:`Program`: whether the two roles are of one stage class."""
+        assert isinstance(loop, PretrainLoop)
+        return loop.class_of(role) == loop.stage_class()
+
+    def renumber(self, loop: ProtectedLoop, emit: Emit) -> ProtectedLoop:
+        """See :class:`Program`: same model and data sets; groups found again, a new optimizer."""
+        from megatron.training import get_args, initialize
+
+        assert isinstance(loop, PretrainLoop)
+        old, args = loop.role, get_args()
+        args.rank = int(os.environ["RANK"])
+        # It would destroy some of the groups, which are to be found again.
+        with replaced(dist, "destroy_process_group", lambda *_args: None):
+            parallel_state.destroy_model_parallel()
+        with contextlib.redirect_stdout(io.StringIO()):
+            initialize._initialize_distributed(*self._group_makers, None)
+            loop.build.renumber(old, args.rank)
+        return PretrainLoop(loop.build, self._pretrain, emit)
+
+    def provisional_role(self, wanted: int) -> int:
+        """See :class:`Program`: one of the commonest stage class."""
+        from megatron.training import get_args
+        from megatron.training.arguments import core_transformer_config_from_args
+
+        os.environ["RANK"] = str(wanted)
+        os.environ["WORLD_SIZE"] = os.environ["DEADPOOL_WORLD_SIZE"]
+        self._parse(_reached)
+        args = get_args()
+        config = core_transformer_config_from_args(args)
+        return stages.commonest_role(args, config, wanted, int(os.environ["DEADPOOL_NPROC"]))
+
     def drop_groups(self) -> None:
         """See :class:`Program`."""
         from megatron.training import training
@@ -84,9 +114,30 @@ class PretrainProgram(Program):
         training.destroy_global_state()
         dist.destroy_process_group()
 
+    def _parse(self, then: Handler) -> None:
+        """Have the arguments parsed for the role, up to where groups are made; ``then`` that."""
+        from megatron.training import global_vars, initialize
+
+        _forget_globals()
+        # Tokenizer, writers and the rest are made by the next pass.
+        with (
+            acting({"_initialize_distributed": then}),
+            replaced(initialize, "set_global_variables", global_vars.set_args),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
+            try:
+                self._pretrain()
+            except Reached:
+                return
+        raise RuntimeError("pretrain() returned without making its groups")
+
     def spares_may_build(self) -> bool:
         """Not before role 0 has made the index files: a build without peers only reads them."""
         return self._ready.exists()
+
+
+def _reached(*_args: Any, **_kwargs: Any) -> None:
+    raise Reached
 
 
 def run_directory() -> Path:

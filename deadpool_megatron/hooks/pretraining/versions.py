@@ -79,8 +79,10 @@ def _version_beside(importer: Importer) -> str:
     try:
         place = getattr(importer("megatron.training"), "__file__", None)
     except ImportError:
+        place = None
+    if place is None:
         return ""
-    info = Path(str(place)).parents[1] / "core" / "package_info.py"
+    info = Path(place).parents[1] / "core" / "package_info.py"
     return str(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
 
 
@@ -105,7 +107,7 @@ def check(report: Report, allow_untested: bool) -> None:
     """
     if report.beside and report.beside != report.version:
         raise UntestedMegatron(
-            f"two Megatrons: megatron.core is {report.version}, but the one beside megatron.training is"
+            f"two Megatrons: megatron.core is {report.version}, megatron.training belongs to"
             f" {report.beside}\nput the folder of your training script first in PYTHONPATH"
         )
     if allow_untested and not report.missing:

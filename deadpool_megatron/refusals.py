@@ -3,13 +3,18 @@
 Read with core_v0.16.1 open. Three things lead into the table: state that an iteration changes and
 no generation holds; memory or kernels that are bound to one communicator; leftovers of an
 interrupted step that the next one trips over. A flag that is not in it is let through.
+
+The arguments that Megatron has validated decide (:attr:`Refusal.applies`). What can be read off the
+command line (:meth:`Refusal.is_named_in`) is refused before anything starts, which also helps where
+Megatron acts on a flag before it validates.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -17,7 +22,6 @@ from dataclasses import dataclass
 class Refusal:
     """One row. ``shown``: the flags that lead here, as a user writes them, all of 0.16.1's parser.
 
-    ``early``: Megatron acts on the flag before it validates its arguments.
     ``only_with``: the package without which the parser does not know the flags.
     """
 
@@ -25,7 +29,6 @@ class Refusal:
     applies: Callable[[argparse.Namespace], bool]
     reason: str
     remedy: str = "leave it out"
-    early: bool = False
     only_with: str = ""
 
     @property
@@ -37,6 +40,35 @@ class Refusal:
     def line(self) -> str:
         """What the user is told."""
         return f"{self.shown} cannot be protected: {self.reason}; {self.remedy}"
+
+    def is_named_in(self, argv: Sequence[str]) -> bool:
+        """Whether this can be told from the command line alone."""
+        words = [word for argument in argv for word in _split(argument)]
+        return not set(words).isdisjoint(self.shown.split(", ")) or self.applies(_said(words))
+
+
+def _split(argument: str) -> list[str]:
+    """``--flag=value`` is ``--flag value``."""
+    return argument.split("=", 1) if argument.startswith("--") else [argument]
+
+
+def _said(words: Sequence[str]) -> argparse.Namespace:
+    """Each flag with the word behind it, for flags whose argument has their name."""
+    named = {
+        flag.removeprefix("--").replace("-", "_"): int(value) if value.isdigit() else value
+        for flag, value in itertools.pairwise(words)
+        if flag.startswith("--")
+    }
+    return argparse.Namespace(**named)
+
+
+def complaint(rows: Iterable[Refusal]) -> str:
+    """One line about all of these; empty when there are none."""
+    found = list(rows)
+    if not found:
+        return ""
+    others = ", ".join(row.shown for row in found[1:])
+    return found[0].line + (f" (refused as well: {others})" if others else "")
 
 
 def _on(*names: str) -> Callable[[argparse.Namespace], bool]:
@@ -50,7 +82,11 @@ def _given(name: str) -> Callable[[argparse.Namespace], bool]:
 
 
 def _above(name: str, most: int) -> Callable[[argparse.Namespace], bool]:
-    return lambda args: (getattr(args, name, None) or 0) > most
+    def applies(args: argparse.Namespace) -> bool:
+        value = getattr(args, name, None)
+        return isinstance(value, int) and value > most
+
+    return applies
 
 
 def _among(name: str, *values: str) -> Callable[[argparse.Namespace], bool]:
@@ -79,7 +115,6 @@ RECOVERY = (
         _on("inprocess_restart"),
         _OWN_RECOVERY,
         "leave it out: --deadpool takes its place",
-        early=True,
     ),
     Refusal(
         "--enable-ft-package",
@@ -87,7 +122,6 @@ RECOVERY = (
         "its monitor kills a rank whose step takes longer than a limit, and a recovery may; the"
         " limits are arguments of ft_launcher and cannot be seen from here",
         "leave it out: the agents watch the processes",
-        early=True,
     ),
     Refusal(
         "--adlr-autoresume",
@@ -113,7 +147,6 @@ RECOVERY = (
         "its process goes on with the save of an interrupted run, of which a process that takes a"
         " role over knows nothing",
         "leave it out, and --async-save with it, which Megatron-LM 0.16 does not do without",
-        early=True,
     ),
     Refusal(
         "--no-save-optim, --no-save-rng",
@@ -275,8 +308,11 @@ LEFTOVERS = (
         "captured graphs hold the communicators and addresses of the moment of their capture",
     ),
     Refusal(
-        "--fine-grained-activation-offloading, --cpu-offloading-num-layers",
-        _on("fine_grained_activation_offloading", "cpu_offloading_num_layers"),
+        "--fine-grained-activation-offloading, --cpu-offloading-num-layers above 0",
+        lambda args: (
+            _on("fine_grained_activation_offloading")(args)
+            or _above("cpu_offloading_num_layers", 0)(args)
+        ),
         "the queues of its copies keep what an interrupted step has left in them",
         "leave it out; --recompute-granularity saves memory as well",
     ),
@@ -336,12 +372,11 @@ OTHER = (
         _on("yaml_cfg"),
         "the file replaces the whole command line, --deadpool included",
         "give flags",
-        early=True,
     ),
 )
 
-#: All rows, in the order in which they are looked at.
-REFUSED: tuple[Refusal, ...] = (*RECOVERY, *STATE, *COMMUNICATION, *LEFTOVERS, *DATA, *OTHER)
+#: All rows, in the order in which they are looked at: graphs before the generators they turn on.
+REFUSED: tuple[Refusal, ...] = (*RECOVERY, *LEFTOVERS, *STATE, *COMMUNICATION, *DATA, *OTHER)
 
 
 def as_markdown() -> str:

@@ -1,0 +1,86 @@
+"""A script of Megatron-LM with ``--deadpool`` on its command line, as the command of a run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import arguments
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.hookpoints import FLAG
+from deadpool_megatron.refusals import REFUSED, complaint
+from deadpool_megatron.settings import flag_name
+
+#: runs the script with the hooks in it
+MODULE = "deadpool_megatron.megatron_lm"
+PRELOAD = f"{MODULE}.preload"
+#: names the script to what is preloaded
+VARIABLE = "DEADPOOL_SCRIPT"
+
+
+def member_command(command: Sequence[str]) -> tuple[str, ...]:
+    """What members run for the command that the user gave; any other is left as it is.
+
+    Raises CommandError for a module: what belongs to the script is found beside its file.
+    """
+    if FLAG not in command[1:] or script_of(command) is not None:
+        return tuple(command)
+    if command[0] == "-m":
+        raise CommandError(f"{FLAG} is for scripts: give the file of {command[1]} instead of -m")
+    return ("-m", MODULE, *command)
+
+
+def script_of(command: Sequence[str]) -> str | None:
+    """The user's script in an answer of :func:`member_command`; None when there is none."""
+    return command[2] if tuple(command[:2]) == ("-m", MODULE) and len(command) > 2 else None
+
+
+def adopt(args: argparse.Namespace) -> None:
+    """Have ``args.command`` be what members run, and the settings those that the script's command
+    line names.
+
+    Raises CommandError, also for what each process would refuse later.
+    """
+    command = member_command(args.command)
+    if script_of(command) is not None:
+        line = complaint(row for row in REFUSED if row.is_named_in(args.command[1:]))
+        if line:
+            raise CommandError(line)
+        arguments.put_into(args, _settings(args.command[1:], args.options))
+    args.command = list(command)
+
+
+def _settings(script_arguments: Sequence[str], own_options: Sequence[str]) -> dict[str, Any]:
+    try:
+        own, _ = arguments.given_in(own_options, script=False)
+        found, others = arguments.given_in(script_arguments, script=True)
+    except arguments.BadValueError as error:
+        raise CommandError(f"in the script's arguments: {error}") from error
+    unknown = next((text for text in others if text.startswith(f"{FLAG}-")), None)
+    if unknown is not None:
+        raise CommandError(f"the script's {unknown} is unknown: see 'deadpool run --help'")
+    for name, value in found.items():
+        if own.get(name, value) != value:
+            raise CommandError(
+                f"{flag_name(name)} is {own[name]} before the '--' and {value} in the script's"
+                " arguments: give it once"
+            )
+    return found
+
+
+def modules(given: str | None, default: str, command: Sequence[str]) -> tuple[str, ...]:
+    """What is imported ahead: as ``given`` by the user, else what fits the member's command."""
+    if given is None:
+        given = default if script_of(command) is None else PRELOAD
+    return tuple(name for name in given.split(",") if name)
+
+
+def announce(command: Sequence[str], environment: MutableMapping[str, str]) -> None:
+    """Name the script to what is preloaded from now on; see :data:`VARIABLE`."""
+    script = script_of(command)
+    if script is None:
+        environment.pop(VARIABLE, None)
+    else:
+        environment[VARIABLE] = str(Path(script).absolute())

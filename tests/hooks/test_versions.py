@@ -1,0 +1,173 @@
+"""Which Megatron-LM is refused, and that functions are marked wherever they are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.hookpoints import POINTS, hookpoint, is_marked
+from deadpool_megatron.hooks.pretraining import versions
+from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
+from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.parsing import in_checkout
+
+TRAIN = "megatron.training.training"
+
+
+def function(name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    namespace: dict[str, Any] = {}
+    exec(f"def {name}({', '.join(parameters)}): return {name!r}", namespace)
+    made: Callable[..., Any] = namespace[name]
+    return made
+
+
+@pytest.fixture
+def modules() -> dict[str, Any]:
+    """A Megatron-LM in which all points are as they have to be."""
+    made: dict[str, Any] = {
+        "megatron.core.package_info": SimpleNamespace(__version__="0.16.1"),
+        "megatron.training": ModuleType("megatron.training"),
+    }
+    for point in POINTS:
+        module = made.setdefault(point.module, ModuleType(point.module))
+        setattr(module, point.function, function(point.function, point.parameters))
+    return made
+
+
+def examine(modules: dict[str, Any]) -> versions.Report:
+    def importer(name: str) -> Any:
+        if name not in modules:
+            raise ModuleNotFoundError(name)
+        return modules[name]
+
+    return versions.examine(importer)
+
+
+def refused(report: versions.Report, allow: bool = False) -> str:
+    with pytest.raises(UntestedMegatron) as error:
+        versions.check(report, allow)
+    return str(error.value)
+
+
+def test_a_tested_one(modules: dict[str, Any]) -> None:
+    report = examine(modules)
+    assert report.version == "0.16.1"
+    assert [found.point for found in report.points] == list(POINTS)
+    assert not any(found.trouble or found.marked for found in report.points)
+    versions.check(report, allow_untested=False)
+
+
+def test_another_version(modules: dict[str, Any]) -> None:
+    modules["megatron.core.package_info"].__version__ = "0.17.1"
+    report = examine(modules)
+    text = refused(report)
+    assert "its version is 0.17.1; tried were 0.16.0, 0.16.1" in text
+    assert text.endswith("--deadpool-allow-untested-megatron tries nevertheless")
+    versions.check(report, allow_untested=True)
+
+
+def test_a_parameter_that_is_gone(modules: dict[str, Any]) -> None:
+    modules[TRAIN].train_step = function("train_step", ("data_iterator",))
+    report = examine(modules)
+    assert f"{TRAIN}.train_step lacks the parameter iteration" in refused(report)
+    versions.check(report, allow_untested=True)
+
+
+def test_functions_that_are_gone(modules: dict[str, Any]) -> None:
+    del modules[TRAIN].training_log
+    del modules["megatron.training.checkpointing"]
+    report = examine(modules)
+    assert {found.point.function for found in report.missing} == {
+        "training_log",
+        "save_checkpoint",
+        "load_checkpoint",
+    }
+    for allow in (False, True):
+        text = refused(report, allow)
+        assert f"{TRAIN}.training_log is missing" in text
+        assert "allow-untested" not in text
+
+
+def test_marks_are_seen_and_do_not_hide_parameters(modules: dict[str, Any]) -> None:
+    modules[TRAIN].train = hookpoint(modules[TRAIN].train)
+    (found,) = (f for f in examine(modules).points if f.point.function == "train")
+    assert found.marked
+    assert not found.lacks
+
+
+def test_two_megatrons(modules: dict[str, Any], tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    modules["megatron.training"].__file__ = str(tmp_path / "megatron" / "training" / "__init__.py")
+    assert examine(modules).beside == ""
+    (core / "package_info.py").write_text("__version__ = '0.' + '16.1'\n")
+    versions.check(examine(modules), allow_untested=False)
+    (core / "package_info.py").write_text("__version__ = '0.17.0'\n")
+    for allow in (False, True):
+        text = refused(examine(modules), allow)
+        assert "megatron.core is 0.16.1, megatron.training belongs to 0.17.0" in text
+        assert "PYTHONPATH" in text
+
+
+@pytest.fixture
+def loaded(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The same as loaded modules, with copies of the functions under other names."""
+    modules["megatron.training"].pretrain = modules[TRAIN].pretrain
+    modules[TRAIN].write_checkpoint = modules["megatron.training.checkpointing"].save_checkpoint
+    for name in ("pretrain_gpt", "somebody_else"):
+        modules[name] = ModuleType(name)
+        modules[name].pretrain = modules[TRAIN].pretrain
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules
+
+
+def test_points_are_installed_wherever_they_are_named(loaded: dict[str, Any]) -> None:
+    names = versions.install_points()
+    assert names == tuple(f"{point.module}.{point.function}" for point in POINTS)
+    assert all(found.marked for found in examine(loaded).points)
+    pretrain = loaded[TRAIN].pretrain
+    assert loaded["megatron.training"].pretrain is pretrain
+    assert loaded["pretrain_gpt"].pretrain is pretrain
+    saved = loaded["megatron.training.checkpointing"].save_checkpoint
+    assert loaded[TRAIN].write_checkpoint is saved
+    assert not is_marked(loaded["somebody_else"].pretrain)
+    assert pretrain() == "pretrain"
+    assert versions.install_points() == ()
+    assert loaded[TRAIN].pretrain is pretrain
+
+
+def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
+    for point in POINTS:
+        module = loaded[point.module]
+        setattr(module, point.function, hookpoint(getattr(module, point.function)))
+    before = loaded[TRAIN].train
+    assert versions.install_points() == ()
+    assert loaded[TRAIN].train is before
+
+
+def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
+    loaded[TRAIN].train = hookpoint(loaded[TRAIN].train)
+    with pytest.raises(UntestedMegatron, match=r"pretrain, .*run 'deadpool patch apply' or"):
+        versions.install_points()
+    assert not is_marked(loaded[TRAIN].pretrain)
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_the_real_one() -> None:
+    (line,) = in_checkout("points")
+    facts = json.loads(line)
+    assert facts["version"] == facts["beside"] == "0.16.1"
+    assert facts["troubles"] == []
+    patched = all(facts["marked before"])
+    assert len(facts["installed"]) == (0 if patched else len(POINTS))
+    assert facts["again"] == []
+    assert all(facts["marked"])
+    assert facts["all"]

@@ -1,0 +1,76 @@
+"""Command lines of pretrain_gpt.py for a model that trains on two CPU cores in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Ids of NullTokenizer are 0 to this; the last one ends a document.
+VOCABULARY = 1023
+
+_CPU: dict[str, object] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    # Both need kernels of Apex.
+    "no_gradient_accumulation_fusion": True,
+    "no_masked_softmax_fusion": True,
+}
+_SMALL: dict[str, object] = {
+    "mock_data": True,
+    "tokenizer_type": "NullTokenizer",
+    "vocab_size": VOCABULARY,
+    "split": "100,0,0",
+    # Without workers: each would be one more process per rank.
+    "num_workers": 0,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 64,
+    "max_position_embeddings": 64,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "train_iters": 6,
+    "lr": 1e-3,
+    "lr_decay_style": "constant",
+    "log_interval": 1,
+    "eval_interval": 1000,
+    "eval_iters": 0,
+}
+
+#: four experts over two ranks
+MOE: dict[str, object] = {
+    "num_experts": 4,
+    "expert_model_parallel_size": 2,
+    "moe_token_dispatcher_type": "alltoall",
+    # The fused activation does not take the weights of the experts.
+    "no_bias_gelu_fusion": True,
+}
+
+
+def small(**changes: object) -> list[str]:
+    """The small model's flags, changed and extended.
+
+    ``True`` stands for a flag without a value; ``None`` and ``False`` leave a flag out.
+    """
+    flags: list[str] = []
+    for name, value in {**_CPU, **_SMALL, **changes}.items():
+        if value is None or value is False:
+            continue
+        flags.append("--" + name.replace("_", "-"))
+        if value is not True:
+            flags.append(str(value))
+    return flags
+
+
+def real_text(folder: Path) -> dict[str, object]:
+    """Changes for :func:`small` that train on text, prepared below ``folder`` if missing.
+
+    The text is Python source; a token is a byte of it.
+    """
+    from deadpool_megatron.trainer import corpus
+
+    source = Path(corpus.__file__).parent
+    return {
+        "mock_data": None,
+        "data_path": corpus.token_file([source], folder / "text"),
+        "data_cache_path": folder / "index",
+    }

@@ -1,0 +1,146 @@
+"""Megatron-LM's own parser and validation, asked in a process of its own.
+
+Other tests of a session import megatron.core from site-packages, and stand-ins stay where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.megatron_lm.checkout import checkout
+
+_SECONDS = 90
+
+
+@dataclass(frozen=True)
+class Question:
+    """A command line of a training script. ``validate``: as well as parse; ``show``: names of the
+    arguments that are of interest.
+    """
+
+    arguments: Sequence[str]
+    world_size: int = 1
+    validate: bool = True
+    show: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``error`` is Megatron's, ``refused`` is ours; both empty when all is well."""
+
+    error: str = ""
+    refused: str = ""
+    shown: dict[str, Any] = field(default_factory=dict)
+
+
+def ask(questions: Sequence[Question]) -> list[Answer]:
+    """One answer each, from the parser of the checkout with our flags in it."""
+    lines = "".join(json.dumps(vars(question)) + "\n" for question in questions)
+    return [Answer(**json.loads(line)) for line in in_checkout("parsing", lines)]
+
+
+def in_checkout(task: str, given: str = "") -> list[str]:
+    """Lines that ``_<task>`` of this module prints, run with the checkout imported."""
+    tree = checkout()
+    assert tree is not None
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.megatron_lm.parsing", str(tree), task],
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+        check=False,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+def _parsing() -> list[str]:
+    return [json.dumps(_answer(json.loads(line))) for line in sys.stdin]
+
+
+def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from megatron.training import arguments
+
+    from deadpool_megatron.hooks.pretraining import flags
+
+    os.environ["WORLD_SIZE"] = str(question["world_size"])
+    sys.argv = ["pretrain_gpt.py", *question["arguments"]]
+    try:
+        args = arguments.parse_args(flags.add_flags)
+        if question["validate"]:
+            arguments.validate_args(args)
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    try:
+        flags.refuse(args)
+    except flags.FlagsRefused as error:
+        return {"refused": str(error)}
+    return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
+
+
+def _flags() -> list[str]:
+    """Every flag of the parser without ours."""
+    import argparse
+
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return sorted(parser._option_string_actions)
+
+
+def _points() -> list[str]:
+    """What :mod:`versions` finds, then installs, twice; and two copies that were replaced."""
+    import megatron.training
+    from megatron.training import initialize, training
+
+    from deadpool_megatron.hookpoints import is_marked
+    from deadpool_megatron.hooks.pretraining import versions
+
+    report = versions.examine()
+    versions.check(report, allow_untested=False)
+    copies = (megatron.training.pretrain, initialize.validate_args, training.save_checkpoint)
+    before = [is_marked(copy) for copy in copies]
+    installed, again = versions.install_points(), versions.install_points()
+    copies = (megatron.training.pretrain, initialize.validate_args, training.save_checkpoint)
+    facts = {
+        "version": report.version,
+        "beside": report.beside,
+        "troubles": [found.trouble for found in report.points if found.trouble],
+        "marked before": before,
+        "installed": installed,
+        "again": again,
+        "marked": [is_marked(copy) for copy in copies],
+        "all": all(found.marked for found in versions.examine().points),
+    }
+    return [json.dumps(facts)]
+
+
+def _main(tree: Path, task: str) -> None:
+    import contextlib
+
+    with contextlib.redirect_stdout(sys.stderr):
+        import torch
+
+        if torch.cuda.is_available():
+            sys.path.insert(0, str(tree))
+        else:
+            from deadpool_megatron.platform import megatron_lm
+
+            megatron_lm.install(tree)
+        lines = {"parsing": _parsing, "flags": _flags, "points": _points}[task]()
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,165 @@
+"""The unedited pretrain_gpt.py on CPU: it trains, equally each time, and resumes exactly."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron_lm.arguments import MOE, real_text, small
+from tests.megatron_lm.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.ranks import RankParent, Trained
+
+pytestmark = [
+    pytest.mark.megatron_lm,
+    needs_megatron_lm,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU"),
+]
+
+ITERATIONS = 4
+SAVED_AT = 3
+
+SHARDED: dict[str, object] = {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}
+LAYOUTS: dict[str, dict[str, object]] = {
+    "whole, saved beside training": {"pipeline_model_parallel_size": 2, "async_save": True},
+    "sharded": {**SHARDED, "dist_ckpt_optim_fully_reshardable": True},
+    "sequence-parallel": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        "use_distributed_optimizer": True,
+    },
+    "bf16, overlap": {
+        **SHARDED,
+        "bf16": True,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
+    # The first two steps overflow and are skipped.
+    "fp16": {**SHARDED, "fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1},
+    "moe, saved beside training": {"use_distributed_optimizer": True, "async_save": True, **MOE},
+}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankParent]:
+    tree = _tree()
+    before = set(tree.rglob("*"))
+    parent = RankParent(tree, tmp_path_factory.mktemp("ranks"))
+    yield parent
+    parent.close()
+    assert set(tree.rglob("*")) == before, "something was written into the checkout"
+
+
+def test_where_everything_comes_from(parent: RankParent) -> None:
+    assert parent.facts["core"].startswith(str(_tree()))
+    assert parent.facts["training"].startswith(str(_tree()))
+    assert parent.facts["threads"] == 1
+    assert parent.facts["cuda here"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trains_and_resumes_exactly(parent: RankParent, layout: str, tmp_path: Path) -> None:
+    flags = {"train_iters": ITERATIONS, "ckpt_format": "torch_dist", **LAYOUTS[layout]}
+    whole = parent.train(4, small(**flags, save=tmp_path, save_interval=SAVED_AT))
+    losses = _losses(whole)
+    assert list(losses) == list(range(1, ITERATIONS + 1))
+    assert all(math.isfinite(loss) for loss in losses.values())
+    assert losses[ITERATIONS] < losses[1]
+    assert whole[0].skipped == (["1", "2"] if layout == "fp16" else [])
+    if layout == "sequence-parallel":
+        # Ranks 0 and 1 hold the norms in common; without the mark they drift apart unnoticed.
+        assert whole[0].replicated == whole[1].replicated
+        assert any("layernorm" in name for name in whole[0].replicated)
+
+    # The last save, when training ends, is the newest.
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+    rest = parent.train(4, small(**flags, load=tmp_path))
+    assert list(_losses(rest)) == list(range(SAVED_AT + 1, ITERATIONS + 1))
+    for before, after in zip(whole, rest, strict=True):
+        assert after.state == before.state
+        assert after.losses.items() <= before.losses.items()
+        assert after.norms.items() <= before.norms.items()
+        # A child would hold the sockets of a rank open beyond its death.
+        assert before.forks == 0
+
+
+@pytest.mark.slow
+def test_real_text_equally_each_time(parent: RankParent, tmp_path: Path) -> None:
+    flags: dict[str, object] = {
+        **SHARDED,
+        **real_text(tmp_path),
+        "train_iters": ITERATIONS,
+        "split": "90,10,0",
+        "eval_iters": 1,
+        "eval_interval": 2,
+    }
+    once, again = (parent.train(4, small(**flags)) for _ in range(2))
+    assert _facts(once) == _facts(again)
+    assert list((tmp_path / "index").rglob("*GPTDataset*.npy"))
+    # Text has more to learn from than random numbers.
+    assert _losses(once)[ITERATIONS] < _losses(once)[1] - 0.2
+
+
+def test_nothing_is_replaced_on_a_gpu_machine() -> None:
+    answer = _run("""
+torch.cuda.is_available = lambda: True
+before = [sys.path[:], sys.pycache_prefix, dict(vars(torch.cuda))]
+megatron_lm.install(tree)
+print([sys.path, sys.pycache_prefix, dict(vars(torch.cuda))] == before, "megatron" in sys.modules)
+""")
+    assert answer == "True False"
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    answers = _run(f"""
+def attempt(checkout):
+    try:
+        megatron_lm.install(checkout)
+    except (RuntimeError, ValueError) as error:
+        print(type(error).__name__, error, end=";")
+from pathlib import Path
+attempt(Path({str(tmp_path)!r}))
+from deadpool_megatron.platform import standins
+standins.install()
+attempt(tree)
+""").split(";")
+    assert answers[0].startswith("NotACheckoutError")
+    assert answers[1].startswith("RuntimeError megatron.core was imported from")
+
+
+def _run(program: str) -> str:
+    """Run a program in a process of its own, since stand-ins stay; answers its last line."""
+    start = f"""
+import sys, torch, pathlib
+from deadpool_megatron.platform import megatron_lm
+tree = pathlib.Path({str(_tree())!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", start + program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _tree() -> Path:
+    tree = checkout()
+    assert tree is not None
+    return tree.resolve()
+
+
+def _facts(ranks: list[Trained]) -> list[tuple[object, ...]]:
+    return [(one.losses, one.norms, one.state) for one in ranks]
+
+
+def _losses(ranks: list[Trained]) -> dict[int, float]:
+    return {int(step): float.fromhex(loss) for step, loss in ranks[-1].losses.items()}
