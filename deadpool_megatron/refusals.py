@@ -142,21 +142,14 @@ RECOVERY = (
         "leave it out: every iteration is kept in the memory of other nodes",
     ),
     Refusal(
-        "--use-persistent-ckpt-worker",
-        _on("use_persistent_ckpt_worker"),
-        "its process goes on with the save of an interrupted run, of which a process that takes a"
-        " role over knows nothing",
-        "leave it out, and --async-save with it, which Megatron-LM 0.16 does not do without",
-    ),
-    Refusal(
         "--no-save-optim, --no-save-rng",
         _on("no_save_optim", "no_save_rng"),
         "checkpoints are the last thing to fall back to, and these would be incomplete",
     ),
     Refusal(
-        "--ckpt-format other than torch_dist or torch",
-        _other_than("ckpt_format", "torch_dist", "torch"),
-        "the format belongs to FSDP",
+        "--ckpt-format other than torch_dist",
+        _other_than("ckpt_format", "torch_dist"),
+        "torch_dist is what a run can fall back to",
         "use --ckpt-format torch_dist",
     ),
 )
@@ -238,12 +231,10 @@ STATE = (
 
 COMMUNICATION = (
     Refusal(
-        "--context-parallel-size above 1, --hybrid-context-parallel",
-        lambda args: (
-            _above("context_parallel_size", 1)(args) or _on("hybrid_context_parallel")(args)
-        ),
-        "context parallelism was never tried with protection",
-        "use tensor, pipeline, data and expert parallelism",
+        "--hybrid-context-parallel",
+        _on("hybrid_context_parallel"),
+        "its groups are chosen anew for each batch and kept outside of what is rebuilt",
+        "use --context-parallel-size alone",
     ),
     Refusal("--use-nccl-ub", _on("nccl_ub"), _BOUND_BUFFERS),
     Refusal("--symmetric-ar-type", _on("symmetric_ar_type"), _BOUND_BUFFERS),

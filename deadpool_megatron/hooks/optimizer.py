@@ -2,11 +2,16 @@
 
 ``get_megatron_optimizer`` answers a ChainedOptimizer of inner optimizers (dense, expert, ...); each
 inner one becomes one part, because the bytes of each are shared by another set of roles.
+
+What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
+with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to 2.14,
+pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
+optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +25,7 @@ from deadpool_megatron.state.packing import Part, move_into_arenas
 
 
 class UnsupportedOptimizer(ValueError):
-    """An optimizer whose unique state is not known; the message says which and why."""
+    """An optimizer or a precision whose unique state is not known; the message says which and why."""
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -37,6 +42,7 @@ def is_distributed(inner: Any) -> bool:
 _UNKNOWN_CLASSES = frozenset(
     {"HybridDeviceOptimizer", "LayerWiseDistributedOptimizer", "TensorParallelMuon"}
 )
+_FP8_RECIPES = frozenset({"delayed", "tensorwise", "blockwise", "mxfp8"})
 
 
 def refuse_unknown_state(optimizer: Any, config: Any) -> None:
@@ -44,41 +50,165 @@ def refuse_unknown_state(optimizer: Any, config: Any) -> None:
 
     ``config`` is the model's. Restoring less than all would train on, with other numbers (A8).
     """
-    for name in ("fp8", "fp4"):
-        if getattr(config, name, None):
-            raise UnsupportedOptimizer(f"{name}: scaling factors live outside of module buffers")
     inner = inner_optimizers(optimizer)
     classes = {type(one).__name__ for one in (optimizer, *inner, *(i.optimizer for i in inner))}
     if found := sorted(classes & _UNKNOWN_CLASSES):
         raise UnsupportedOptimizer(f"{found[0]} has no inventory of its state")
-    if any(getattr(one.config, "use_precision_aware_optimizer", False) for one in inner):
+    if getattr(config, "cuda_graph_impl", "none") not in ("none", None) or any(
+        getattr(config, name, False) for name in ("enable_cuda_graph", "external_cuda_graph")
+    ):
         raise UnsupportedOptimizer(
-            "the precision-aware optimizer keeps part of its state in the model's parameters"
+            "CUDA graphs hold the communicators of the time of their capture"
         )
+    for reason in (_refused_low_precision(config, inner), *map(_refused_adam, inner)):
+        if reason:
+            raise UnsupportedOptimizer(reason)
+
+
+def _refused_low_precision(config: Any, inner: list[Any]) -> str:
+    """Why this FP8 or FP4 cannot be captured; empty when it can (:mod:`.fp8_state`)."""
+    if getattr(config, "fp4", None):
+        return "fp4: nobody has made an inventory of what Transformer Engine keeps for it"
+    if not getattr(config, "fp8", None):
+        return ""
+    recipe = getattr(config, "fp8_recipe", "delayed")
+    name = getattr(recipe, "value", recipe)
+    if recipe not in _FP8_RECIPES:
+        return f"fp8 recipe {name}: its quantizers may keep state that nobody knows of"
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        return "fp8 with fused operations: they keep scaling factors where modules do not"
+    if not getattr(config, "fp8_param", False):
+        return ""
+    # FP8 weights are derived: cast anew from the master weights, with amaxes reduced over the
+    # data-parallel group (distrib_optimizer.py, _copy_main_params_to_model_params; Transformer
+    # Engine, pytorch/tensor/utils.py). That gives the same bytes if the scale is the same.
+    if recipe == "mxfp8":
+        return "weights in MXFP8 are gathered in the buffer of gradients, which a recovery empties"
+    if not all(is_distributed(one) for one in inner):
+        return "weights in FP8 can be cast anew by the distributed optimizer only"
+    if any(_masters_in_adam(one) for one in inner):
+        return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
+    if getattr(config, "qk_clip", False):
+        return "weights in FP8 that QK-clip changes after the update cannot be cast anew"
+    if recipe == "delayed" and any(getattr(one, "grad_scaler", None) for one in inner):
+        return (
+            "weights in FP8, delayed scaling and a loss scaler: after a skipped update nobody knows"
+            " the scale with which the weights were cast"
+        )
+    return ""
+
+
+def _refused_adam(inner: Any) -> str:
+    """Why the state of this one's Adam is not known; empty when it is."""
+    fused = hasattr(inner.optimizer, "initialize_state")
+    if getattr(inner.config, "use_precision_aware_optimizer", False) and not fused:
+        kind = type(inner.optimizer).__name__
+        return f"the precision-aware use of {kind}: only Transformer Engine's FusedAdam is known"
+    if getattr(inner.optimizer, "master_weights", False) and not fused:
+        # Apex: param_groups_master.
+        return f"{type(inner.optimizer).__name__} keeps master weights outside of its state"
+    return ""
+
+
+def _masters_in_adam(inner: Any) -> bool:
+    """Whether FusedAdam holds the master weights, and updates the model's parameters in place.
+
+    Then the model's shard is state of its own: with remainders it is the upper half of the master
+    weights; with scaled fp16 masters it was rounded from what they were before their rounding.
+    """
+    config = getattr(inner, "config", None)
+    return bool(getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def complete_state(optimizer: Any) -> None:
-    """Create the state that torch's Adam would create in its first step, as zeros.
+    """Create the state that the optimizer would create in its first step, with the same values.
 
     The layout of a slot must be fixed before the first step. A zero state gives the same first
-    update as no state: it is what torch itself starts from.
+    update as no state: it is what the optimizers themselves start from.
     """
     for inner in inner_optimizers(optimizer):
-        torch_optimizer = inner.optimizer
-        if not isinstance(torch_optimizer, torch.optim.Adam | torch.optim.AdamW):
-            if inner.init_state_fn is None:
-                raise UnsupportedOptimizer(f"{type(torch_optimizer).__name__} has no known state")
-            inner.init_state_fn(torch_optimizer, inner.config)
+        adam = inner.optimizer
+        if isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
+            _complete_torch_adam(adam)
+        elif hasattr(adam, "initialize_state"):
+            _complete_fused_adam(adam)
+        elif inner.init_state_fn is None:
+            raise UnsupportedOptimizer(f"{type(adam).__name__} has no known state")
+        else:
+            # Megatron's own, which is right for Apex: two zeros, as wide as the parameter (fp32).
+            inner.init_state_fn(adam, inner.config)
+
+
+def _complete_torch_adam(adam: Any) -> None:
+    for group in adam.param_groups:
+        if group.get("amsgrad"):
+            raise UnsupportedOptimizer("amsgrad keeps a third moment; not supported")
+        for parameter in group["params"]:
+            state = adam.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = torch.zeros_like(parameter.detach())
+                state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+
+
+def _complete_fused_adam(adam: Any) -> None:
+    """As its ``step`` does for a parameter that it has not met.
+
+    Not through Megatron's ``init_state_fn``: that one leaves out the second argument, and without
+    the precision-aware optimizer it knows of no master weights.
+    """
+    for group in adam.param_groups:
+        for parameter in group["params"]:
+            if adam.state[parameter]:
+                continue
+            remainders = getattr(adam, "store_param_remainders", None)
+            if remainders is None:  # before Transformer Engine 2.1
+                adam.initialize_state(parameter)
+            else:
+                both = bool(remainders) and parameter.dtype == torch.bfloat16
+                adam.initialize_state(parameter, both)
+
+
+# What holds the values of Transformer Engine's quantised tensors. Their transposed and column-wise
+# copies are made anew from these.
+_RAW = ("_data", "_scale_inv", "_rowwise_data", "_rowwise_scale_inv")
+
+
+def raw_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a quantised one wraps, by attribute; empty for a plain tensor."""
+    if not hasattr(tensor, "_quantizer"):
+        return {}
+    found = {name: raw for name in _RAW if isinstance(raw := vars(tensor).get(name), Tensor)}
+    if not found:
+        raise UnsupportedOptimizer(f"{type(tensor).__name__} keeps its values in an unknown place")
+    return found
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensor itself, or what it wraps."""
+    return list(raw_tensors(tensor).values()) or [tensor]
+
+
+def state_tensors(inner: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Every plain tensor that an inner optimizer keeps for one of its parameters, by name."""
+    return {name: owner[key] for name, owner, key in _owners(inner.optimizer, parameter)}
+
+
+def _owners(adam: Any, parameter: Tensor) -> Iterator[tuple[str, MutableMapping[Any, Any], str]]:
+    """Name, and the mapping and key where it is found now: a load replaces mappings as well."""
+    state = adam.state[parameter]
+    for key in sorted(state):
+        if not isinstance(state[key], Tensor):
             continue
-        for group in torch_optimizer.param_groups:
-            if group.get("amsgrad"):
-                raise UnsupportedOptimizer("amsgrad keeps a third moment; not supported")
-            for parameter in group["params"]:
-                state = torch_optimizer.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter.detach())
-                    state["exp_avg_sq"] = torch.zeros_like(parameter.detach())
+        raw = raw_tensors(state[key])
+        for attribute in raw:
+            yield f"{key}.{attribute}", vars(state[key]), attribute
+        if not raw:
+            yield key, state, key
+    # FusedAdam: what moments and masters narrower than fp32 are to be multiplied by.
+    scales = getattr(adam, "_scales", {}).get(parameter, {})
+    for key in sorted(scales):
+        yield f"{key}.scale", scales, key
 
 
 class ShardState:
@@ -89,13 +219,9 @@ class ShardState:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self._kept = [_Kept(*place) for place in _places(optimizer)]
+        self._kept = list(_kept(optimizer))
         self.parts = [
-            Part(
-                f"shard{index}",
-                move_into_arenas([kept.tensor for kept in self._kept if kept.inner is inner]),
-                _replicas(inner),
-            )
+            Part(f"shard{index}", self._packed(inner), _replicas(inner))
             for index, inner in enumerate(inner_optimizers(optimizer))
         ]
         for kept in self._kept:
@@ -107,14 +233,21 @@ class ShardState:
             for kept in self._kept:
                 kept.readopt()
 
+    def _packed(self, inner: Any) -> list[Tensor]:
+        kept = [one for one in self._kept if one.inner is inner]
+        # A shard of the model's parameters is read by the forward pass and by gathers where it is.
+        fixed = [one.tensor for one in kept if not one.name and _masters_in_adam(inner)]
+        movable = [one.tensor for one in kept if one.name or not _masters_in_adam(inner)]
+        return [*move_into_arenas(movable), *fixed]
+
 
 @dataclass
 class _Kept:
-    """One tensor of an optimizer: a master weight (``key`` empty) or an entry of its state."""
+    """One tensor of an optimizer: a parameter that it updates (``name`` empty), or its state."""
 
     inner: Any
     parameter: Tensor
-    key: str
+    name: str
     tensor: Tensor
 
     def settle(self) -> None:
@@ -123,26 +256,29 @@ class _Kept:
 
     def readopt(self) -> None:
         """Bring the current value into the remembered memory."""
-        state = self.inner.optimizer.state
-        current = state[self.parameter][self.key] if self.key else self.parameter
+        owner, key = self._found()
+        current = owner[key]
         if current is self.tensor and current.data_ptr() == self._place.data_ptr():
             return
         self._place.copy_(current.detach())
         self.tensor.data = self._place
-        if self.key:
-            state[self.parameter][self.key] = self.tensor
+        owner[key] = self.tensor
+
+    def _found(self) -> tuple[MutableMapping[Any, Any], str]:
+        if not self.name:
+            return {"": self.parameter}, ""
+        owners = _owners(self.inner.optimizer, self.parameter)
+        return {name: (owner, key) for name, owner, key in owners}[self.name]
 
 
-def _places(optimizer: Any) -> Iterator[tuple[Any, Tensor, str, Tensor]]:
-    """Master, then its state, in the order of the groups: equal in equal roles."""
+def _kept(optimizer: Any) -> Iterator[_Kept]:
+    """Parameter, then its state, in the order of the groups: equal in equal roles."""
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
-                yield inner, parameter, "", parameter
-                state = inner.optimizer.state[parameter]
-                for key in sorted(state):
-                    if isinstance(state[key], Tensor):
-                        yield inner, parameter, key, state[key]
+                yield _Kept(inner, parameter, "", parameter)
+                for name, tensor in state_tensors(inner, parameter).items():
+                    yield _Kept(inner, parameter, name, tensor)
 
 
 def _replicas(inner: Any) -> list[int]:
@@ -180,7 +316,10 @@ def statistics_span_the_world(optimizer: Any) -> bool:
 
 
 def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
-    """The plain values of every parameter group (lr, weight decay, ...): what the scheduler set."""
+    """The plain values of every parameter group (lr, weight decay, ...): what the scheduler set.
+
+    FusedAdam counts its steps here, too, from its first step on.
+    """
     return [
         [
             {k: v for k, v in group.items() if isinstance(v, int | float | bool | str)}
@@ -190,11 +329,45 @@ def param_group_values(optimizer: Any) -> list[list[dict[str, Any]]]:
     ]
 
 
-def restore_param_group_values(optimizer: Any, values: list[list[dict[str, Any]]]) -> None:
-    """Inverse of :func:`param_group_values`, in place."""
-    for inner, groups in zip(inner_optimizers(optimizer), values, strict=True):
-        for group, kept in zip(inner.optimizer.param_groups, groups, strict=True):
+def param_group_tensors(optimizer: Any) -> dict[str, Tensor]:
+    """The tensors among these values, by place: steps and learning rate of a capturable Adam."""
+    return {
+        f"{index}.{number}.{key}": value
+        for index, inner in enumerate(inner_optimizers(optimizer))
+        for number, group in enumerate(inner.optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def restore_param_group_values(
+    optimizer: Any, values: list[list[dict[str, Any]]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Inverse of the two, in place. What was not there then is taken away.
+
+    A count of steps that stayed behind, of an interrupted first iteration or of a warm-up, would
+    correct the bias of the moments for the wrong step.
+    """
+    for index, (inner, groups) in enumerate(zip(inner_optimizers(optimizer), values, strict=True)):
+        for number, (group, kept) in enumerate(
+            zip(inner.optimizer.param_groups, groups, strict=True)
+        ):
+            place = f"{index}.{number}."
+            arrived = {k.removeprefix(place): v for k, v in tensors.items() if k.startswith(place)}
+            for key, value in list(group.items()):
+                known = isinstance(value, int | float | bool | str | Tensor)
+                if known and key not in kept and key not in arrived:
+                    del group[key]
             group.update(kept)
+            for key, tensor in arrived.items():
+                if isinstance(live := group.get(key), Tensor):
+                    live.copy_(tensor)
+                else:
+                    group[key] = tensor.to(_device(group), copy=True)
+
+
+def _device(group: Mapping[str, Any]) -> torch.device:
+    return next((p.device for p in group["params"]), torch.device("cpu"))
 
 
 class StepHooks:

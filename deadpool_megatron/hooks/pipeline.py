@@ -41,6 +41,7 @@ class PipelineHook(DimensionHook):
             setattr(config, name, function)
         _stop_timers(getattr(config, "timers", None))
         _end_rerun()
+        _forget_logits(self._loop)
         if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
             parallel_state.set_virtual_pipeline_model_parallel_rank(0)
 
@@ -79,6 +80,15 @@ def _end_rerun() -> None:
     machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
     if machine is not None:
         machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
+
+
+def _forget_logits(loop: ProtectedLoop) -> None:
+    """Maxima that the interrupted forward passes have noted: QK-clip would take them for its own
+    (dot_product_attention.py and the attention of TransformerEngine, current_max_attn_logits)."""
+    for chunk in loop.model_chunks:
+        for module in chunk.modules():
+            if getattr(module, "current_max_attn_logits", None) is not None:
+                module.current_max_attn_logits = None
 
 
 def _shared_embedding(chunk: object):  # type: ignore[no-untyped-def]

@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         versions.check(versions.examine(), allow_untested=ALLOW_UNTESTED in argv)
+        versions.install_points()
     except versions.UntestedMegatron as error:
         return _refuse(str(error))
-    versions.install_points()
     sys.argv = list(argv)
     runpy.run_path(str(script), run_name="__main__")
     return 0

@@ -19,7 +19,6 @@ _HELPERS = "megatron.core.datasets.helpers_cpp"
 # others are imported late, when there is one process per rank.
 _MODULES = (
     "pretrain_gpt",
-    "megatron.core.datasets.helpers",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.training.common_config",
@@ -77,7 +76,7 @@ def import_all() -> None:
 def _use_compiled_helpers() -> None:
     """Take the compiled index builder from the wheel where the checkout has none.
 
-    initialize.py:184 would run ``make`` in the checkout, with whatever ``python3-config`` is first
+    initialize.py:190 would run ``make`` in the checkout, with whatever ``python3-config`` is first
     on the path, and end the process without a word when that fails. Without a wheel of the same
     version that still happens.
     """
@@ -95,6 +94,7 @@ def _use_compiled_helpers() -> None:
     datasets.helpers_cpp = module  # type: ignore[attr-defined]
     utils = importlib.import_module("megatron.core.datasets.utils")
     utils.compile_helpers = lambda: None  # type: ignore[attr-defined]
+    importlib.import_module("megatron.core.datasets.helpers")
 
 
 def _compiled_helpers(own: Path, version: str) -> Path | None:
@@ -112,7 +112,7 @@ def _compiled_helpers(own: Path, version: str) -> Path | None:
 def _without_triton() -> Iterator[None]:
     """Let a module import Triton that is not installed, and define kernels that nobody can call.
 
-    batch_invariant_kernels.py:15 imports it without being asked (from initialize.py:24). Everybody
+    batch_invariant_kernels.py:15 imports it without being asked (from initialize.py:25). Everybody
     else, PyTorch among them, tests for it and goes on without, so it must not stay importable.
     """
     if importlib.util.find_spec("triton") is not None:

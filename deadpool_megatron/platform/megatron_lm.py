@@ -5,7 +5,11 @@ stand-ins of megatron-core are in :mod:`.standins`; here is what ``megatron.trai
 names the place that reaches it, and none is there on a machine with a GPU.
 
 What the command line of such a run must say in addition: ``--distributed-backend gloo
---transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``.
+--transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``; with
+rotary embeddings ``--no-rope-fusion``, with experts ``--no-bias-gelu-fusion`` (or
+``--no-bias-swiglu-fusion``), and with experts on a tensor-parallel model ``--disable-bias-linear``.
+Without stand-ins, and so not to be had: context parallelism, FP8, CUDA graphs,
+``--use-persistent-ckpt-worker``, ``--profile``.
 """
 
 from __future__ import annotations
@@ -79,7 +83,7 @@ def _only_for(module: str, function: str, answer: object) -> None:
 
 
 def _replace_kernels() -> None:
-    # initialize.py:222 compiles them with nvcc even when all that use them are switched off.
+    # initialize.py:224 compiles them with nvcc even when all that use them are switched off.
     kernels = importlib.import_module("megatron.legacy.fused_kernels")
     kernels.load = lambda args: None  # type: ignore[attr-defined]
 
@@ -109,7 +113,7 @@ def _keep_generator_from_loaders() -> None:
     """Have data loaders draw from a generator of their own.
 
     On a GPU, dropout draws from the device's generator and a loader, which draws a seed whenever it
-    is iterated (training.py:3444), from the CPU's. Here they would share one, so that a run which
+    is iterated (training.py:3439), from the CPU's. Here they would share one, so that a run which
     loads a checkpoint and then builds its loaders would go on with other numbers.
     """
     training = importlib.import_module("megatron.training.training")

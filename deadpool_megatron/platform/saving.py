@@ -3,7 +3,7 @@
 Megatron forks processes that write and spawns one that carries their results. On a machine that
 forks its training processes the spawned one would import the training script once more, without
 the stand-ins; and forked children hold every socket of the rank open beyond its death, which hides
-the death from its peers.
+the death from its peers. A rank that dies while it writes leaves a folder that no tracker names.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     """Call ``original``, Megatron's load_checkpoint(), and have the optimizer come back exactly.
 
     Nothing is left to do for the rest: Megatron saves the random generators of each pipeline and
-    tensor rank, and of each data-parallel rank where these differ (checkpointing.py:333).
+    tensor rank, and of each data-parallel rank where these differ (checkpointing.py:336).
     """
     optimizer = inspect.signature(original).bind(*args, **kwargs).arguments.get("optimizer")
     if optimizer is None:

@@ -36,7 +36,7 @@ from deadpool_megatron.hooks.pretraining import exact_load, stages, values
 from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.saves import Saves
-from deadpool_megatron.hooks.pretraining.scene import acting
+from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 # Positions in what train_step() answers in 0.16.
 _LOSSES, _SKIPPED, _SHOULD_EXIT, _GRAD_NORM = 0, 1, 3, 5
@@ -140,17 +140,24 @@ class PretrainLoop(ProtectedLoop):
 
         args = self._args
         self._end_leftovers()
-        wanted = args.load, args.ckpt_step, args.exit_on_missing_checkpoint
-        args.load, args.ckpt_step = str(directory.parent), _iteration_of(directory)
-        args.exit_on_missing_checkpoint = True
+        # What the user said is about the start of the run; this one is to be loaded whole.
+        whole = {
+            "load": str(directory.parent),
+            "ckpt_step": _iteration_of(directory),
+            "exit_on_missing_checkpoint": True,
+            "pretrained_checkpoint": None,
+            "finetune": False,
+            "no_load_optim": False,
+            "no_load_rng": False,
+        }
         args.consumed_train_samples = args.consumed_valid_samples = args.skipped_train_samples = 0
         self.scheduler.num_steps = 0  # a load adds to it
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, value in whole.items():
+                stack.enter_context(replaced(args, name, value))
             iteration, self._operations = exact_load.load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
-        finally:
-            args.load, args.ckpt_step, args.exit_on_missing_checkpoint = wanted
         self.counters.update(iteration=iteration, **self._positions())
         self._answer, self._before, self._sums = None, {}, values.encode({})
         self._saves.restore(0)

@@ -48,12 +48,16 @@ class Saves:
 
     def abandon(self) -> None:
         """After an interrupt: stop writers; what they were writing is owed."""
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
         from megatron.training import async_utils
 
         queue = async_utils._async_calls_queue
-        for call in queue.async_calls:
-            call.async_caller.close(abort=True)
-        async_utils._async_calls_queue = type(queue)()
+        callers = {id(call.async_caller): call.async_caller for call in queue.async_calls}
+        for caller in callers.values():
+            caller.close(abort=True)
+        async_utils._async_calls_queue = type(queue)(persistent=queue.persistent)
+        # What an aborted writer has put there would be taken for the next one's result.
+        filesystem_async._results_queue = None
 
     def restore(self, unfinished: int) -> None:
         """As the restored generation had it."""

@@ -75,6 +75,9 @@ def stage_class(args: Any, config: Any, role: int) -> str:
     layers = [get_num_layers_to_build(config, chunk, place.pipeline) for chunk in chunks]
     text = f"{kind}.layers{'+'.join(map(str, layers))}"
     text += f".tp{place.tensor}.cp{place.context}.ep{place.expert}.etp{place.expert_tensor}"
+    if args.context_parallel_size > 1:
+        # TransformerEngine's attention keeps the global ranks of its context-parallel peers.
+        return f"{text}.role{role}"
     if _numbers_matter(config):
         text += f".from{'+'.join(map(str, layer_offsets(args, config, role)))}"
     return text
