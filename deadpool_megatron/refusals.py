@@ -359,6 +359,12 @@ OTHER = (
         "convert without --deadpool, then train from what that has saved",
     ),
     Refusal(
+        "--profile, --run-workload-inspector-server",
+        _on("profile", "run_workload_inspector_server"),
+        "train() starts it at each entry, and a recovery enters it again",
+        "leave it out, or use it in a short run without --deadpool",
+    ),
+    Refusal(
         "--yaml-cfg",
         _on("yaml_cfg"),
         "the file replaces the whole command line, --deadpool included",

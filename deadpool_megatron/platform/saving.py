@@ -59,6 +59,9 @@ def install() -> None:
     # async_utils.py:183 forks one for --async-save.
     calls = importlib.import_module(f"{_STRATEGIES}.async_utils")
     calls.TemporalAsyncCaller.schedule_async_call = _schedule
+    # async_utils.py:266 spawns a lasting one for --use-persistent-ckpt-worker, without which
+    # arguments.py:1138 switches --async-save off.
+    calls.AsyncCallsQueue._get_async_caller = lambda _queue: calls.TemporalAsyncCaller()
 
 
 class _Writer(threading.Thread):

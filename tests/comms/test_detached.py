@@ -180,3 +180,57 @@ def test_renumbering_refuses_another_shape() -> None:
     finally:
         dist.destroy_process_group()
         communicators.uninstall()
+
+
+def test_groups_are_found_again_by_the_calls_that_made_them() -> None:
+    communicators = Communicators()
+    communicators.install()
+
+    def make() -> dict[str, object]:
+        made: dict[str, object] = {}
+        for ranks, name in (
+            ([0, 1], "ROW"),
+            ([2, 3], "ROW"),
+            ([0, 2], "COLUMN"),
+            ([1, 3], "COLUMN"),
+        ):
+            group = dist.new_group(ranks, group_desc=name)
+            if isinstance(group, ReconfigurableGroup):
+                made[name] = group
+        return made
+
+    try:
+        dist.init_process_group("gloo", rank=0, world_size=4)
+        before = make()
+        communicators.renumber(3)
+        assert dist.get_rank() == 3
+        with communicators.found_again():
+            again = make()
+            with pytest.raises(RuntimeError, match="not created before"):
+                dist.new_group([0, 3], group_desc="NEW")
+        assert again["ROW"] is before["ROW"]
+        assert again["COLUMN"] is before["COLUMN"]
+        assert dist.get_process_group_ranks(again["ROW"]) == [2, 3]
+        assert dist.get_process_group_ranks(again["COLUMN"]) == [1, 3]
+        with communicators.found_again(), pytest.raises(RuntimeError, match="COLUMN"):
+            dist.new_group([0, 2], group_desc="COLUMN")
+        # Outside of the block, groups are made as ever.
+        assert isinstance(dist.new_group([0, 3], group_desc="NEW"), ReconfigurableGroup)
+    finally:
+        dist.destroy_process_group()
+        communicators.uninstall()
+
+
+def test_what_only_a_peer_has_is_zeros() -> None:
+    communicators = Communicators()
+    communicators.install()
+    try:
+        dist.init_process_group("gloo", rank=1, world_size=2)
+        theirs, own = torch.full((3,), 7.0), torch.full((3,), 7.0)
+        dist.broadcast(theirs, src=0)
+        dist.broadcast(own, src=1)
+        assert theirs.tolist() == [0, 0, 0]
+        assert own.tolist() == [7, 7, 7]
+    finally:
+        dist.destroy_process_group()
+        communicators.uninstall()

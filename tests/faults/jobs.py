@@ -1,13 +1,14 @@
 """Runs whole jobs with planned faults and holds them against an undisturbed run of the same seed.
 
-A job is ``deadpool run`` in a process of its own, on real text, with real kills. Faults strike at
-exact points (failpoints.py). Every job hashes the state of all roles after every iteration, so one
+A job is ``deadpool run`` in a process of its own with real kills; its program is the embedded
+trainer on real text, or whatever a test names. Faults strike at exact points (failpoints.py). Every job hashes the state of all roles after every iteration, so one
 comparison with the cached reference covers every recovery of a chain of faults.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import signal
@@ -49,6 +50,18 @@ class Layout:
         return self.nodes * self.members_per_node
 
 
+@dataclass(frozen=True)
+class Program:
+    """What stands behind the ``--`` of ``deadpool run``, and on how many nodes of how many members.
+
+    ``{run}`` in the command stands for the directory of the run.
+    """
+
+    command: tuple[str, ...]
+    nodes: int
+    members_per_node: int = 1
+
+
 @dataclass
 class Outcome:
     """What a job left behind."""
@@ -77,15 +90,35 @@ def fault(name: str, point: str, **options: Any) -> dict[str, Any]:
     return {"id": name, "point": point, "match": match, **rest}
 
 
+def trainer(layout: Layout, iterations: int, flags: str = "") -> Program:
+    """The embedded trainer."""
+    command = (
+        *("-m", "deadpool_megatron.trainer", *MODEL.split(), *layout.flags.split()),
+        *("--train-iters", str(iterations), *flags.split()),
+    )
+    return Program(command, layout.nodes, layout.members_per_node)
+
+
 def run_job(
     directory: Path,
     layout: Layout,
     iterations: int,
     faults: Sequence[Mapping[str, Any]] = (),
     *,
+    flags: str = "",
+    **options: Any,
+) -> Outcome:
+    """:func:`run_program` with the embedded trainer."""
+    return run_program(directory, trainer(layout, iterations, flags), faults, **options)
+
+
+def run_program(
+    directory: Path,
+    program: Program,
+    faults: Sequence[Mapping[str, Any]] = (),
+    *,
     spares: int = 0,
     refill: int = 0,
-    flags: str = "",
     settings: str = "",
     seconds: float = JOB_SECONDS,
     arguments: Sequence[str] = (),
@@ -93,7 +126,8 @@ def run_job(
 ) -> Outcome:
     """Run one job to its end (or kill it after ``seconds``, which fails the test).
 
-    ``when_stepping``: call the function once the run has finished that iteration.
+    ``settings`` and ``arguments`` are those of ``deadpool run``. ``when_stepping``: call the
+    function once the run has finished that iteration.
     """
     plan = directory.with_suffix(".faults")
     plan.write_text(json.dumps(list(faults)))
@@ -102,11 +136,10 @@ def run_job(
         "-m",
         "deadpool_megatron",
         "run",
-        *("--nodes", str(layout.nodes), "--nproc-per-node", str(layout.members_per_node)),
+        *("--nodes", str(program.nodes), "--nproc-per-node", str(program.members_per_node)),
         *("--spares", str(spares), "--refill", str(refill), "--run-dir", str(directory)),
         *("--deadpool-hash-interval", "1", *settings.split(), *arguments),
-        *("--", "-m", "deadpool_megatron.trainer", *MODEL.split(), *layout.flags.split()),
-        *("--train-iters", str(iterations), *flags.split()),
+        *("--", *(part.replace("{run}", str(directory)) for part in program.command)),
     ]
     environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan) if faults else ""}
     process = subprocess.Popen(
@@ -156,15 +189,15 @@ def _reference_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def reference(layout: Layout, iterations: int, flags: str = "") -> Outcome:
-    """The undisturbed run of this layout; made once per test session."""
-    return _reference(layout, iterations, flags)
+    """The undisturbed run of the embedded trainer in this layout."""
+    return undisturbed(trainer(layout, iterations, flags))
 
 
 @functools.cache
-def _reference(layout: Layout, iterations: int, flags: str) -> Outcome:
-    folder = Path(_reference_folder().name)
-    directory = folder / f"{layout.name}-{iterations}-{abs(hash(flags))}"
-    outcome = run_job(directory, layout, iterations, flags=flags)
+def undisturbed(program: Program) -> Outcome:
+    """The undisturbed run of this program; made once per test session."""
+    name = hashlib.sha256(repr(program).encode()).hexdigest()[:12]
+    outcome = run_program(Path(_reference_folder().name) / name, program)
     assert outcome.status == 0, outcome.story()
     return outcome
 

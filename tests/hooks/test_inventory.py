@@ -341,8 +341,12 @@ class HybridDeviceOptimizer(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("flags", "settings", "kind", "words"),
     [
-        ({"fp8": "hybrid"}, {}, torch.optim.SGD, "fp8"),
-        ({}, {"use_precision_aware_optimizer": True}, torch.optim.SGD, "precision-aware"),
+        (
+            {},
+            {"use_precision_aware_optimizer": True},
+            torch.optim.SGD,
+            "precision-aware use of SGD",
+        ),
         ({}, {}, HybridDeviceOptimizer, "HybridDeviceOptimizer"),
         ({"fp8": None}, {}, torch.optim.SGD, ""),
     ],

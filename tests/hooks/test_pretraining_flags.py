@@ -26,7 +26,6 @@ EXAMPLES = {
     "--adlr-autoresume": "",
     "--error-injection-rate": "1000",
     "--non-persistent-ckpt-type": "local",
-    "--use-persistent-ckpt-worker": "",
     "--no-save-optim": "",
     "--no-save-rng": "",
     "--ckpt-format": "torch_dcp",
@@ -46,7 +45,6 @@ EXAMPLES = {
     "--experimental-attention-variant": "dsa",
     "--vision-pretraining": "",
     "--perform-rl-step": "",
-    "--context-parallel-size": "2",
     "--hybrid-context-parallel": "",
     "--use-nccl-ub": "",
     "--symmetric-ar-type": "one_shot",
@@ -80,6 +78,8 @@ EXAMPLES = {
     "--skip-train": "",
     "--ckpt-convert-format": "torch",
     "--moe-use-upcycling": "",
+    "--profile": "",
+    "--run-workload-inspector-server": "",
 }
 # The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package.
 BY_HAND = {
@@ -91,7 +91,6 @@ BY_HAND = {
 # Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
 PARSED_ONLY = {
     "--ckpt-format",
-    "--context-parallel-size",
     "--delay-wgrad-compute",
     "--fim-data",
     "--fine-grained-activation-offloading",
@@ -113,7 +112,7 @@ HARMLESS = (
     "",
     "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
     "--rampup-batch-size 8 8 1000",
-    "--ckpt-format torch",
+    "--async-save --use-persistent-ckpt-worker",
     "--non-persistent-ckpt-type global --non-persistent-save-interval 2",
     "--check-for-spiky-loss",
     "--rerun-mode disabled",
@@ -221,11 +220,11 @@ def test_several_flags_are_named_at_once() -> None:
         (["--lr", "1", "--moe-enable-deepep"], "--moe-token-dispatcher-type flex"),
         (["--yaml-cfg", "x.yaml"], "--yaml-cfg"),
         (["--optimizer", "sgd", "--lr", "1"], "--optimizer other than adam"),
-        (["--context-parallel-size=2"], "--context-parallel-size above 1"),
+        (["--error-injection-rate=2"], "--error-injection-rate above 0"),
         (["--dataloader-type", "single"], ""),
         (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
         (["--cpu-offloading-num-layers", "0"], ""),
-        (["--context-parallel-size", "many"], ""),
+        (["--error-injection-rate", "many"], ""),
         (["--use-sharp-edges", "use-sharp"], ""),
     ],
 )

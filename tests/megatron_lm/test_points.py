@@ -26,6 +26,8 @@ _BATCHES = "megatron/core/num_microbatches_calculator.py"
 _MTP = "megatron/core/transformer/multi_token_prediction.py"
 _TRAINING = "megatron/training/training.py"
 _GLOBALS = "megatron/training/global_vars.py"
+_STRATEGIES = "megatron/core/dist_checkpointing/strategies"
+_ASYNC = f"{_STRATEGIES}/async_utils.py"
 
 #: file, name (functions, classes, their methods and attributes, variables), and for a function the
 #: parameters that are used by name or position
@@ -47,6 +49,13 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "train_data_iterator",
         ),
     ),
+    (_TRAINING, "get_model", ()),
+    ("megatron/training/arguments.py", "core_transformer_config_from_args", ("args",)),
+    (
+        "megatron/training/initialize.py",
+        "_initialize_distributed",
+        ("get_embedding_ranks", "get_position_embedding_ranks", "store"),
+    ),
     (_GLOBALS, "unset_global_variables", ()),
     (_GLOBALS, "set_global_variables", ("args",)),
     (_GLOBALS, "set_args", ("args",)),
@@ -59,6 +68,22 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("megatron/training/async_utils.py", "_async_calls_queue", ()),
     ("megatron/training/async_utils.py", "is_empty_async_queue", ()),
     ("megatron/training/checkpointing.py", "get_checkpoint_name", ()),
+    (_ASYNC, "AsyncCallsQueue.async_calls", ()),
+    (_ASYNC, "AsyncCallsQueue.persistent", ()),
+    (f"{_STRATEGIES}/filesystem_async.py", "_results_queue", ()),
+    # A role of the same stage class.
+    (
+        "megatron/core/transformer/transformer_block.py",
+        "get_num_layers_to_build",
+        ("config", "vp_stage", "pp_rank"),
+    ),
+    (
+        "megatron/core/transformer/transformer_layer.py",
+        "get_transformer_layer_offset",
+        ("config", "vp_stage", "pp_rank"),
+    ),
+    (_BUCKETS, "_ParamAndGradBucketGroup.intra_distributed_optimizer_instance_group", ()),
+    (_BUCKETS, "_ParamAndGradBucketGroup.intra_distributed_optimizer_instance_rank", ()),
     # Counters.
     (_BATCHES, "get_num_microbatches", ()),
     (_BATCHES, "get_current_global_batch_size", ()),
@@ -80,6 +105,7 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_RERUN, "destroy_rerun_state_machine", ()),
     (_RERUN, "RerunState.NOT_RUNNING_YET", ()),
     (_RERUN, "RerunStateMachine.state", ()),
+    (_RERUN, "RerunStateMachine.current_iteration", ()),
     (_RERUN, "RerunStateMachine.get_mode", ()),
     (_RERUN, "RerunStateMachine.set_mode", ("mode",)),
     (_BUCKETS, "_ParamAndGradBucketGroup.grad_reduce_handle", ()),
@@ -96,6 +122,11 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (_DDP, "DistributedDataParallel.enable_forward_pre_hook", ()),
     (_DDP, "DistributedDataParallel.zero_grad_buffer", ()),
     (_DDP, "DistributedDataParallel.start_param_sync", ("force_sync",)),
+    (
+        "megatron/core/extensions/transformer_engine.py",
+        "TEDotProductAttention.current_max_attn_logits",
+        (),
+    ),
     ("megatron/core/timers.py", "Timers._timers", ()),
     ("megatron/core/timers.py", "Timer._started", ()),
     ("megatron/core/timers.py", "Timer.reset", ()),

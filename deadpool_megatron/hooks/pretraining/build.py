@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.pretraining import exact_load, stages
@@ -47,11 +48,13 @@ class Build:
         self.train: Callable[..., Any] = _not_reached
         self.train_arguments: dict[str, Any] = {}
         self._sources: list[_Source] = []
+        self._log_progress = False
         self._setup_call: Callable[[], tuple[Any, ...]] = _not_reached
 
     def handlers(self) -> Mapping[str, Handler]:
         """The scene of the pass."""
         return {
+            "initialize_megatron": self._initialize,
             "setup_model_and_optimizer": self._setup,
             "load_checkpoint": self._load,
             "build_train_valid_test_data_iterators": self._make_iterators,
@@ -106,8 +109,16 @@ class Build:
             return list(train), list(valid), list(test)
         return self.iterators[0]
 
-    def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
+        original(*args, **kwargs)
         self.detached = is_detached(dist.group.WORLD)
+        # A spare that is built for role 0 does not start the job.
+        self._log_progress = get_args().log_progress
+        get_args().log_progress = self._log_progress and not self.detached
+
+    def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_call = functools.partial(original, *args, **kwargs)
         self.objects = self._setup_call()
         return self.objects
@@ -119,6 +130,8 @@ class Build:
         return exact_load.load_exactly(original, *args, **kwargs)
 
     def _make_iterators(self, original: Callable[..., Any], provider: Any) -> Any:
+        if failpoints.ACTIVE:
+            original = _announcing(original)
         self._sources.append(_Source(original, provider))
         if self.detached:
             _assume_data(True)
@@ -131,9 +144,12 @@ class Build:
         return self._sources[-1].datasets
 
     def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        from megatron.training import get_args
+
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         self.train, self.train_arguments = original, dict(bound.arguments)
+        get_args().log_progress = self._log_progress
         self.complete = True
         raise Reached
 
@@ -150,6 +166,23 @@ def _assume_data(there: bool) -> None:
 
 def _keep(datasets: Any) -> Handler:
     return lambda original, *args, **kwargs: datasets
+
+
+def _announcing(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The same iterators; each announces every batch that it draws."""
+
+    def announced(batches: Iterable[Any]) -> Iterator[Any]:
+        for batch in batches:
+            failpoints.hit("data.next")
+            yield batch
+
+    def made(provider: Any) -> Any:
+        iterators = make(provider)
+        for rerunnable in filter(None, iterators):
+            rerunnable.iterable = announced(rerunnable.iterable)
+        return iterators
+
+    return made
 
 
 def _not_reached(**arguments: Any) -> NoReturn:

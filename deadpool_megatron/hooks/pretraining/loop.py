@@ -257,6 +257,7 @@ class PretrainLoop(ProtectedLoop):
         iteration = self._arguments(original, args, kwargs)["iteration"] + 1
         if iteration == self._to_replay:
             self._to_replay = 0
+            get_rerun_state_machine().current_iteration = iteration
             return self._replay()
         self._saves.look()
         failpoints.set_context(iteration=iteration, section="forward-backward")

@@ -27,11 +27,6 @@ def acting(handlers: Mapping[str, Handler]) -> Iterator[None]:
         _scene = previous
 
 
-def is_set() -> bool:
-    """Whether a scene is on, so that the caller is one of our own passes."""
-    return _scene is not None
-
-
 def through_scene(name: str) -> Handler:
     """The lasting handler of function ``name``: does what the scene says."""
     return functools.partial(_call, name)
