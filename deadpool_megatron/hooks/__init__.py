@@ -4,7 +4,7 @@
 ``SteppedLoop``) are what it provides.
 """
 
-from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop, SteppedLoop
+from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
 from deadpool_megatron.hooks.session import Session
 
-__all__ = ["Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]
+__all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]

@@ -1,4 +1,4 @@
-"""What an open epoch lets a loop do: one iteration or one segment at a time, under protection."""
+"""The way of one role through one epoch: iterations and segments, each made safe in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.entry import EpochEntry
-from deadpool_megatron.hooks.loop import SteppedLoop
+from deadpool_megatron.hooks.loop import Course, SteppedLoop
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.saving import DurableSaves
@@ -22,12 +22,9 @@ _LOOK_SECONDS = 0.05
 _Result = TypeVar("_Result")
 
 
-class Course:
-    """The way of one role through one epoch; main thread only.
-
-    All methods raise EpochClosed when the epoch is closed. ``check(epoch)`` does just that, and
-    raises StopOrder at the end of the run. ``checkpoints``: where they go if the program does not
-    say.
+class EpochCourse(Course):
+    """See :class:`Course`. ``check(epoch)`` raises EpochClosed or, when the run is over, StopOrder;
+    ``checkpoints``: where they go if the program does not say.
     """
 
     def __init__(
@@ -58,11 +55,11 @@ class Course:
         self._hash_interval = hash_interval
 
     def is_behind(self, boundary: str) -> bool:
-        """Whether the state is already that after segment ``boundary`` of :attr:`generation`."""
+        """See :class:`Course`."""
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self._boundary)
 
     def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
-        """Train ``iteration`` by calling ``run``; what it made becomes the newest generation."""
+        """See :class:`Course`."""
         self._stand_still_if_asked(iteration)
         reports, protection = self._reports, self._entry.protection
         generation = Generation(self._record.epoch, iteration)
@@ -80,7 +77,7 @@ class Course:
         return result
 
     def segment(self, boundary: str, run: Callable[[], None]) -> None:
-        """Run what follows the newest generation, unless it is behind; then that counts as done."""
+        """See :class:`Course`."""
         if self.is_behind(boundary):
             return
         self._reports.section = boundary
@@ -93,7 +90,7 @@ class Course:
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:
-        """Segment ``save``, through the loop's ``save_checkpoint`` and the coordinator."""
+        """See :class:`Course`."""
         base = self._entry.program.checkpoint_directory() or self._checkpoints
         epoch = self._record.epoch
         self.segment("save", lambda: self._saves.save(loop, base, epoch, self.generation))
@@ -103,10 +100,7 @@ class Course:
         self._check_epoch(self._record.epoch)
 
     def count_as_durable(self, directory: Path, iteration: int) -> None:
-        """The loop has written a checkpoint of ``iteration`` itself, complete in ``directory``.
-
-        From now on it is what the run falls back to. To be called by all roles.
-        """
+        """See :class:`Course`."""
         self._saves.announce(directory, iteration)
 
     def _stand_still_if_asked(self, following: int) -> None:

@@ -6,13 +6,43 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deadpool_megatron.hooks.course import Course
+from typing import Any, TypeVar
 
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
+
+
+_Result = TypeVar("_Result")
+
+
+class Course(ABC):
+    """What an open epoch lets a loop do: one iteration or segment at a time, under protection.
+
+    All methods raise EpochClosed when the epoch is closed. Main thread only.
+    """
+
+    @abstractmethod
+    def is_behind(self, boundary: str) -> bool:
+        """Whether the state is already that after segment ``boundary`` of the newest iteration."""
+
+    @abstractmethod
+    def step(self, iteration: int, run: Callable[[], _Result]) -> _Result:
+        """Train ``iteration`` by calling ``run``; what it made becomes the newest generation."""
+
+    @abstractmethod
+    def segment(self, boundary: str, run: Callable[[], None]) -> None:
+        """Run what follows the newest generation, unless it is behind; then that counts as done."""
+
+    @abstractmethod
+    def save(self, loop: SteppedLoop) -> None:
+        """Segment ``save``, through the loop's ``save_checkpoint`` and the coordinator."""
+
+    @abstractmethod
+    def count_as_durable(self, directory: Path, iteration: int) -> None:
+        """The loop has written a checkpoint of ``iteration`` itself, complete in ``directory``.
+
+        From now on it is what the run falls back to. To be called by all roles.
+        """
 
 
 class ProtectedLoop(ABC):

@@ -33,7 +33,7 @@ import torch
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
-from deadpool_megatron.hooks.course import Course
+from deadpool_megatron.hooks.course import EpochCourse
 from deadpool_megatron.hooks.dimension import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.interruption import forget_frames
@@ -264,7 +264,7 @@ class Session:
 
     def _train(self, record: EpochRecord) -> None:
         built = self._built
-        course = Course(
+        course = EpochCourse(
             record,
             built,
             self._communicators,
