@@ -24,24 +24,21 @@ from megatron.core.num_microbatches_calculator import (
     get_num_microbatches,
     update_num_microbatches,
 )
-from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks import hashing
-from deadpool_megatron.hooks.course import Course
-from deadpool_megatron.hooks.loop import Emit, ProtectedLoop
-from deadpool_megatron.hooks.optimizer import inner_optimizers
-from deadpool_megatron.hooks.pretraining import exact_load, stages, values
+from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
+from deadpool_megatron.hooks.pretraining import exact_load, faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.logbook import Logbook
+from deadpool_megatron.hooks.pretraining.newest import POSITIONS, SHOULD_EXIT, Newest
+from deadpool_megatron.hooks.pretraining.reporting import Reporter
 from deadpool_megatron.hooks.pretraining.saves import Saves
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
-# Positions in what train_step() answers in 0.16.
-_LOSSES, _SKIPPED, _SHOULD_EXIT, _GRAD_NORM = 0, 1, 3, 5
-# Of Megatron's arguments: what an iteration changes.
-_POSITIONS = ("consumed_train_samples", "skipped_train_samples")
+# Of Megatron's arguments: where the data is.
+_PLACES = (*POSITIONS, "consumed_valid_samples")
 
 
 class _Warm(BaseException):
@@ -65,14 +62,9 @@ class PretrainLoop(ProtectedLoop):
         self.build = build
         self.role = self._args.rank
         self._pretrain = pretrain
-        self._emit = emit
+        self._reporter = Reporter(emit)
         self.model_chunks, self.optimizer, self.scheduler = build.objects
-        self.counters = {
-            "iteration": self._args.iteration,
-            "consumed_train_samples": self._args.consumed_train_samples,
-            "skipped_train_samples": self._args.skipped_train_samples,
-            "consumed_valid_samples": self._args.consumed_valid_samples,
-        }
+        self.counters = {"iteration": self._args.iteration, **self._places()}
         self.log_sums = {}
         self._first_iteration = self._args.iteration + 1
         self._rerun_mode = get_rerun_state_machine().get_mode()
@@ -81,24 +73,22 @@ class PretrainLoop(ProtectedLoop):
         self._logbook = Logbook()
         self._restored = False
         self._entered = False
-        # What train_step() answered in the newest iteration, and Megatron's positions before it.
-        self._answer: Any = None
-        self._before: dict[str, Any] = {}
-        # Sums of the log as they were before training_log() of the newest iteration, encoded.
-        self._sums: Any = values.encode({})
-        self._live_sums: dict[str, Any] | None = None
-        self._operations: float = self._args.num_floating_point_operations_so_far
+        self._newest = Newest(self._args.num_floating_point_operations_so_far)
+        # Sums of the log, as train() holds them once it has been entered and logged.
+        self._sums: dict[str, Any] | None = None
         self._to_replay = 0
-        self._register_failpoints()
+        faultpoints.in_optimizer(self.optimizer)
+        arguments = build.train_arguments
+        arguments["forward_step_func"] = faultpoints.in_forward(arguments["forward_step_func"])
 
     # What a session asks of a loop.
 
     def train(self, course: Course) -> None:
         """See :class:`ProtectedLoop`."""
         self._course = course
-        behind = course.is_behind("evaluation")
-        iteration = self.counters["iteration"]
-        self._logbook.open(self._restored, iteration + behind if self._answer else iteration + 1)
+        # The first iteration whose lines are to be written (again).
+        logs_newest = self._newest.known and not course.is_behind("evaluation")
+        self._logbook.open(self._restored, self.counters["iteration"] + (not logs_newest))
         if self._entered:
             self._logbook.mute()
         self._entered = True
@@ -128,7 +118,7 @@ class PretrainLoop(ProtectedLoop):
         if not self._restored:
             return
         self._end_leftovers()
-        self._set_positions(self.counters)
+        self._set_places(self.counters)
         # With another number Megatron would guess how many validation samples were consumed before
         # checkpoints said so (training.py:3350), also where there was none yet.
         self._args.iteration = 0
@@ -155,11 +145,11 @@ class PretrainLoop(ProtectedLoop):
         with contextlib.ExitStack() as stack:
             for name, value in whole.items():
                 stack.enter_context(replaced(args, name, value))
-            iteration, self._operations = exact_load.load_exactly(
+            iteration, operations = exact_load.load_exactly(
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
-        self.counters.update(iteration=iteration, **self._positions())
-        self._answer, self._before, self._sums = None, {}, values.encode({})
+        self.counters.update(iteration=iteration, **self._places())
+        self._newest = Newest(operations)
         self._saves.restore(0)
 
     def stage_class(self) -> str:
@@ -180,10 +170,7 @@ class PretrainLoop(ProtectedLoop):
     def extra_state(self) -> dict[str, Any]:
         """See :class:`ProtectedLoop`."""
         return {
-            "answer": self._answer,
-            "before": self._before,
-            "sums": self._sums,
-            "operations": self._operations,
+            "newest": self._newest.to_dict(),
             "first_iteration": self._first_iteration,
             "unfinished_save": self._saves.unfinished,
         }
@@ -191,8 +178,7 @@ class PretrainLoop(ProtectedLoop):
     def restore_extra_state(self, kept: Mapping[str, Any]) -> None:
         """See :class:`ProtectedLoop`."""
         self._restored = True
-        self._answer, self._before, self._sums = kept["answer"], kept["before"], kept["sums"]
-        self._operations = kept["operations"]
+        self._newest.restore(kept["newest"])
         self._first_iteration = kept["first_iteration"]
         self._saves.restore(kept["unfinished_save"])
 
@@ -202,12 +188,12 @@ class PretrainLoop(ProtectedLoop):
         """Megatron's arguments as train() has to find them: before the newest iteration, whose
         answer is replayed, or after it where there is no answer."""
         args, iteration = self._args, self.counters["iteration"]
-        self._to_replay = iteration if self._answer is not None else 0
+        self._to_replay = iteration if self._newest.known else 0
         args.iteration = iteration - (1 if self._to_replay else 0)
         args.curr_iteration = args.iteration
-        self._set_positions({**self.counters, **self._before})
-        args.num_floating_point_operations_so_far = self._before.get("operations", self._operations)
-        self._live_sums = None
+        self._set_places({**self.counters, **self._newest.positions_before})
+        args.num_floating_point_operations_so_far = self._newest.operations_before
+        self._sums = None
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
         self.build.train_arguments["config"].timers = _timers()
 
@@ -258,14 +244,12 @@ class PretrainLoop(ProtectedLoop):
         if iteration == self._to_replay:
             self._to_replay = 0
             get_rerun_state_machine().current_iteration = iteration
-            return self._replay()
+            return self._newest.replay(_device())
         self._saves.look()
         failpoints.set_context(iteration=iteration, section="forward-backward")
         failpoints.hit("step.begin")
-        self._before = {name: getattr(self._args, name) for name in _POSITIONS}
-        self._before["operations"] = self._operations
         hooks = getattr(self.model_chunks[0], "remove_forward_pre_hook_handles", {})
-        self._before["gathers_ahead"] = bool(hooks)
+        self._newest.begin(self._args, gathers_ahead=bool(hooks))
         try:
             return self._running.step(
                 iteration, lambda: self._update(original, args, kwargs, iteration)
@@ -275,38 +259,27 @@ class PretrainLoop(ProtectedLoop):
             self._course = None
             return left.answer
 
-    def _replay(self) -> Any:
-        """What the newest step answered, for train() to go on behind it.
-
-        After the first iteration it trains, train() takes parameters to be gathered ahead, unless
-        the update was skipped. Where that had begun before a skipped one, it must begin here.
-        """
-        answer = list(values.decode(self._answer, _device()))
-        if self._before["gathers_ahead"]:
-            answer[_SKIPPED] = 0
-        return tuple(answer)
-
     def _update(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
     ) -> Any:
         """The step itself, and everything that has to be known to go on behind it elsewhere."""
         answer = original(*args, **kwargs)
-        if answer[_SHOULD_EXIT]:
+        if answer[SHOULD_EXIT]:
             raise _NoGeneration(answer)
-        self._answer = values.encode(answer)
-        self._sums = values.encode(self._live_sums or {})
+        self._newest.finish(answer, self._sums or {})
         batch = (
             parallel_state.get_data_parallel_world_size()
             * self._args.micro_batch_size
             * get_num_microbatches()
         )
         skipped = get_current_global_batch_size() - get_current_running_global_batch_size()
+        # As train() will count them when the step has returned.
         self.counters.update(
             iteration=iteration,
-            consumed_train_samples=self._before["consumed_train_samples"] + batch,
-            skipped_train_samples=self._before["skipped_train_samples"] + skipped,
+            consumed_train_samples=self._args.consumed_train_samples + batch,
+            skipped_train_samples=self._args.skipped_train_samples + skipped,
         )
-        self._report(iteration, answer)
+        self._reporter.step(iteration, answer, self.optimizer, self.counters)
         failpoints.hit("step.end")
         failpoints.set_context(section="between")
         return answer
@@ -314,14 +287,14 @@ class PretrainLoop(ProtectedLoop):
     def _log(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = self._arguments(original, args, kwargs)
         iteration, sums = given["iteration"], given["total_loss_dict"]
-        if self._live_sums is not sums:
+        if self._sums is not sums:
             # train() was entered anew, with empty ones.
-            sums.update(values.decode(self._sums, _device()))
-            self._live_sums = sums
+            sums.update(self._newest.sums(_device()))
+            self._sums = sums
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.
             given["is_first_iteration"] = iteration == self._first_iteration
-        given["skipped_iter"] = self._answer["tuple"][_SKIPPED]  # not as _replay() had to say it
+        given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
         with self._logbook.lines("log", iteration):
@@ -352,10 +325,7 @@ class PretrainLoop(ProtectedLoop):
 
     def _evaluate_once(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
-        losses = answer[0]
-        if losses and self._reports:
-            facts = {"iteration": self.counters["iteration"], "loss": _loss(losses)}
-            self._emit("evaluation", facts)
+        self._reporter.evaluation(self.counters["iteration"], losses=answer[0])
         return answer
 
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -373,7 +343,7 @@ class PretrainLoop(ProtectedLoop):
         from megatron.training import training
 
         given = self._arguments(original, args, kwargs)
-        self._operations = given["num_floating_point_operations_so_far"]
+        self._newest.operations = given["num_floating_point_operations_so_far"]
         if self._saves.owed:
             # The one that was being written when the run was interrupted.
             names = inspect.signature(training.save_checkpoint_and_time).parameters
@@ -389,42 +359,16 @@ class PretrainLoop(ProtectedLoop):
         assert self._course is not None
         return self._course
 
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank is the one that emits."""
-        return bool(
-            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-            and parallel_state.get_tensor_model_parallel_rank() == 0
-            and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-        )
-
-    def _report(self, iteration: int, answer: Any) -> None:
-        if not self._reports or not answer[_LOSSES]:
-            return
-        skipped, norm = bool(answer[_SKIPPED]), answer[_GRAD_NORM]
-        rate = get_canonical_lr_for_logging(self.optimizer.param_groups)
-        self._emit(
-            "step",
-            {
-                "iteration": iteration,
-                "loss": _loss(answer[_LOSSES]),
-                "grad_norm": None if skipped or norm is None else float(norm).hex(),
-                "learning_rate": float(rate or 0.0).hex(),
-                "skipped": skipped,
-                "samples": self.counters["consumed_train_samples"],
-            },
-        )
-
     def _announce(self, directory: Path, iteration: int) -> None:
         if self._course is not None:
             self._course.count_as_durable(directory, iteration)
 
-    def _set_positions(self, positions: Mapping[str, Any]) -> None:
-        for name in (*_POSITIONS, "consumed_valid_samples"):
-            setattr(self._args, name, positions[name])
+    def _set_places(self, places: Mapping[str, Any]) -> None:
+        for name in _PLACES:
+            setattr(self._args, name, places[name])
 
-    def _positions(self) -> dict[str, int]:
-        return {n: getattr(self._args, n) for n in (*_POSITIONS, "consumed_valid_samples")}
+    def _places(self) -> dict[str, int]:
+        return {name: getattr(self._args, name) for name in _PLACES}
 
     def _end_leftovers(self) -> None:
         """What an exception in the middle of anything may have left half done."""
@@ -444,33 +388,6 @@ class PretrainLoop(ProtectedLoop):
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
-
-    def _register_failpoints(self) -> None:
-        if not failpoints.ACTIVE:
-            return
-        for number, inner in enumerate(inner_optimizers(self.optimizer)):
-            inner.optimizer.register_step_pre_hook(
-                lambda *_, number=number: failpoints.hit("optimizer.inside", optimizer=number)
-            )
-            inner.optimizer.register_step_post_hook(
-                lambda *_, number=number: failpoints.hit("optimizer.updated", optimizer=number)
-            )
-        forward = self.build.train_arguments["forward_step_func"]
-
-        forward = getattr(forward, "__wrapped__", forward)
-
-        @functools.wraps(forward)
-        def forward_step(*args: Any, **kwargs: Any) -> Any:
-            failpoints.hit("forward")
-            return forward(*args, **kwargs)
-
-        self.build.train_arguments["forward_step_func"] = forward_step
-
-
-def _loss(losses: Mapping[str, Any]) -> str:
-    """The loss that is trained on, exactly: Megatron's models call it ``lm loss``."""
-    value = losses.get("lm loss", next(iter(losses.values())))
-    return float(value).hex()
 
 
 def _timers() -> Any:
