@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from deadpool_megatron.hooks import fp8_state
 from deadpool_megatron.hooks.dimension import DimensionHook, compare_with_peers, parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.optimizer import inner_optimizers, is_distributed
+from deadpool_megatron.hooks.optimizer import inner_optimizers, is_distributed, plain_tensors
 
 
 class DataHook(DimensionHook):
@@ -49,12 +50,16 @@ class DataHook(DimensionHook):
                 chunk.enable_forward_pre_hook()
             chunk.zero_grad_buffer()
         self._loop.optimizer.zero_grad()
+        # Amaxes are reduced over the data-parallel group, too.
+        fp8_state.reset_in_flight(self._loop.model_chunks)
 
     def rebuild_from_peers(self) -> None:
         """Master weights -> model copy -> all-gather over the group, forced.
 
         A missed forced sync does not hang: it trains on with other numbers (field-tested), so it is
-        done after every restore, whatever the overlap flags say.
+        done after every restore, whatever the overlap flags say. Where FusedAdam holds the master
+        weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
+        are cast anew, with the restored scales and amaxes.
         """
         distributed = False
         for inner in inner_optimizers(self._loop.optimizer):
@@ -65,6 +70,7 @@ class DataHook(DimensionHook):
             return
         for chunk in self._loop.model_chunks:
             chunk.start_param_sync(force_sync=True)
+        fp8_state.finish_gather(self._loop.model_chunks)
         for bucket_group in self._bucket_groups():
             # As before a first step: nothing is known to be gathered for the next forward.
             bucket_group.param_gather_dispatched = False
@@ -72,8 +78,10 @@ class DataHook(DimensionHook):
     def verify(self) -> None:
         """Parameters must be equal over the group, expert ones over the experts' group."""
         groups = self.groups()
-        dense = parameters(self._loop, expert=False)
-        expert = parameters(self._loop, expert=True)
+        dense, expert = (
+            [raw for parameter in found for raw in plain_tensors(parameter)]
+            for found in (parameters(self._loop, expert=kind) for kind in (False, True))
+        )
         compare_with_peers(dense, groups["data"], "parameters")
         if expert:
             compare_with_peers(expert, groups["expert-data"], "expert parameters")

@@ -159,10 +159,15 @@ class EpochEntry(Stages):
     def adopt(self, record: EpochRecord, role: int) -> None:
         """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
         world_size = len(record.seats)
+        built_for = self.role if self._loop is not None else -1
         if record.restore.kind == "initial":
             self._make_groups(role, world_size)
         elif self._loop is None or (self.role != role and not self._renumber(role)):
             self.build_detached(role, world_size)
+            if built_for >= 0:
+                print(f"built for role {built_for}, built anew for role {role}", flush=True)
+        elif built_for != role:
+            print(f"built for role {built_for}, takes role {role} in place", flush=True)
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
         """Connect every group of the epoch through the store that the record names."""
@@ -352,6 +357,8 @@ class EpochEntry(Stages):
             return
         if self._protection is not None:
             self._protection.close()
+        if self._loop is not None:
+            self._loop.close()
         self._loop, self._protection = None, None
         self._shard, self._dimensions = None, ()
         self._late, self._pristine = {}, b""

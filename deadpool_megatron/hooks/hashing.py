@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from deadpool_megatron.hooks import fp8_state
+from deadpool_megatron.hooks.extras import tracked_random_states
 from deadpool_megatron.hooks.loop import ProtectedLoop
-from deadpool_megatron.hooks.optimizer import inner_optimizers
+from deadpool_megatron.hooks.optimizer import inner_optimizers, raw_tensors, state_tensors
 
 _Entry = tuple[str, torch.Tensor | str]
 
@@ -21,7 +22,8 @@ def state_hash(loop: ProtectedLoop) -> str:
     """SHA-256, in hexadecimal, of this rank's whole training state. Purely local.
 
     Covers parameters and buffers of all chunks, each optimizer's master parameters, moments, steps
-    and group values, loss scalers, all random generators, the schedule and the counters.
+    and group values, loss scalers, FP8 scaling factors and histories, all random generators, the
+    schedule and the counters.
 
     With ``--overlap-param-gather`` parameters are current only after a forced gather; do one on
     all ranks first.
@@ -45,9 +47,15 @@ def state_digests(loop: ProtectedLoop) -> dict[str, str]:
 def _entries(loop: ProtectedLoop) -> Iterator[_Entry]:
     for number, chunk in enumerate(loop.model_chunks):
         for name, parameter in chunk.named_parameters():
-            yield f"parameter.{number}.{name}", parameter
+            raw = raw_tensors(parameter)
+            for attribute, tensor in raw.items():
+                yield f"parameter.{number}.{name}.{attribute}", tensor
+            if not raw:
+                yield f"parameter.{number}.{name}", parameter
         for name, buffer in chunk.named_buffers():
             yield f"buffer.{number}.{name}", buffer
+    for name, tensor in fp8_state.named_tensors(loop.model_chunks):
+        yield f"fp8.{name}", tensor
     for number, part in enumerate(inner_optimizers(loop.optimizer)):
         yield from _optimizer_entries(f"optimizer.{number}", part)
     yield from _generator_entries()
@@ -60,10 +68,13 @@ def _optimizer_entries(name: str, part: Any) -> Iterator[_Entry]:
     for group_number, group in enumerate(part.optimizer.param_groups):
         scalars = {k: v for k, v in group.items() if isinstance(v, int | float)}
         yield f"{name}.group.{group_number}", repr(sorted(scalars.items()))
+        for key, value in sorted(group.items()):
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.group.{group_number}.{key}", value
         for number, parameter in enumerate(group["params"]):
             place = f"{name}.{group_number}.{number}"
             yield f"{place}.main", parameter
-            for key, tensor in sorted(part.optimizer.state[parameter].items()):
+            for key, tensor in state_tensors(part, parameter).items():
                 yield f"{place}.{key}", tensor
     scaler = getattr(part, "grad_scaler", None)
     if scaler is not None:
@@ -78,7 +89,7 @@ def _generator_entries() -> Iterator[_Entry]:
     yield "rng.torch", torch.get_rng_state()
     if torch.cuda.is_available():
         yield "rng.cuda", torch.cuda.get_rng_state()
-    for name, state in sorted(get_cuda_rng_tracker().get_states().items()):
+    for name, state in sorted(tracked_random_states().items()):
         yield f"rng.{name}", state
 
 

@@ -89,6 +89,11 @@ class ProtectedLoop(ABC):
         """More that travels with a generation: JSON values, by name."""
         return {}
 
+    def close(self) -> None:
+        """Let go of the model and of whatever must not wait for the garbage collector; the loop is
+        not used again."""
+        self.model_chunks = []
+
     def restore_extra_state(self, values: Mapping[str, Any]) -> None:
         """Inverse of :meth:`extra_state`. Not called at the start of a run."""
         if values:

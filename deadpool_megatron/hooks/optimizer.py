@@ -4,8 +4,8 @@
 inner one becomes one part, because the bytes of each are shared by another set of roles.
 
 What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
-with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to 2.14,
-pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
+with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
+2.10, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
 optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
 """
 
@@ -25,7 +25,7 @@ from deadpool_megatron.state.packing import Part, move_into_arenas
 
 
 class UnsupportedOptimizer(ValueError):
-    """An optimizer or a precision whose unique state is not known; the message says which and why."""
+    """An optimizer or a precision whose unique state is not known; the message says why."""
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

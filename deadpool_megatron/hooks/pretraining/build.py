@@ -102,6 +102,16 @@ class Build:
         _, optimizer, scheduler = self.objects
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
 
+    def close(self) -> None:
+        """Let go of everything. Loaders end their worker processes when they are freed, at once if
+        it is by their last reference; the garbage collector closes their queues before they can
+        tell the workers to end, and they wait for each of them."""
+        self.iterators.clear()
+        self.train_arguments.clear()
+        self.objects = ()
+        self._sources.clear()
+        self._setup_call = _not_reached
+
     def iterator_arguments(self) -> tuple[Any, Any, Any]:
         """The three as pretrain() hands them on: lists where there are virtual stages."""
         if isinstance(self.train_arguments["train_data_iterator"], list):

@@ -167,6 +167,11 @@ class PretrainLoop(ProtectedLoop):
                 chunk.start_param_sync(force_sync=True)
         return hashing.state_hash(self)
 
+    def close(self) -> None:
+        """See :class:`ProtectedLoop`."""
+        super().close()
+        self.build.close()
+
     def extra_state(self) -> dict[str, Any]:
         """See :class:`ProtectedLoop`."""
         return {
@@ -290,6 +295,7 @@ class PretrainLoop(ProtectedLoop):
         if self._sums is not sums:
             # train() was entered anew, with empty ones.
             sums.update(self._newest.sums(_device()))
+            self._newest.put_back_loss_sums(_device())
             self._sums = sums
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.

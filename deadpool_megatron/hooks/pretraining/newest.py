@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from deadpool_megatron.hooks import extras
 from deadpool_megatron.hooks.pretraining import values
 
 # Positions in what train_step() answers in 0.16.
@@ -28,6 +29,8 @@ class Newest:
         self._before: dict[str, Any] = {}
         # Sums of the log as training_log() found them.
         self._sums: Any = values.encode({})
+        # Sums that Megatron keeps elsewhere, and empties when it logs them.
+        self._loss_sums: Any = values.encode({})
 
     @property
     def known(self) -> bool:
@@ -58,6 +61,7 @@ class Newest:
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
         """It is trained. ``sums``: of the log, not yet with this iteration."""
         self._answer, self._sums = values.encode(answer), values.encode(dict(sums))
+        self._loss_sums = values.encode(extras.capture_loss_sums())
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """The answer, for train() to go on behind it.
@@ -76,12 +80,18 @@ class Newest:
         found: dict[str, Any] = values.decode(self._sums, device)
         return found
 
+    def put_back_loss_sums(self, device: torch.device) -> None:
+        """Those of auxiliary losses, as training_log() has to find them: a generation of after an
+        evaluation holds what it has left of them."""
+        extras.restore_loss_sums(values.decode(self._loss_sums, device))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
         return {
             "answer": self._answer,
             "before": self._before,
             "sums": self._sums,
+            "loss_sums": self._loss_sums,
             "operations": self.operations,
         }
 
@@ -89,3 +99,4 @@ class Newest:
         """Inverse of :meth:`to_dict`, in place."""
         self._answer, self._before = kept["answer"], dict(kept["before"])
         self._sums, self.operations = kept["sums"], kept["operations"]
+        self._loss_sums = kept["loss_sums"]
