@@ -174,22 +174,22 @@ STATE = (
         "HybridDeviceOptimizer has no inventory of its state",
     ),
     Refusal(
-        "--use-precision-aware-optimizer",
-        _on("use_precision_aware_optimizer"),
-        "it keeps part of its state in the model's parameters",
-    ),
-    Refusal(
         "--overlap-param-gather-with-optimizer-step",
         _on("overlap_param_gather_with_optimizer_step"),
         "a gather runs while parameters are updated, which was never tried with protection",
         "leave it out; --overlap-param-gather is fine",
     ),
-    Refusal("--fp8-format", _on("fp8"), f"fp8: {_SCALES}", "use --bf16"),
+    Refusal(
+        "--fp8-recipe custom",
+        _among("fp8_recipe", "custom"),
+        f"fp8: {_SCALES}",
+        "use one of the recipes of TransformerEngine",
+    ),
     Refusal("--fp4-format", _on("fp4"), f"fp4: {_SCALES}", "use --bf16"),
     Refusal(
-        "--fp8-param-gather, --fp4-param-gather",
-        _on("fp8_param_gather", "fp4_param"),
-        "weights in 8 or 4 bits are state of their own, which no generation holds",
+        "--fp4-param-gather",
+        _on("fp4_param"),
+        "weights in 4 bits are state of their own, which no generation holds",
     ),
     Refusal(
         "--reuse-grad-buf-for-mxfp8-param-ag",
@@ -206,11 +206,6 @@ STATE = (
         lambda args: _on("kitchen_config_file")(args) or _given("kitchen_recipe_number")(args),
         f"its recipes quantise: {_SCALES}",
         only_with="kitchen",
-    ),
-    Refusal(
-        "--te-rng-tracker",
-        _on("te_rng_tracker"),
-        "Transformer Engine keeps random states as generators, which a generation cannot hold",
     ),
     Refusal(
         "--experimental-attention-variant dsa",
@@ -372,7 +367,7 @@ OTHER = (
     ),
 )
 
-#: All rows, in the order in which they are looked at: graphs before the generators they turn on.
+#: All rows, in the order in which they are looked at.
 REFUSED: tuple[Refusal, ...] = (*RECOVERY, *LEFTOVERS, *STATE, *COMMUNICATION, *DATA, *OTHER)
 
 

@@ -322,7 +322,8 @@ class EpochEntry(Stages):
         lag = self._settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        self._pristine = self.capture_extras()
+        # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
+        self._pristine = self._pristine or self.capture_extras()
         layout = role_layout(
             self.role,
             parts,

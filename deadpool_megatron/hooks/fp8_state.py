@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core import fp8_utils, parallel_state
+from megatron.core import fp8_utils
 from torch import Tensor
 
 from deadpool_megatron.hooks.dimension import model_config
@@ -167,11 +167,14 @@ def _make_complete(model_chunks: Sequence[Any], waiting: _Modules, config: Any) 
     if not _is_known(_manager()):
         raise UnsupportedOptimizer(
             "this version of Transformer Engine keeps FP8 state in a place that is not known;"
-            " versions 2.8 to 2.14 are"
+            " 2.8 to 2.12 were read"
         )
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             _refuse_quantised(name, parameter)
+        for name, module in chunk.named_modules():
+            if hasattr(module, "_fused_impl"):  # Megatron's TEFusedMLP
+                raise UnsupportedOptimizer(f"{name}: fused operations keep FP8 state of their own")
     # Without gradients, or leaving the region would reduce amaxes and move the histories on.
     with torch.no_grad(), fp8_utils.get_fp8_context(config):
         for name, module in waiting:
@@ -184,13 +187,6 @@ def _refuse_quantised(name: str, parameter: Tensor) -> None:
         return
     if not parameter.requires_grad:
         raise UnsupportedOptimizer(f"{name} is frozen and in FP8: it cannot be cast anew")
-    if parallel_state.get_tensor_model_parallel_world_size() == 1:
-        return
-    expert = not getattr(parameter, "allreduce", True)
-    if not expert and not getattr(parameter, "tensor_model_parallel", False):
-        raise UnsupportedOptimizer(
-            f"{name} is in FP8 and equal over the tensor-parallel group, which a recovery compares"
-        )
 
 
 def _products(name: str, module: Any) -> int:

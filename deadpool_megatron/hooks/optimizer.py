@@ -5,7 +5,7 @@ inner one becomes one part, because the bytes of each are shared by another set 
 
 What is said here of FusedAdam, in particular of Megatron's precision-aware use of it, was written
 with the sources open and has never run: it needs a GPU. The sources: Transformer Engine 2.8 to
-2.10, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
+2.12, pytorch/optimizers/fused_adam.py and pytorch/tensor/float8_tensor.py; Apex 25.09,
 optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib_optimizer}.py.
 """
 
@@ -75,8 +75,6 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
     name = getattr(recipe, "value", recipe)
     if recipe not in _FP8_RECIPES:
         return f"fp8 recipe {name}: its quantizers may keep state that nobody knows of"
-    if getattr(config, "use_transformer_engine_op_fuser", False):
-        return "fp8 with fused operations: they keep scaling factors where modules do not"
     if not getattr(config, "fp8_param", False):
         return ""
     # FP8 weights are derived: cast anew from the master weights, with amaxes reduced over the

@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from deadpool_megatron.hooks.dimension import DimensionHook, compare_with_peers, parameters
 from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.optimizer import plain_tensors
 
 
 class TensorHook(DimensionHook):
@@ -33,9 +34,10 @@ class TensorHook(DimensionHook):
     def verify(self) -> None:
         """Replicated parameters must be equal: a missed sum over the group shows here first."""
         replicated = [
-            parameter
+            raw
             for parameter in parameters(self._loop, expert=False)
             if not getattr(parameter, "tensor_model_parallel", False)
+            for raw in plain_tensors(parameter)
         ]
         group = parallel_state.get_tensor_model_parallel_group()
         compare_with_peers(replicated, group, "tensor-replicated parameters")

@@ -122,6 +122,20 @@ def test_frozen_weights_and_all_buffers_come_back(loop: Loop) -> None:
     assert {n: id(b) for n, b in spare.model.named_buffers()} == objects, "in place"
 
 
+def test_a_buffer_comes_back_as_wide_as_it_was(loop: Loop) -> None:
+    """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
+    with torch.no_grad():
+        loop.model.expert_bias.fill_(0.001)
+    values = kept(loop)
+    spare = Loop()
+    bias = spare.model.expert_bias
+    bias.data = bias.data.bfloat16()
+    put_back(spare, values)
+    assert spare.model.expert_bias is bias
+    assert torch.equal(bias, loop.model.expert_bias)
+    assert bias.dtype == torch.float32
+
+
 def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
     """Traps, A4 and A5: the scaler and the bias move although the update is skipped."""
     loop.scaler.update(True)
@@ -180,6 +194,30 @@ def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     assert tracker["load_balancing_loss"]["values"].tolist() == [0, 1, 0, 0]
     put_back(loop, values)
     assert tracker["load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
+
+
+def test_loss_sums_are_summed_over_the_groups_of_the_role(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restored step is logged before any forward pass has set them."""
+    ours, theirs = object(), object()
+    monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", ours)
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=ours)
+    save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
+    values = kept(loop)
+    tracker = get_moe_layer_wise_logging_tracker()
+    own = tracker["of their own"]["avg_group"]
+    # One process has met nothing, another one was built for another role and met more.
+    for before in ({}, {"reduce_group": ours, "avg_group": theirs}):
+        monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", theirs)
+        tracker["load_balancing_loss"] = {"values": torch.zeros(4), **before}
+        tracker["z_loss"] = {"values": torch.zeros(4), **before}
+        put_back(loop, values)
+        assert tracker["load_balancing_loss"]["reduce_group"] is theirs
+        assert tracker["load_balancing_loss"]["avg_group"] is None
+        assert tracker["load_balancing_loss"]["reduce_group_has_dp"] is False
+        assert tracker["z_loss"]["reduce_group"] is None
+        assert tracker["of their own"]["avg_group"] is own
 
 
 def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from deadpool_megatron.hookpoints import POINTS, Handler
 from deadpool_megatron.hooks import Session
+from deadpool_megatron.hooks.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.pretraining import flags, scene
 from deadpool_megatron.hooks.pretraining.build import NothingToTrain
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
@@ -41,7 +42,7 @@ def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     program = PretrainProgram(functools.partial(original, *args, **kwargs), run_directory())
     try:
         Session.join().run(program)
-    except NothingToTrain as error:
+    except (NothingToTrain, UnsupportedOptimizer) as error:
         _end(str(error))
 
 
