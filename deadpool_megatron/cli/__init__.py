@@ -31,6 +31,7 @@ COMMANDS = {
     "demo": "demo",
     "clean": "clean",
     "patch": "patch",
+    "plan": "plan",
     "coordinator": "node",
     "agent": "node",
 }

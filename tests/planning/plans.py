@@ -1,0 +1,37 @@
+"""Small plans for the tests of this folder: changed by key, sections by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deadpool_megatron.planning.file import make_plan
+from deadpool_megatron.planning.keys import Plan
+
+BASE: dict[str, dict[str, Any]] = {
+    "model": {"parameters": 10**10},
+    "parallel": {"tp": 2, "pp": 2, "dp": 4},
+    "cluster": {
+        "nodes": 8,
+        "gpus_per_node": 2,
+        "spares": 1,
+        "host_memory_gb": 500,
+        "nic_gb_s": 10,
+        "pcie_gb_s": 20,
+        "checksum_gb_s": 5,
+        "step_seconds": 20,
+        "forward_backward_fraction": 0.9,
+    },
+    "faults": {
+        "node_mtbf_hours": 1000,
+        "repair_hours": 10,
+        "swap_seconds": 30,
+        "restart_seconds": 600,
+        "checkpoint_interval_steps": 100,
+    },
+}
+
+
+def make(**sections: dict[str, Any]) -> Plan:
+    """The base with ``section={key: value}`` put over it; None takes a key away."""
+    names = BASE.keys() | sections.keys()
+    return make_plan({name: BASE.get(name, {}) | sections.get(name, {}) for name in names})
