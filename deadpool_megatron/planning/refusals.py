@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds
-from deadpool_megatron.planning.roles import Placement, place
+from deadpool_megatron.planning.roles import Placement
 from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Timing, node_loads, timing
 
 # A commit that trails further is not looked for: each unit costs a slot in every segment.
@@ -107,10 +107,6 @@ def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
         f" {times.step_seconds:.3g} s"
     )
     # What costs nothing comes first, then memory, then hardware.
-    if plan.cluster.node_order == "by-rack" and plan.cluster.racks is not None:
-        other = _with(plan, "cluster", "node_order", "across-racks")
-        if _fits(other, place(other)):
-            _refuse("cluster.node_order", what, "across-racks")
     for lag in range(plan.protection.max_lag + 1, _LARGEST_LAG + 1):
         more = dataclasses.replace(placement, slots=placement.slots + lag - plan.protection.max_lag)
         other = _with(plan, "protection", "max_lag", lag)
@@ -145,10 +141,6 @@ def check_memory(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -
         f" slots per role, {load.copies_bytes / GIGA:.1f} GB for copies and"
         f" {cluster.host_memory_reserved_gb:g} GB reserved, there are {cluster.host_memory_gb:g} GB"
     )
-    if cluster.node_order == "by-rack" and cluster.racks is not None:
-        other = _with(plan, "cluster", "node_order", "across-racks")
-        if _spare_gigabytes(other, node_loads(other, place(other))) >= 0:
-            _refuse("cluster.node_order", what, "across-racks")
     least = _up(cluster.host_memory_gb + missing)
     _refuse("cluster.host_memory_gb", what, f"at least {least:g}")
 

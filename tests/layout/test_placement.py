@@ -16,10 +16,31 @@ def own_domains(nodes: range | list[int]) -> dict[int, str]:
     return {node: f"node{node}" for node in nodes}
 
 
-def test_data_parallel_peers_in_a_ring() -> None:
+def test_data_parallel_peers_across_their_group() -> None:
     seats = {0: 0, 1: 1, 2: 2, 3: 3}
     chosen = [choose_buddies(r, (0, 1, 2, 3), seats, own_domains(range(4)), (), 1) for r in seats]
-    assert chosen == [(1,), (2,), (3,), (0,)]
+    assert chosen == [(2,), (3,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(("racks", "size"), [(2, 4), (3, 4), (8, 8), (5, 3)])
+@pytest.mark.parametrize("group_in_a_rack", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_racks_load_every_node_with_the_same(
+    racks: int, size: int, group_in_a_rack: bool, replicas: int
+) -> None:
+    """Nodes of a rack that are neighbours do not all choose the first one of the next rack."""
+    nodes = range(racks * size)
+    seats = {node: node for node in nodes}
+    domains = {node: f"rack{node // size}" for node in nodes}
+    replicas = min(replicas, racks - 1)
+    load: Counter[int] = Counter()
+    for role in seats:
+        rack = role // size
+        peers = range(rack * size, rack * size + size) if group_in_a_rack else nodes
+        chosen = choose_buddies(role, tuple(peers), seats, domains, (), replicas)
+        assert len({domains[node] for node in (*chosen, role)}) == replicas + 1
+        load.update(chosen)
+    assert set(load.values()) == {replicas}
 
 
 def test_peers_come_before_other_training_nodes_and_these_before_spares() -> None:
