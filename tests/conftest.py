@@ -6,10 +6,13 @@ import os
 import signal
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.megatron_lm.checkout import checkout
 
 SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
@@ -57,11 +60,29 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
+    megatron_lm = _megatron_lm_line(terminalreporter)
+    if megatron_lm:
+        terminalreporter.write_line(megatron_lm)
     leftovers = config.stash.get(_LEFTOVERS, [])
     if leftovers:
         terminalreporter.section("left over by this session: a failure", red=True)
         for line in leftovers:
             terminalreporter.write_line(line)
+
+
+def _megatron_lm_line(terminalreporter: pytest.TerminalReporter) -> str:
+    """How many of the chosen tests ran against Megatron-LM's source, or why they did not."""
+    counts: Counter[str] = Counter()
+    for outcome in ("passed", "failed", "skipped"):
+        for report in terminalreporter.stats.get(outcome, []):
+            if "megatron_lm" not in report.keywords:
+                continue
+            if outcome == "skipped":
+                counts[f"skipped: {str(report.longrepr[2]).removeprefix('Skipped: ')}"] += 1
+            else:
+                counts[f"run against {checkout()}"] += 1
+    found = "; ".join(f"{number} {what}" for what, number in counts.items())
+    return f"Megatron-LM tests: {found}" if found else ""
 
 
 _SEGMENTS_BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()

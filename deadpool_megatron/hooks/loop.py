@@ -44,6 +44,10 @@ class Course(ABC):
         From now on it is what the run falls back to. To be called by all roles.
         """
 
+    @abstractmethod
+    def check(self) -> None:
+        """Nothing while the epoch is open; what was computed after its end may be junk."""
+
 
 class ProtectedLoop(ABC):
     """A training loop whose state can be captured and put back between any two segments.

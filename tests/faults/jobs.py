@@ -1,8 +1,9 @@
 """Runs whole jobs with planned faults and holds them against an undisturbed run of the same seed.
 
-A job is ``deadpool run`` in a process of its own with real kills; its program is the embedded
-trainer on real text, or whatever a test names. Faults strike at exact points (failpoints.py). Every job hashes the state of all roles after every iteration, so one
-comparison with the cached reference covers every recovery of a chain of faults.
+A job is ``deadpool run`` in a process of its own, with real kills. Its program is the embedded
+trainer on real text, or what a test names. Faults strike at exact points (failpoints.py). Every job
+hashes the state of all roles after every iteration, so one comparison with the cached reference
+covers every recovery of a chain of faults.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +204,27 @@ def undisturbed(program: Program) -> Outcome:
 
 
 def assert_unnoticed(
-    outcome: Outcome, wanted: Outcome, faults: Sequence[Mapping[str, Any]]
+    outcome: Outcome, wanted: Outcome, faults: Sequence[Mapping[str, Any]], after: int = 0
 ) -> None:
-    """All faults fired, and the job ended with the very bits of the undisturbed one."""
+    """All faults fired, and the job ended with the very bits of the undisturbed one.
+
+    ``after``: the iteration of the checkpoint that the job began with.
+    """
     missing = {str(entry["id"]) for entry in faults} - outcome.fired
     assert outcome.status == 0, outcome.story()
     assert not missing, f"never fired: {sorted(missing)}\n{outcome.story()}"
-    comparison = compare_results(read_result(wanted.directory), read_result(outcome.directory))
+    found = read_result(outcome.directory)
+    found = replace(found, resumed_after=max(after, found.resumed_after))
+    comparison = compare_results(read_result(wanted.directory), found)
     assert comparison.identical, "\n".join(map(str, comparison.differences))
     assert comparison.compared["hashes"] >= len(wanted.final["roles"])
+
+
+def recomputed(outcome: Outcome) -> list[int]:
+    """Finished iterations that each recovery computed again."""
+    return [entry["steps_recomputed"] for entry in outcome.final["recoveries"]]
+
+
+def restart_kinds(outcome: Outcome) -> list[str]:
+    """Where each epoch's state came from."""
+    return [event.data["restore"] for event in outcome.of_kind("epoch-decided")]

@@ -11,7 +11,15 @@ import pytest
 
 from tests.faults import layouts
 from tests.faults.cells import EVALUATION_INTERVAL
-from tests.faults.jobs import Outcome, assert_unnoticed, fault, reference, run_job
+from tests.faults.jobs import (
+    Outcome,
+    assert_unnoticed,
+    fault,
+    recomputed,
+    reference,
+    restart_kinds,
+    run_job,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 LAYOUT = layouts.PP2_DP2
@@ -29,16 +37,6 @@ def strike(
     outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=flags, **options)
     assert_unnoticed(outcome, wanted, plan)
     return outcome
-
-
-def recomputed(outcome: Outcome) -> list[int]:
-    """Finished iterations that each recovery computed again."""
-    return [entry["steps_recomputed"] for entry in outcome.final["recoveries"]]
-
-
-def restart_kinds(outcome: Outcome) -> list[str]:
-    """Where each epoch's state came from."""
-    return [event.data["restore"] for event in outcome.of_kind("epoch-decided")]
 
 
 FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")

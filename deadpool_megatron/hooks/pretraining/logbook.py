@@ -1,30 +1,43 @@
 """TensorBoard, W&B and the lines of training_log(): each step once, whoever writes it.
 
-A step that is repeated after a recovery is not written again by the process that wrote it. Another
-process that takes the last role over opens the same directory with a purge step, which hides what
-the dead one may have written of the steps that are repeated.
+A step that is repeated after a recovery is not written again by the process that wrote it. The last
+role also notes in the run directory what it has written, and how long its file for TensorBoard was
+then. Another process that takes the role over goes on behind that, in a file of its own, and cuts
+off what its predecessor had begun to write. (The purge step of TensorBoard would hide the points
+"vs samples" of all steps before, too.) What a closed epoch interrupts is not written at all.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.pretraining.scene import replaced
+
+# In the run directory.
+_NOTE = "lines-written.json"
 
 
 class Logbook:
     """Of one process; main thread only. On other roles than the last one it has no writer."""
 
-    def __init__(self) -> None:
-        # (iteration, kind of line) of the newest lines written by this process.
+    def __init__(self, run_directory: Path) -> None:
+        # (iteration, kind of line) of the newest lines written by this process, or before it.
         self._written: dict[str, int] = {}
         self._writer: Any = None
         self._wandb: Any = None
         self._opened = False
+        self._note = run_directory / _NOTE
 
     def open(self, restored: bool, first_iteration: int) -> None:
         """Once in a process, before its first line: ``first_iteration`` is the next to be written.
@@ -34,27 +47,66 @@ class Logbook:
         if self._opened:
             return
         self._opened = True
-        if not restored:
-            self._open_writers(None)
+        if restored:
+            # Lines of the iterations before are in the files of whoever played this role.
+            self._written = dict.fromkeys(("log", "evaluation"), first_iteration - 1)
+        if not self._is_last():
             return
-        self._open_writers(first_iteration)
-        # Lines of the iterations before are in the files of whoever played this role.
-        self._written = dict.fromkeys(("log", "evaluation"), first_iteration - 1)
+        if restored:
+            self._take_over()
+        self._open_writers()
+        self._write_note()
 
     @contextmanager
-    def lines(self, kind: str, iteration: int) -> Iterator[None]:
-        """What the block prints and writes are the lines of ``kind`` of ``iteration``."""
-        if iteration <= self._written.get(kind, 0):
-            with self.silence(), contextlib.redirect_stdout(io.StringIO()):
+    def lines(self, kind: str, iteration: int, check: Callable[[], None]) -> Iterator[None]:
+        """What the block prints and writes are the lines of ``kind`` of ``iteration``.
+
+        They are written at its end, when ``check`` has not raised EpochClosed.
+        """
+        repeated = iteration <= self._written.get(kind, 0)
+        printed = io.StringIO()
+        try:
+            with self.silence(), self._held() as held, contextlib.redirect_stdout(printed):
+                if not repeated:
+                    self._give(self._writer, self._wandb)
                 yield
+            check()
+        except EpochClosed:
+            raise
+        except BaseException:
+            self._print(printed, repeated)
+            raise
+        self._print(printed, repeated)
+        if repeated:
             return
-        with self.silence():
-            self._give(self._writer, self._wandb)
-            yield
+        for write in held:
+            write()
         self._written[kind] = iteration
+        if self._is_last():
+            self._write_note()
+
+    def _print(self, printed: io.StringIO, repeated: bool) -> None:
+        if not repeated:
+            print(printed.getvalue(), end="", flush=True)
+
+    @contextmanager
+    def _held(self) -> Iterator[list[Callable[[], None]]]:
+        """What the block writes is put off: calls to make. Megatron looks at the types of writers,
+        so they stay what they are."""
+        calls: list[Callable[[], None]] = []
+
+        def put_off(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            calls.append(functools.partial(write, *args, **kwargs))
+
+        targets = [(self._wandb, "log")]
         if self._writer is not None:
-            # Within its own two minutes a kill would take the lines with it.
-            self._writer.flush()
+            targets.append((self._writer.file_writer.event_writer, "add_event"))
+        with contextlib.ExitStack() as stack:
+            for owner, name in targets:
+                if owner is not None:
+                    later = functools.partial(put_off, getattr(owner, name))
+                    stack.enter_context(replaced(owner, name, later))
+            yield calls
 
     @contextmanager
     def silence(self) -> Iterator[None]:
@@ -78,13 +130,40 @@ class Logbook:
         global_vars._GLOBAL_TENSORBOARD_WRITER = writer
         global_vars._GLOBAL_WANDB_WRITER = wandb
 
-    def _open_writers(self, purge_step: int | None) -> None:
-        """As Megatron's set_global_variables() does it, on the last role."""
+    def _is_last(self) -> bool:
+        """Whether this is the role that Megatron writes lines on."""
+        return dist.get_rank() == dist.get_world_size() - 1
+
+    def _take_over(self) -> None:
+        """Learn what another process has written in this role, and leave nothing half written."""
+        try:
+            note = json.loads(self._note.read_text())
+        except (OSError, ValueError):
+            return  # nobody has come so far
+        for kind, iteration in note["written"].items():
+            self._written[kind] = max(self._written.get(kind, 0), iteration)
+        with contextlib.suppress(OSError):
+            if note["file"] and Path(note["file"]).stat().st_size > note["bytes"]:
+                os.truncate(note["file"], note["bytes"])
+
+    def _write_note(self) -> None:
+        """What is written now is complete."""
+        file, size = "", 0
+        if self._writer is not None:
+            # Within its own two minutes a kill would take the lines with it.
+            self._writer.flush()
+            with contextlib.suppress(OSError):  # not on a file system: then nothing is cut off
+                file = str(self._writer.file_writer.event_writer._file_name)
+                size = Path(file).stat().st_size
+        new = self._note.with_suffix(".new")
+        new.write_text(json.dumps({"written": self._written, "file": file, "bytes": size}))
+        new.replace(self._note)
+
+    def _open_writers(self) -> None:
+        """As Megatron's set_global_variables() does it."""
         from megatron.training import get_args, global_vars
 
         args = get_args()
-        if dist.get_rank() != dist.get_world_size() - 1:
-            return
         if args.tensorboard_dir:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -92,9 +171,7 @@ class Logbook:
                 print("WARNING: TensorBoard writing requested but is not available", flush=True)
             else:
                 self._writer = SummaryWriter(
-                    log_dir=args.tensorboard_dir,
-                    max_queue=args.tensorboard_queue_size,
-                    purge_step=purge_step,
+                    log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
                 )
         global_vars._set_wandb_writer(args)
         self._wandb = global_vars._GLOBAL_WANDB_WRITER

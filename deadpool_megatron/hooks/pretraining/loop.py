@@ -55,7 +55,9 @@ class _NoGeneration(BaseException):
 class PretrainLoop(ProtectedLoop):
     """See the module text. ``pretrain``: Megatron's function with its arguments."""
 
-    def __init__(self, build: Build, pretrain: Callable[[], Any], emit: Emit) -> None:
+    def __init__(
+        self, build: Build, pretrain: Callable[[], Any], run_directory: Path, emit: Emit
+    ) -> None:
         from megatron.training import get_args
 
         self._args = get_args()
@@ -70,7 +72,7 @@ class PretrainLoop(ProtectedLoop):
         self._rerun_mode = get_rerun_state_machine().get_mode()
         self._course: Course | None = None
         self._saves = Saves(self._announce)
-        self._logbook = Logbook()
+        self._logbook = Logbook(run_directory)
         self._restored = False
         self._entered = False
         self._newest = Newest(self._args.num_floating_point_operations_so_far)
@@ -303,7 +305,7 @@ class PretrainLoop(ProtectedLoop):
         given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
-        with self._logbook.lines("log", iteration):
+        with self._logbook.lines("log", iteration, self._running.check):
             answer = original(**given)
         failpoints.hit("log.end")
         failpoints.set_context(section="between")
@@ -322,7 +324,8 @@ class PretrainLoop(ProtectedLoop):
     ) -> None:
         def run() -> None:
             failpoints.hit("evaluation.begin")
-            with self._logbook.lines(lines, self.counters["iteration"]):
+            iteration = self.counters["iteration"]
+            with self._logbook.lines(lines, iteration, self._running.check):
                 original(*args, **kwargs)
             self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
             failpoints.hit("evaluation.end")

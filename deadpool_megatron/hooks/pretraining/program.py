@@ -33,9 +33,8 @@ class PretrainProgram(Program):
     """``pretrain``: Megatron's function with the arguments that the user's script gave it."""
 
     def __init__(self, pretrain: Callable[[], Any], run_directory: Path) -> None:
-        self.exit_code: int | None = None
         self._pretrain = pretrain
-        self._ready = run_directory / _DATA_READY
+        self._run_directory = run_directory
         # Functions of the user's script, as _initialize_distributed() gets them.
         self._group_makers: tuple[Any, Any] = (None, None)
 
@@ -72,8 +71,8 @@ class PretrainProgram(Program):
         if not build.complete:
             raise NothingToTrain("pretrain() returned without training: is --train-iters above 0?")
         if not build.detached and dist.get_rank() == 0:
-            self._ready.touch()
-        return PretrainLoop(build, self._pretrain, emit)
+            (self._run_directory / _DATA_READY).touch()
+        return PretrainLoop(build, self._pretrain, self._run_directory, emit)
 
     def serves(self, loop: ProtectedLoop, role: int) -> bool:
         """See :class:`Program`: whether the two roles are of one stage class."""
@@ -93,7 +92,7 @@ class PretrainProgram(Program):
         with contextlib.redirect_stdout(io.StringIO()):
             initialize._initialize_distributed(*self._group_makers, None)
             loop.build.renumber(old, args.rank)
-        return PretrainLoop(loop.build, self._pretrain, emit)
+        return PretrainLoop(loop.build, self._pretrain, self._run_directory, emit)
 
     def provisional_role(self, wanted: int) -> int:
         """See :class:`Program`: one of the commonest stage class."""
@@ -133,7 +132,7 @@ class PretrainProgram(Program):
 
     def spares_may_build(self) -> bool:
         """Not before role 0 has made the index files: a build without peers only reads them."""
-        return self._ready.exists()
+        return (self._run_directory / _DATA_READY).exists()
 
 
 def _reached(*_args: Any, **_kwargs: Any) -> None:

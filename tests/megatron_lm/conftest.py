@@ -1,0 +1,26 @@
+"""Trees of Megatron-LM that several tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from tests.megatron_lm.runs import copy_tree
+
+
+@pytest.fixture(scope="session")
+def patched_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what training needs of the checkout, patched."""
+    copy = tmp_path_factory.mktemp("patched") / "Megatron-LM"
+    copy_tree(copy)
+    assert cli.main(["patch", "apply", str(copy)]) == 0
+    return copy
+
+
+@pytest.fixture
+def patched(patched_tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The patched copy; what is compiled of it goes when it goes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(patched_tree.parent))
+    return patched_tree

@@ -1,0 +1,148 @@
+"""Whole runs of pretrain_gpt.py with planned faults, on the harness of tests/faults.
+
+A run is held against an undisturbed one: the state of all roles after every iteration, losses,
+norms and learning rates (``assert_unnoticed``), and the lines that Megatron prints for people.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.faults.jobs import (
+    Outcome,
+    Program,
+    assert_unnoticed,
+    fault,
+    run_program,
+    undisturbed,
+)
+from tests.megatron_lm.arguments import small
+from tests.megatron_lm.checkout import checkout
+
+#: a checkpoint, an evaluation and a test on the way, each in the directory of its own run
+SEGMENTS: dict[str, object] = {
+    "split": "90,5,5",
+    "eval_interval": 4,
+    "eval_iters": 1,
+    "save": "{run}/saves",
+    "save_interval": 3,
+}
+PP2_DP2: dict[str, object] = {
+    "bf16": True,
+    "pipeline_model_parallel_size": 2,
+    "use_distributed_optimizer": True,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+}
+
+#: what most tests train: 12 iterations of it, in 4 roles
+BASE = {**PP2_DP2, **SEGMENTS, "train_iters": 12, "tensorboard_dir": "{run}/tensorboard"}
+
+_LINE = re.compile(r" (iteration +\d+/ +\d+ \|.*|validation loss at iteration .*)")
+# What depends on the clock.
+_TIMES = re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ")
+
+
+def tree() -> Path:
+    """The checkout; where there is none the tests are skipped."""
+    found = checkout()
+    assert found is not None
+    return found
+
+
+def copy_tree(copy: Path) -> None:
+    """Copy what training needs of the checkout."""
+    copy.mkdir()
+    shutil.copytree(tree() / "megatron", copy / "megatron")
+    for script in tree().glob("*.py"):
+        shutil.copy(script, copy)
+
+
+def gpt(nodes: int = 4, within: Path | None = None, **flags: object) -> Program:
+    """pretrain_gpt.py of a tree, by default the checkout, with the small model's flags changed."""
+    script = (within or tree()) / "pretrain_gpt.py"
+    return Program((str(script), *small(**flags), "--deadpool"), nodes)
+
+
+def dies(
+    name: str, point: str, role: int, iteration: int | None = None, **options: Any
+) -> dict[str, Any]:
+    """The node of ``role`` dies at ``point``, or what ``target`` says."""
+    when = {} if iteration is None else {"when_iteration": iteration}
+    return fault(name, point, when_role=role, **{"target": "node", **when, **options})
+
+
+def strike(
+    directory: Path,
+    program: Program,
+    plan: Sequence[Mapping[str, Any]],
+    wanted: Outcome | None = None,
+    after: int = 0,
+    **options: Any,
+) -> Outcome:
+    """Run with these faults; it has to end as ``wanted``, by default the same without faults.
+
+    ``after``: the iteration of the checkpoint that it loads at its start.
+    """
+    wanted = wanted or undisturbed(program)
+    options = {"spares": 2, "refill": len(plan), **options}
+    outcome = run_program(directory, program, plan, **options)
+    assert_unnoticed(outcome, wanted, plan, after)
+    if not after:
+        # The first line of a run leaves Megatron's sums alone, so the second one is another.
+        assert_printed(outcome, wanted)
+    return outcome
+
+
+def assert_printed(outcome: Outcome, wanted: Outcome) -> None:
+    """The same lines about steps and evaluations, as far as the run is about them."""
+    ours, theirs = printed(outcome), printed(wanted)
+    first = min(step["iteration"] for step in outcome.final["steps"])
+    missing = {subject for subject in theirs if _number(subject) >= first} - ours.keys()
+    assert not missing, f"not printed: {sorted(missing)}"
+    other = {k: (text, theirs.get(k)) for k, text in ours.items() if text != theirs.get(k)}
+    assert not other, f"printed, and wanted: {other}"
+
+
+def printed(outcome: Outcome) -> dict[str, set[str]]:
+    """The lines about steps and evaluations in the logs of all processes, by what they are about.
+
+    A line that was told again by another process has to be the same line.
+    """
+    found = defaultdict(set)
+    for log in sorted((outcome.directory / "logs").glob("node*-slot*.log")):
+        for line in _LINE.findall(log.read_text()):
+            subject, _, facts = _TIMES.sub("", line).partition(" | ")
+            found[subject].add(facts)
+    assert found, "nothing was printed"
+    return dict(found)
+
+
+def _number(subject: str) -> int:
+    """The iteration of a line."""
+    found = re.search(r"\d+", subject)
+    assert found is not None
+    return int(found[0])
+
+
+def output_of_members(outcome: Outcome) -> str:
+    """What all training processes have printed."""
+    return "\n".join(p.read_text() for p in sorted(outcome.directory.glob("logs/node*-slot*.log")))
+
+
+def scalars(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
+    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    folder = str(outcome.directory / "tensorboard")
+    found = event_accumulator.EventAccumulator(folder, size_guidance={"scalars": 0})
+    found.Reload()
+    return {
+        tag: sorted((point.step, point.value) for point in found.Scalars(tag))
+        for tag in found.Tags()["scalars"]
+    }

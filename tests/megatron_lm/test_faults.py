@@ -1,0 +1,82 @@
+"""Kills in protected runs of pretrain_gpt.py, at every place of its training, patched or not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Outcome, recomputed, restart_kinds, undisturbed
+from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.runs import BASE, dies, gpt, scalars, strike
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+
+
+@pytest.fixture(scope="module")
+def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Eleven kills, in eleven iterations."""
+    plan = [
+        # Node 2 dies when the role that writes has written half of its line.
+        dies("in-the-log", "comm", 3, 1, when_section="log", when_op="barrier", nodes=[2]),
+        dies("forward", "forward", 0, 2, nth=2),
+        dies("save-begin", "save.begin", 1, 3),
+        dies("evaluation-begin", "evaluation.begin", 3, 4),
+        dies("data", "data.next", 0, 5, nth=3),
+        dies("save-written", "save.written", 2, 6),
+        dies("updated", "optimizer.updated", 1, 7, target="self"),
+        dies("evaluation-end", "evaluation.end", 3, 8),
+        dies("log-begin", "log.begin", 3, 9),
+        dies("update", "optimizer.inside", 2, 10),
+        dies("log-end", "log.end", 3, 11),
+    ]
+    return strike(tmp_path_factory.mktemp("struck") / "run", gpt(**BASE), plan)
+
+
+def test_in_the_iterations(struck: Outcome) -> None:
+    assert set(restart_kinds(struck)[1:]) == {"memory"}
+    assert max(recomputed(struck)) <= 1
+
+
+def test_tensorboard_has_each_point_once(struck: Outcome) -> None:
+    """The process that writes died before and after its line, and around two evaluations."""
+    wanted = scalars(undisturbed(gpt(**BASE)))
+    assert {"lm loss", "lm loss vs samples", "lm loss validation", "grad-norm"} <= set(wanted)
+    assert [step for step, _ in wanted["lm loss"]] == list(range(1, 13))
+    assert scalars(struck) == wanted
+
+
+def test_at_both_ends_in_a_patched_tree(tmp_path: Path, patched: Path) -> None:
+    """The unpatched tree is the reference."""
+    plan = [
+        dies("while-groups-connect", "recovery.rebuild", 3, when_epoch=1),
+        dies("before-the-first-generation", "recovery.verify", 0, when_epoch=2),
+        dies("first-step", "forward", 2, 1, nth=2),
+        dies("last-step", "optimizer.updated", 0, 12),
+        dies("last-evaluation", "evaluation.end", 3, 12, when_section="evaluation"),
+        dies("last-save", "save.begin", 1, 12),
+        dies("validation", "evaluation.begin", 3, when_section="validation"),
+        dies("test", "evaluation.end", 2, when_section="test", target="self"),
+        dies("finish", "finish", 0),
+    ]
+    wanted = undisturbed(gpt(**BASE))
+    strike(tmp_path / "run", gpt(within=patched, **BASE), plan, wanted)
+    assert wrapped_at_run_time(patched) == []
+
+
+def wrapped_at_run_time(checkout: Path) -> list[str]:
+    """The functions that the launcher has to wrap, in a process of its own."""
+    program = """
+import json, pathlib, sys
+from deadpool_megatron.megatron_lm.importing import import_megatron
+import_megatron(pathlib.Path(sys.argv[1]))
+from deadpool_megatron.hooks.pretraining import versions
+print(json.dumps(versions.install_points()))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program, str(checkout / "pretrain_gpt.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    names: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return names

@@ -1,0 +1,146 @@
+"""Every way to cut, update and feed the model survives the loss of nodes and processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.jobs import Outcome
+from tests.megatron_lm.arguments import MOE
+from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.runs import (
+    PP2_DP2,
+    SEGMENTS,
+    dies,
+    gpt,
+    output_of_members,
+    printed,
+    strike,
+)
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+
+ITERATIONS = 8
+COMMON = [
+    dies("forward", "forward", 0, 2, nth=2),
+    dies("update", "optimizer.inside", 3, 4),
+    dies("after-update", "optimizer.updated", 1, 6, target="self"),
+    dies("communication", "comm", 2, 8, nth=3),
+]
+# Dropout is 0.1 and the embeddings are tied unless it says otherwise.
+LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
+    "fp32, whole optimizer, untied": (
+        {
+            "pipeline_model_parallel_size": 2,
+            "untie_embeddings_and_output_weights": True,
+            "log_interval": 3,
+            "timing_log_level": 2,
+            "rerun_mode": "disabled",
+        },
+        COMMON,
+    ),
+    "bf16, two optimizer instances": (
+        {
+            "bf16": True,
+            "use_distributed_optimizer": True,
+            "num_distributed_optimizer_instances": 2,
+            "overlap_grad_reduce": True,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+            "exit_signal_handler": True,
+        },
+        COMMON,
+    ),
+    "fp16, first updates skipped": (
+        {
+            **PP2_DP2,
+            **SEGMENTS,
+            "bf16": None,
+            "fp16": True,
+            "initial_loss_scale": 2.0**21,
+            "hysteresis": 1,
+        },
+        [
+            dies("in-a-skipped-update", "gate", 0, 2),
+            dies("after-a-skipped-update", "log.begin", 3, 2),
+            dies("evaluation", "evaluation.end", 1, 4, target="self"),
+            dies("update", "optimizer.updated", 2, 6),
+        ],
+    ),
+    "sequence parallel, loader processes": (
+        {
+            "bf16": True,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+            "use_distributed_optimizer": True,
+            "num_workers": 2,
+            "rerun_mode": "validate_results",
+        },
+        [*COMMON[:3], dies("data", "data.next", 2, 8, nth=2)],
+    ),
+    "virtual pipeline, exit interval": (
+        {
+            **PP2_DP2,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "train_iters": 20,
+            "exit_interval": ITERATIONS,
+        },
+        COMMON,
+    ),
+    "experts": (
+        {
+            **PP2_DP2,
+            **SEGMENTS,
+            **MOE,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 0.01,
+            "log_interval": 3,
+        },
+        [
+            dies("forward", "forward", 0, 2, nth=2),
+            dies("first-update", "optimizer.updated", 3, 4, when_optimizer=0),
+            dies("evaluation", "evaluation.end", 3, 4, when_epoch=3),
+            # In the middle of an interval of the log, and behind the evaluation.
+            dies("next-forward", "forward", 0, 5, nth=2),
+            dies("last-update", "optimizer.updated", 1, 6, when_optimizer=1, target="self"),
+            dies("log", "log.end", 3, 7),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_survives(tmp_path: Path, name: str) -> None:
+    flags, plan = LAYOUTS[name]
+    program = gpt(**{"train_iters": ITERATIONS, **flags})
+    outcome = strike(tmp_path / "run", program, plan)
+    assert len(outcome.final["steps"]) == ITERATIONS
+    check = CHECKS.get(name)
+    if check is not None:
+        check(outcome)
+
+
+def skipped_two(outcome: Outcome) -> None:
+    skipped = [step["iteration"] for step in outcome.final["steps"] if step["skipped"]]
+    assert skipped[:2] == [1, 2]
+    assert len(skipped) < ITERATIONS
+
+
+def told_of_auxiliary_losses(outcome: Outcome) -> None:
+    lines = [text for facts in printed(outcome).values() for text in facts]
+    assert any("load_balancing_loss" in line for line in lines)
+
+
+def told_of_timers(outcome: Outcome) -> None:
+    assert "forward-compute" in output_of_members(outcome)
+
+
+CHECKS = {
+    "fp16, first updates skipped": skipped_two,
+    "experts": told_of_auxiliary_losses,
+    "fp32, whole optimizer, untied": told_of_timers,
+}

@@ -1,0 +1,81 @@
+"""Protection changes nothing, nor do the patches alone; and what cannot run says so in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Program, undisturbed
+from tests.megatron_lm.arguments import small
+from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.ranks import RankParent, Trained
+from tests.megatron_lm.runs import BASE, copy_tree, gpt, tree
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+
+
+def train_plainly(folder: Path, within: Path) -> list[Trained]:
+    """The same training on the stock communicators, without --deadpool."""
+    flags = {**BASE, "save": None, "tensorboard_dir": None}
+    folder.mkdir()
+    parent = RankParent(within, folder)
+    try:
+        return parent.train(4, small(**flags))
+    finally:
+        parent.close()
+
+
+def test_protected_equals_stock_and_patches_are_inert(tmp_path: Path, patched: Path) -> None:
+    stock = train_plainly(tmp_path / "stock", tree())
+    steps = undisturbed(gpt(**BASE)).final["steps"]
+    assert stock[-1].losses == {str(step["iteration"]): step["loss"] for step in steps}
+    assert stock[-1].norms == {str(step["iteration"]): step["grad_norm"] for step in steps}
+    inert = train_plainly(tmp_path / "inert", patched)
+    for one, other in zip(stock, inert, strict=True):
+        assert (one.losses, one.norms, one.state) == (other.losses, other.norms, other.state)
+
+
+def refused(folder: Path, program: Program) -> str:
+    """The one line with which ``deadpool run`` ends."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deadpool_megatron", "run", "--quiet", "--nodes", "2"),
+            *("--nproc-per-node", "1", "--run-dir", str(folder / "run"), "--", *program.command),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_flag_that_cannot_be_protected(tmp_path: Path) -> None:
+    assert "--optimizer other than adam" in refused(tmp_path, gpt(optimizer="sgd"))
+
+
+def test_a_script_that_is_not_there(tmp_path: Path) -> None:
+    assert "there is no script" in refused(tmp_path, gpt(within=tmp_path))
+
+
+def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
+    (tmp_path / "pretrain_gpt.py").touch()
+    assert "not a Megatron-LM checkout" in refused(tmp_path, gpt(within=tmp_path))
+
+
+def test_a_tree_that_is_patched_by_half(
+    tmp_path: Path, patched: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = tmp_path / "half"
+    copy_tree(half)
+    file = Path("megatron/training/checkpointing.py")
+    (half / file).write_bytes((patched / file).read_bytes())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    line = refused(tmp_path, gpt(within=half))
+    assert "is patched in part" in line
+    assert "deadpool patch apply" in line

@@ -1,0 +1,141 @@
+"""Where the state of pretrain_gpt.py comes back from, and for which role a spare was built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.comms.stream_order import JUNK_LOG
+from tests.faults.jobs import (
+    assert_unnoticed,
+    recomputed,
+    restart_kinds,
+    run_program,
+    undisturbed,
+)
+from tests.faults.test_aborted_nccl import FAKE, assert_nothing_of_junk, junk_read
+from tests.megatron_lm.arguments import real_text
+from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.runs import (
+    BASE,
+    assert_printed,
+    dies,
+    gpt,
+    output_of_members,
+    scalars,
+    strike,
+)
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+
+
+def test_a_spare_takes_a_role_of_its_class_in_place(tmp_path: Path) -> None:
+    """Roles 0 and 1 have equal models, those of 2 and 3 are others."""
+    plan = [
+        dies("of-its-class", "forward", 1, 3, nth=2),
+        dies("of-another-class", "optimizer.updated", 3, 6),
+    ]
+    outcome = strike(tmp_path / "run", gpt(**BASE), plan, spares=1)
+    assert "built for role 0, takes role 1 in place" in output_of_members(outcome)
+    assert "built for role 1, built anew for role 3" in output_of_members(outcome)
+    assert all("adopt" in entry["phases"] for entry in outcome.final["recoveries"])
+
+
+def test_numbers_of_layers_shift_on_real_text(tmp_path: Path) -> None:
+    """Four stages of one layer; the class of the two in the middle is the commonest.
+
+    Spares wait until role 0 has made the index of the data. One is needed before that.
+    """
+    text = real_text(tmp_path)
+    program = gpt(
+        **{
+            "bf16": True,
+            "pipeline_model_parallel_size": 4,
+            "use_distributed_optimizer": True,
+            **text,
+            "data_cache_path": "{run}/index",
+            "split": "90,10,0",
+            "eval_interval": 4,
+            "eval_iters": 1,
+            "train_iters": 7,
+        }
+    )
+    plan = [
+        dies("before-the-index", "recovery.rebuild", 3, when_epoch=1),
+        dies("first-step", "forward", 2, 1, nth=2),
+        dies("other-class", "optimizer.updated", 0, 4),
+    ]
+    outcome = strike(tmp_path / "run", program, plan, spares=1)
+    assert list((outcome.directory / "index").rglob("*GPTDataset*.npy"))
+    assert "built for role 1, takes role 2 in place" in output_of_members(outcome)
+    assert "built for role 2, built anew for role 0" in output_of_members(outcome)
+
+
+def test_owner_and_buddy_gone_falls_to_the_checkpoint(tmp_path: Path) -> None:
+    """Nodes 0 and 1 hold each other's copies; the last checkpoint is two iterations old."""
+    plan = [dies("both", "forward", 0, 9, nth=2, nodes=[1, 0])]
+    outcome = strike(tmp_path / "run", gpt(**BASE), plan, refill=2)
+    assert restart_kinds(outcome)[-1] == "durable"
+    assert recomputed(outcome) == [2]
+    (recovery,) = outcome.final["recoveries"]
+    assert set(recovery["seats_changed"]) == {"0", "1"}, "the other two are the same processes"
+
+
+def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None:
+    """Kills between the beginning of a save and its end; what is loaded is such a checkpoint."""
+    beside = gpt(**BASE, async_save=True, use_persistent_ckpt_worker=True)
+    plan = [
+        dies("begun", "save.written", 2, 6),
+        dies("under-way", "step.begin", 0, 10),
+        dies("last", "save.written", 3, 12),
+    ]
+    wanted = undisturbed(gpt(**BASE))
+    saved = strike(tmp_path / "run", beside, plan, wanted)
+    assert restart_kinds(saved)[1:] == ["memory"] * 3
+    saves = saved.directory / "saves"
+    newest = saves / "latest_checkpointed_iteration.txt"
+    assert newest.read_text() == "12"
+    assert {event.iteration for event in saved.of_kind("durable")} == {3, 6, 9, 12}
+    for iteration in (6, 12):
+        assert (saves / f"iter_{iteration:07d}" / ".metadata").is_file()
+
+    newest.write_text("6")
+    plan = [dies("first-step", "optimizer.inside", 2, 7)]
+    loaded = strike(tmp_path / "loaded", gpt(**BASE, load=saves), plan, wanted, after=6)
+    assert [step["iteration"] for step in loaded.final["steps"]] == list(range(7, 13))
+
+
+def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
+    program = gpt(**BASE)
+    plan = [dies("only", "evaluation.end", 0, 4)]
+    dumped = run_program(tmp_path / "run", program, plan, settings="--deadpool-spare-timeout 1")
+    assert dumped.status == 75, dumped.story()
+    resumed = run_program(
+        tmp_path / "resumed", program, arguments=("--resume", str(tmp_path / "run"))
+    )
+    assert_unnoticed(resumed, undisturbed(program), [])
+    assert_printed(resumed, undisturbed(program))
+    assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
+
+
+def test_junk_of_aborted_communication_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 11 with NCCL's semantics: after a death the others log, evaluate and save with junk."""
+    monkeypatch.setenv(JUNK_LOG, str(tmp_path / "junk"))
+    plan = [
+        dies("evaluation", "forward", 1, 4, when_section="evaluation", nth=4),
+        dies("save", "save.begin", 2, 6),
+        dies("log", "log.begin", 1, 7),
+        dies("next-evaluation", "evaluation.begin", 2, 8),
+        dies("next-log", "log.begin", 1, 9),
+        dies("backward", "comm", 2, 10, when_op="send"),
+        dies("validation", "evaluation.begin", 1, when_section="validation"),
+    ]
+    wanted = undisturbed(gpt(**BASE))
+    program = gpt(**BASE, distributed_backend="nccl")
+    outcome = strike(tmp_path / "run", program, plan, wanted, settings=FAKE)
+    assert scalars(outcome) == scalars(wanted)
+    assert_nothing_of_junk(outcome, wanted)
+    assert junk_read(tmp_path / "junk")
