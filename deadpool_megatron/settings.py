@@ -79,6 +79,11 @@ class Settings:
     hash_interval: int = _setting(
         0, "hash the whole state of each role every so many iterations (0: at the end only)"
     )
+    divergence: str = _setting(
+        "auto",
+        "a replayed step with other numbers than the first time: stop (status 3), or report and go"
+        " on; auto: report where NCCL is used, whose order of sums is not fixed",
+    )
     chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
     restarts_in_place: int = _setting(
         20, "process restarts on one node before the node itself is put aside"
@@ -98,6 +103,7 @@ class Settings:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
+        self._check_choice("divergence", ("auto", "stop", "report"))
         self._check_ladder()
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.cluster.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
+from deadpool_megatron.cluster.starter import NVIDIA_CONTROL_DEVICE
 from deadpool_megatron.events import Event, EventLog, read_events
 from deadpool_megatron.layout.records import Restore
 
@@ -21,7 +22,9 @@ class Chronicle:
     def __init__(self, run: RunDirectory, info: RunInfo) -> None:
         self._run = run
         self._info = info
-        self.results = Results()
+        fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
+        self.divergence_is_fatal = fatal
+        self.results = Results(fatal)
         if run.events.exists():
             self._recover()
         self._log = EventLog(run.events)

@@ -306,7 +306,8 @@ class Coordinator:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
         for accepted in self._chronicle.write(event):
             item = translate.from_event(accepted)
-            if item is not None:
+            harmless = isinstance(item, inputs.Diverged) and not self._chronicle.divergence_is_fatal
+            if item is not None and not harmless:
                 self.feed(item)
 
     def _event(self, event: Event) -> None:

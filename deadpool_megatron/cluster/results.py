@@ -1,7 +1,8 @@
 """What a run has computed so far: each step once, whoever repeats it, and the final report.
 
-A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence,
-the worst thing that can happen, and decides the exit status. Pure bookkeeping, no input or output.
+A replayed step must give the numbers of the first time, bit for bit; anything else is a divergence.
+Where arithmetic is deterministic that is the worst that can happen, and decides the exit status.
+Pure bookkeeping, no input or output.
 """
 
 from __future__ import annotations
@@ -10,14 +11,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.settings import Settings
 
 EXIT_DIVERGENCE = 3
+
+
+def divergence_is_fatal(settings: Settings, has_gpu: bool) -> bool:
+    """Whether other numbers in a replayed step end the run; ``has_gpu``: this host has one."""
+    if settings.divergence != "auto":
+        return settings.divergence == "stop"
+    return settings.communicator != "nccl" and not (settings.communicator == "auto" and has_gpu)
 
 
 class Results:
     """Fed with every event in order, from the network or (after a restart) from the event file."""
 
-    def __init__(self) -> None:
+    def __init__(self, fatal_divergence: bool = True) -> None:
+        self._fatal_divergence = fatal_divergence
         self._steps: dict[int, dict[str, Any]] = {}
         self._evaluations: dict[int, dict[str, Any]] = {}
         self._hashes: dict[int, dict[int, str]] = {}
@@ -53,7 +63,7 @@ class Results:
 
     def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:
         """The object of ``final.json``; a divergence outranks success."""
-        if self.diverged and exit_status == 0:
+        if self.diverged and self._fatal_divergence and exit_status == 0:
             exit_status = EXIT_DIVERGENCE
             reason = "a replayed iteration gave other numbers than the first time"
         return {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from deadpool_megatron.cluster.chronicle import Chronicle
-from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.cluster.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.settings import Settings
@@ -34,6 +36,31 @@ def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
     assert final["exit_status"] == 3
     assert "other numbers" in final["reason"]
     assert final["steps"] == [{"iteration": 1, "loss": "0x1p+0"}]
+
+
+def test_a_divergence_that_is_only_reported_leaves_the_exit_status_alone() -> None:
+    results = Results(fatal_divergence=False)
+    results.add(step(1))
+    (event,) = results.add(step(1, loss="0x1.8p+0", epoch=2))
+    assert event.kind is Kind.STALE_DIVERGENCE
+    assert results.diverged
+    assert results.final({}, "", 0)["exit_status"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "fatal"),
+    [
+        (Settings(), False, True),
+        (Settings(), True, False),
+        (Settings(communicator="gloo"), True, True),
+        (Settings(communicator="fake-nccl"), False, True),
+        (Settings(communicator="nccl"), False, False),
+        (Settings(communicator="nccl", divergence="stop"), True, True),
+        (Settings(divergence="report"), False, False),
+    ],
+)
+def test_where_a_divergence_ends_a_run(settings: Settings, has_gpu: bool, fatal: bool) -> None:
+    assert divergence_is_fatal(settings, has_gpu) is fatal
 
 
 def test_divergence_does_not_hide_another_failure() -> None:

@@ -230,6 +230,19 @@ def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
     assert "was" in final["reason"]
 
 
+def test_replayed_step_with_other_numbers_may_be_reported_only(tmp_path: Path) -> None:
+    faults = [{"id": "n", "point": "member.seal", "match": {"role": 1, "iteration": 6}}]
+    with Run(
+        tmp_path / "r",
+        *("--iterations", "20", "--misbehave", "diverge"),
+        spares=0,
+        faults=faults,
+        options=("--deadpool-divergence", "report"),
+    ) as run:
+        run.wait_end(0)
+    assert run.events(Kind.STALE_DIVERGENCE)
+
+
 def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None:
     with Run(tmp_path / "r", "--misbehave", "raise") as run:
         final = run.wait_end(1)
