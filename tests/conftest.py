@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_lm.checkout import checkout
-
 SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
 # Ending processes get this long to be gone before they count as left over.
@@ -80,6 +78,9 @@ def _megatron_lm_line(terminalreporter: pytest.TerminalReporter) -> str:
             if outcome == "skipped":
                 counts[f"skipped: {str(report.longrepr[2]).removeprefix('Skipped: ')}"] += 1
             else:
+                # Here, because this file also serves sessions that have no other one.
+                from tests.megatron_lm.checkout import checkout
+
                 counts[f"run against {checkout()}"] += 1
     found = "; ".join(f"{number} {what}" for what, number in counts.items())
     return f"Megatron-LM tests: {found}" if found else ""
