@@ -1,8 +1,9 @@
-"""Epoch records made durable before anybody hears of them.
+"""Decisions made durable before anybody hears of them.
 
 A record is written to a temporary file, synced, and *linked* to its final name. Linking either
 gives the whole record its name or fails with EEXIST, so that a reader never sees an empty or torn
-record, and of two coordinators that decide the same epoch exactly one wins.
+record, and of two coordinators that decide the same epoch (or claim the same term) exactly one
+wins.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<epoch>\d{8})\.json")
+_NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
+_BEAT = ".beat"
+_BEAT_BYTES = 64
 
 
 class JournalError(Exception):
@@ -28,15 +31,33 @@ class LostRace(JournalError):
 
 
 class Journal(ABC):
-    """Write-once entries named (kind, epoch); kinds used: ``epoch``, ``closed``, ``durable``."""
+    """Write-once entries named (kind, number), and one sign of life. Not thread-safe.
+
+    Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
+    next number), ``node`` (node ids that were handed out to late comers).
+    """
 
     @abstractmethod
-    def write(self, kind: str, epoch: int, entry: Mapping[str, Any]) -> None:
-        """Make the entry durable. Raises LostRace when another one has that name already."""
+    def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
+        """Make the entry durable. Raises LostRace when another one has that name already, and
+        JournalError when it cannot be known to be durable.
+        """
 
     @abstractmethod
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """All entries of a kind by epoch, ascending. Raises JournalError for a damaged one."""
+        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
+
+    @abstractmethod
+    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
+        """The entry of a kind with the highest number, without reading the others."""
+
+    @abstractmethod
+    def beat(self, text: str) -> None:
+        """Replace the coordinator's sign of life (one short line). Need not be durable."""
+
+    @abstractmethod
+    def last_beat(self) -> str:
+        """The newest sign of life; empty before the first. Its readers only ask if it changed."""
 
 
 class DirectoryJournal(Journal):
@@ -46,9 +67,9 @@ class DirectoryJournal(Journal):
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def write(self, kind: str, epoch: int, entry: Mapping[str, Any]) -> None:
+    def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`. Raises JournalError when the file system refuses."""
-        final = self._directory / f"{kind}-{epoch:08d}.json"
+        final = self._directory / f"{kind}-{number:08d}.json"
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -86,16 +107,52 @@ class DirectoryJournal(Journal):
 
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:
         """See :class:`Journal`."""
-        found: dict[int, dict[str, Any]] = {}
-        for path in sorted(self._directory.iterdir()):
-            if path.name.startswith("."):
-                continue  # temporary file of a writer that was killed
-            match = _NAME.fullmatch(path.name)
+        return {number: _read(path) for number, path in sorted(self._paths(kind).items())}
+
+    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
+        """See :class:`Journal`."""
+        paths = self._paths(kind)
+        if not paths:
+            return None
+        return max(paths), _read(paths[max(paths)])
+
+    def _paths(self, kind: str) -> dict[int, Path]:
+        found: dict[int, Path] = {}
+        try:
+            names = [path.name for path in self._directory.iterdir()]
+        except OSError as error:
+            raise JournalError(f"cannot read {self._directory}: {error.strerror}") from error
+        for name in names:
+            if name.startswith("."):
+                continue  # the sign of life, or a temporary file of a writer that was killed
+            match = _NAME.fullmatch(name)
             if match is None:
-                raise JournalError(f"{path} does not belong into a journal")
+                raise JournalError(f"{self._directory / name} does not belong into a journal")
             if match["kind"] == kind:
-                found[int(match["epoch"])] = _read(path)
+                found[int(match["number"])] = self._directory / name
         return found
+
+    def beat(self, text: str) -> None:
+        """See :class:`Journal`. Written in place: an NFS client that opens the file asks the server
+        for its attributes, while the entry of a replaced file may be cached for a minute.
+        """
+        try:
+            handle = os.open(self._directory / _BEAT, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.pwrite(handle, text.encode().ljust(_BEAT_BYTES)[:_BEAT_BYTES], 0)
+            finally:
+                os.close(handle)  # what an NFS client has kept back is sent here
+        except OSError as error:
+            raise JournalError(f"cannot write {self._directory / _BEAT}: {error}") from error
+
+    def last_beat(self) -> str:
+        """See :class:`Journal`."""
+        try:
+            return (self._directory / _BEAT).read_text(errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -95,3 +95,17 @@ def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) ->
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(JournalError, match=r"notes\.txt does not belong"):
         DirectoryJournal(tmp_path).entries("epoch")
+
+
+def test_newest_and_sign_of_life(tmp_path: Path) -> None:
+    journal = DirectoryJournal(tmp_path)
+    assert journal.newest("term") is None
+    assert journal.last_beat() == ""
+    journal.write("term", 1, {"node": 4})
+    journal.write("term", 2, {"node": 5})
+    journal.write("epoch", 9, {})
+    assert journal.newest("term") == (2, {"node": 5})
+    journal.beat("2 17")
+    journal.beat("2 8")
+    assert DirectoryJournal(tmp_path).last_beat() == "2 8"
+    assert list(journal.entries("epoch")) == [9]
