@@ -1,7 +1,8 @@
 """Typed events: the only source for logs, metrics, the timeline and tests.
 
-An event is one line of JSON in ``events.jsonl`` of the run directory. The coordinator is the only
-writer of that file; other processes hand their events to it. Every event carries the wall clock
+An event is one line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
+writes ``events-<t>.jsonl`` beside it. A coordinator is the only writer of its file; other processes
+hand their events to it. Every event carries the wall clock
 (comparable between hosts, as far as clocks agree) and the monotonic clock (comparable within one
 host), the epoch, and where they apply the node, role, iteration and phase.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ class Kind(StrEnum):
     """What happened. The comment says which keys ``data`` holds."""
 
     RUN_STARTED = "run-started"  # roles, nodes, spares, command
+    COORDINATOR = "coordinator"  # term, host, hostname: who coordinates from now on, on which node
     NODE_JOINED = "node-joined"  # host, spare
     NODE_LOST = "node-lost"  # cause
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid
@@ -88,14 +91,32 @@ class EventLog:
         self._file.write(json.dumps(event.to_dict(), separators=(",", ":")) + "\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Make what was written durable; blocks. May be called from another thread."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
+def term_file(path: Path, term: int) -> Path:
+    """The event file of a term; ``path``: of the first one, ``events.jsonl``."""
+    return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
+
+
+def event_files(path: Path) -> list[Path]:
+    """The event files of all terms so far, in order; ``path``: of the first term."""
+    later = sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
+    return [file for file in (path, *later) if file.exists()]
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run in order; a torn last line (a killed writer) is left out."""
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield Event.from_dict(json.loads(line))
+    """The events of a run in order of terms, nothing without any; ``path``: of the first term's
+    file. The last line of a writer that was killed may be torn, and is left out.
+    """
+    for file in event_files(path):
+        with open(file, encoding="utf-8") as lines:
+            for line in lines:
+                if line.endswith("\n"):
+                    yield Event.from_dict(json.loads(line))

@@ -46,7 +46,16 @@ class Settings:
         3.0, "a member whose process shows no sign of life for this long is taken for frozen"
     )
     node_silence_seconds: float = _setting(
-        5.0, "an agent that is connected but silent for this long is taken for lost"
+        8.0, "roles of a node that was silent for this long may be given away"
+    )
+    fence_seconds: float = _setting(
+        6.0, "a node that cannot reach its coordinator for this long ends its members"
+    )
+    takeover_seconds: float = _setting(
+        3.0, "a standby takes over from a coordinator without a sign of life for this long"
+    )
+    rejoin_seconds: float = _setting(
+        12.0, "a node that has not come to the new coordinator for this long is taken for lost"
     )
     hang_seconds: float = _setting(
         300.0, "no progress of any role for this long, outside announced long sections, is a hang"
@@ -145,6 +154,10 @@ class Settings:
 _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("beat_interval_seconds", "freeze_seconds", 5, "a few late beats are not a frozen process"),
     ("freeze_seconds", "node_silence_seconds", 1, "a frozen member is found before its node"),
+    ("fence_seconds", "node_silence_seconds", 1.25, "a cut-off node stops before its roles go"),
+    ("fence_seconds", "rejoin_seconds", 1.25, "a node that stays away stops before its roles go"),
+    ("fence_seconds", "takeover_seconds", 0.5, "a late sign of life is not a dead coordinator"),
+    ("beat_interval_seconds", "fence_seconds", 5, "a few late beats are not a cut"),
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),
     ("drain_seconds", "close_seconds", 2, "draining is part of leaving the epoch"),

@@ -32,8 +32,9 @@ COMMANDS = {
     "clean": "clean",
     "patch": "patch",
     "plan": "plan",
-    "coordinator": "node",
+    "coordinator": "coordinate",
     "agent": "node",
+    "standby": "coordinate",
 }
 _EXAMPLES = """\
 examples:

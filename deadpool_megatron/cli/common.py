@@ -89,3 +89,21 @@ def parse_address(text: str) -> tuple[str, int]:
         raise CommandError(f"host {host!r} cannot be resolved: {error.strerror}") from error
     address = found[0][4]
     return str(address[0]), int(address[1])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket. Raises CommandError when the address cannot be had."""
+    if not 0 <= port <= 65535:
+        raise CommandError(f"--port {port} is no port: choose one between 1 and 65535, or 0")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise CommandError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or"
+            " --deadpool-interface"
+        ) from error
+    return listener

@@ -8,32 +8,28 @@ and coordinator of its death, even by SIGKILL.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import CommandError, coordinator_address
-from deadpool_megatron.cli.node import domain_of, listen
+from deadpool_megatron.cli.common import coordinator_address, listen
+from deadpool_megatron.cli.node import domain_of
+from deadpool_megatron.cli.preloading import preload_modules
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.agent import AgentOptions, run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_run
+from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.cluster.liveness import Ending, last_line
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.cluster.starter import choose_method
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 
-DEFAULT_PRELOAD = (
-    "deadpool_megatron.platform.preload,deadpool_megatron.trainer.loop,deadpool_megatron.hooks"
-)
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
@@ -223,7 +219,7 @@ class Launcher:
             self._coordinator.kill()
         if self._agents or self._stop_deadline or self._run.final.exists():
             return
-        if not any(self._run.journal.iterdir()):
+        if DirectoryJournal(self._run.journal).newest("epoch") is None:
             line = last_line(self._run.log("node0-agent"))
             self.trouble = f"no node came up: {line}" if line else "no node came up"
             self._stop_deadline = now + self._info.settings.close_seconds
@@ -296,35 +292,3 @@ def _become_agent(options: AgentOptions) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def keep_single_threaded() -> None:
-    """To be called before anything may import numpy: its OpenBLAS would start a thread for each
-    core at import, and a fork needs there be none.
-    """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-
-def preload_modules(settings: Settings, modules: Sequence[str]) -> None:
-    """Import what all members need, once, before they are forked.
-
-    Raises CommandError when a module is broken or starts threads. Does nothing for ``exec``.
-    """
-    if choose_method(settings.start_method) != "fork":
-        return
-    keep_single_threaded()
-    for name in modules:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                importlib.import_module(name)
-        except ImportError as error:
-            raise CommandError(f"Python module {name!r} cannot be imported: {error}") from error
-        if posix.thread_count() != 1:
-            raise CommandError(
-                f"importing {name!r} starts threads, a fork is not safe then: use"
-                " --deadpool-start-method exec"
-            )
-    # Shared pages stay shared: the collector would write into each object.
-    gc.collect()
-    gc.freeze()

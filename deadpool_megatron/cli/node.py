@@ -1,6 +1,6 @@
-"""``deadpool coordinator`` and ``deadpool agent``: the processes of a run, for schedulers.
+"""``deadpool agent``: the processes of one node, for schedulers and for hosts started by hand.
 
-``deadpool run`` starts both by itself; on a cluster each is started where it belongs.
+``deadpool run`` starts its agents by itself; on a cluster every node runs this one command.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,161 +18,200 @@ from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import (
     CommandError,
+    RunNotReachable,
+    ask,
     ask_at,
     coordinator_address,
     parse_address,
     raw,
 )
+from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
 from deadpool_megatron.cli.sizes import add_size, make_info
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.agent import EXIT_FENCED, AgentOptions, NodeTaken, run_agent
+from deadpool_megatron.cluster.cleanup import claim_segments
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout import domains
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.framing import WireError
 
-_COORDINATOR_EXAMPLES = """\
-example (then start one agent on every node, spares included):
-  deadpool coordinator --run-dir /shared/run1 --nodes 16 --spares 2 --nproc-per-node 8 \\
-      --host 10.0.0.1 --port 29400 -- -m deadpool_megatron.trainer @train.txt
-"""
-_AGENT_EXAMPLES = """\
-example:
-  deadpool agent --coordinator head:29400 --run-dir /shared/run1 --node-id $SLURM_NODEID \\
-      --host $(hostname -i)
-"""
+_EXAMPLES = """\
+Start the same command on N + S nodes, with a node id each; they agree among themselves on who
+coordinates. The first to come makes the run directory, which all of them share.
+
+examples:
+  deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- -m deadpool_megatron.trainer @train.txt
+  deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
+
+exit status: that of the run, where this node can read it; 2 bad input or environment; 69 this node
+was cut off, or put aside."""
+_ATTACH_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this agent runs. ``node``: None for one that the coordinator hands out."""
+
+    node: int | None
+    host: str
+    domain: str
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add both sub-commands."""
-    coordinator = raw(
-        subparsers.add_parser(
-            "coordinator",
-            help="only the coordinator of a run (clusters)",
-            epilog=_COORDINATOR_EXAMPLES,
-        )
-    )
-    coordinator.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
-    add_size(coordinator, required=False)
-    coordinator.add_argument("--host", metavar="ADDRESS", help="address that agents reach")
-    coordinator.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
-    coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
-    coordinator.add_argument("--lifeline-fd", type=int, help=argparse.SUPPRESS)
-    arguments.add_arguments(coordinator)
-
+    """Add the sub-command."""
     agent = raw(
         subparsers.add_parser(
-            "agent", help="only the agent of one node (clusters)", epilog=_AGENT_EXAMPLES
+            "agent",
+            help="one node of a run (clusters)",
+            usage="deadpool agent --run-dir DIR (--node-id I | --attach) [options] [-- COMMAND]",
+            epilog=_EXAMPLES,
         )
     )
-    agent.add_argument("--coordinator", metavar="HOST:PORT", help="default: as the run dir says")
-    agent.add_argument("--run-dir", type=Path, required=True, metavar="DIR")
-    agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
-    agent.add_argument("--node-id", type=int, required=True, metavar="I")
-    agent.add_argument("--nproc-per-node", type=int, metavar="P", help="must agree with the run's")
+    agent.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
+    )
+    which = agent.add_mutually_exclusive_group(required=True)
+    which.add_argument("--node-id", type=int, metavar="I", help="0 to N + S - 1")
+    which.add_argument(
+        "--attach", action="store_true", help="join a running job as one more spare node"
+    )
+    add_size(agent, required=False)
     agent.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
     agent.add_argument("--domain", default="", help="failure domain (rack) of this node")
     agent.add_argument(
+        "--rejoin",
+        type=int,
+        default=3,
+        metavar="K",
+        help="after having been cut off, come back as a new spare, up to K times (default: 3)",
+    )
+    agent.add_argument(
+        "--coordinator", metavar="HOST:PORT", help="of 'deadpool coordinator' (default: a standby)"
+    )
+    agent.add_argument(
+        "--coordinator-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on which this node's standby listens once it coordinates (default: a free one)",
+    )
+    agent.add_argument(
+        "--no-standby", action="store_true", help="this node never takes over as coordinator"
+    )
+    agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
+    agent.add_argument(
         "--preload", metavar="MODULES", help="imported once per node (default: torch, megatron)"
     )
+    arguments.add_arguments(agent)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the sub-command."""
-    return _coordinator(args) if args.subcommand == "coordinator" else _agent(args)
-
-
-def _coordinator(args: argparse.Namespace) -> int:
-    # The planner comes from a layer above the cluster package, so it is handed in from here.
-    from deadpool_megatron.cluster.coordinator import run_coordinator
-    from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
-    from deadpool_megatron.recovery import plan
-
-    run = RunDirectory(args.run_dir)
-    if run.final.exists():
-        raise CommandError(f"the run in {run.path} is over")
-    if not (run.path / "run.json").exists():
-        if args.nodes is None or args.nproc_per_node is None or not args.command:
-            raise CommandError("a new run needs --nodes, --nproc-per-node and -- COMMAND")
-        check_command(args.command)
-        scripts.adopt(args)
-        run.create(make_info(args, arguments.settings_from(args)))
-        auth.create_secret(run.path)
-    info = run.read_run()
-    host = args.host or info.settings.interface
-    if args.listen_fd is not None:
-        listener = socket.socket(fileno=args.listen_fd)
-    else:
-        listener = listen(host, args.port)
-        print(f"coordinator of run {info.run_id} at {host}:{listener.getsockname()[1]}", flush=True)
-    return run_coordinator(
-        CoordinatorOptions(
-            run=run,
-            info=info,
-            secret=auth.load_secret(run.path),
-            host=host,
-            listener=listener,
-            planner=plan,
-            lifeline_fd=args.lifeline_fd,
-        )
-    )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises CommandError when the address cannot be had."""
-    if not 0 <= port <= 65535:
-        raise CommandError(f"--port {port} is no port: choose one between 1 and 65535, or 0")
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise CommandError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --port or"
-            " --deadpool-interface"
-        ) from error
-    return listener
-
-
-def _agent(args: argparse.Namespace) -> int:
-    from deadpool_megatron.cli.launch import DEFAULT_PRELOAD, preload_modules
-    from deadpool_megatron.cluster.agent import AgentOptions, NodeTaken, run_agent
-    from deadpool_megatron.cluster.cleanup import claim_segments
-
+    """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
-    if not (run.path / "run.json").exists() and fixed is not None:
-        _fetch_run(run, args, fixed)
+    shared = fixed is None or (run.path / "run.json").exists()
+    if not (run.path / "run.json").exists():
+        if fixed is not None:
+            _fetch_run(run, args, fixed)
+        else:
+            _create_run(run, args)
     info = _run_of(run, args)
-    if fixed is None and coordinator_address(run) is None:
-        raise CommandError(f"{run.path} names no coordinator: give --coordinator HOST:PORT")
     if fixed is not None:
         _probe(fixed, auth.load_secret(run.path), info)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
     if (script := scripts.script_of(info.command)) is not None:
-        check_command([script])  # this may be another host than the coordinator's
+        check_command([script])  # this may be another host than the one that made the run
     scripts.announce(info.command, os.environ)
     preload_modules(info.settings, modules)
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    options = AgentOptions(
-        node=args.node_id,
-        run=run,
-        info=info,
-        secret=auth.load_secret(run.path),
-        # The file names the newest coordinator, wherever it was started again.
-        address=lambda: coordinator_address(run) or fixed,
-        host=args.host or info.settings.interface,
-        domain=args.domain or domain_of(info.settings, args.node_id),
-        modules=modules,
-        directory=Path.cwd(),
-    )
+    place = Place(args.node_id, args.host or info.settings.interface, args.domain)
+    return _serve(run, info, args, place, fixed, modules, standby=shared and not args.no_standby)
+
+
+def _serve(
+    run: RunDirectory,
+    info: RunInfo,
+    args: argparse.Namespace,
+    place: Place,
+    fixed: tuple[str, int] | None,
+    modules: tuple[str, ...],
+    *,
+    standby: bool,
+) -> int:
+    """One agent after the other: each comes back as another node than the one that was fenced."""
+    node = place.node
+    for _ in range(max(0, args.rejoin) + 1):
+        if node is None:
+            node = _attach(run, info, fixed)
+        options = AgentOptions(
+            node=node,
+            run=run,
+            info=info,
+            secret=auth.load_secret(run.path),
+            # The file names the newest coordinator, wherever it was started again.
+            address=lambda: coordinator_address(run) or fixed,
+            host=place.host,
+            domain=place.domain or domain_of(info.settings, node),
+            modules=modules,
+            directory=Path.cwd(),
+            standby=_standby_command(run, place.host, node, args) if standby else (),
+        )
+        try:
+            status = run_agent(options)
+        except NodeTaken as error:
+            raise CommandError(f"{error}: choose another --node-id") from error
+        if status != EXIT_FENCED or run.final.exists():
+            break
+        node = None
     try:
-        return run_agent(options)
-    except NodeTaken as error:
-        raise CommandError(f"{error}: choose another --node-id") from error
+        return int(read_json(run.final)["exit_status"])
+    except (OSError, ValueError, KeyError):
+        return status
+
+
+def _standby_command(
+    run: RunDirectory, host: str, node: int, args: argparse.Namespace
+) -> tuple[str, ...]:
+    follow = () if args.coordinator is None else ("--follow",)
+    return (
+        *("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path)),
+        *("--node-id", str(node), "--host", host, "--port", str(args.coordinator_port), *follow),
+    )
+
+
+def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
+    """A node id that no node has had. Raises CommandError when there is no coordinator in time."""
+    limit = time.monotonic() + info.settings.spare_timeout_seconds
+    message = {"command": "attach", "hostname": socket.gethostname()}
+    while True:
+        try:
+            if fixed is not None and not run.coordinator.exists():
+                answer = ask_at(fixed, run, info.run_id, message)
+            else:
+                answer = ask(run, message)
+            return int(answer["node"])
+        except RunNotReachable as error:
+            if run.final.exists() or time.monotonic() > limit:
+                raise CommandError(f"cannot attach: {error}") from error
+        time.sleep(_ATTACH_PAUSE_SECONDS)
+
+
+def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
+    """The first agent to come makes the run; every other one finds it made."""
+    if args.nodes is None or args.nproc_per_node is None or not args.command:
+        raise CommandError(
+            f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
+            " --coordinator HOST:PORT"
+        )
+    check_command(args.command)
+    scripts.adopt(args)
+    info = make_info(args, arguments.settings_from(args))
+    run.path.mkdir(parents=True, exist_ok=True)
+    auth.create_secret(run.path)  # before run.json, which says that everything is there
+    run.create(info)
 
 
 def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
@@ -179,8 +220,13 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
         raise CommandError(f"the run in {run.path} is over")
     if args.run_id is not None and args.run_id != info.run_id:
         raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
-    if args.nproc_per_node is not None and args.nproc_per_node != info.nproc_per_node:
-        raise CommandError(f"the run has --nproc-per-node {info.nproc_per_node}")
+    for flag, given, known in (
+        ("--nodes", args.nodes, info.nodes),
+        ("--spares", args.spares or None, info.spares),
+        ("--nproc-per-node", args.nproc_per_node, info.nproc_per_node),
+    ):
+        if given is not None and given != known:
+            raise CommandError(f"the run has {flag} {known}")
     if args.command and scripts.member_command(args.command) != info.command:
         raise CommandError(f"the run has another command: {' '.join(info.command)}")
     return info
@@ -198,7 +244,7 @@ def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, 
 
 
 def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
-    """Fail at once for a wrong address or secret, rather than after the whole fence limit."""
+    """Fail at once for a wrong address or secret, rather than after the whole patience."""
     try:
         auth.connect(address, secret, info.run_id, info.settings.connect_seconds).close()
     except auth.AuthenticationError:

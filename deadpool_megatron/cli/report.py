@@ -26,21 +26,21 @@ from deadpool_megatron.cli.story import (
 )
 from deadpool_megatron.cli.tables import count, seconds, size, table
 from deadpool_megatron.cluster.run_directory import RunDirectory
-from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.events import Kind, event_files, read_events
 
 # More failures than this share one column of means instead of having one each.
 _COLUMNS = 6
 
 
 def read_story(directory: Path) -> Story:
-    """The story in ``events.jsonl``. Raises ResultError when there is none or it is damaged."""
+    """The story that the events tell. Raises ResultError when there is none or it is damaged."""
     path = RunDirectory(directory).events
     story = Story()
+    if not event_files(path):
+        raise ResultError(f"{directory} is not the directory of a run (no events.jsonl)")
     try:
         for event in read_events(path):
             story.add(event)
-    except FileNotFoundError:
-        raise ResultError(f"{directory} is not the directory of a run (no events.jsonl)") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return story

@@ -12,12 +12,8 @@ from typing import Any
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import checks, scripts
 from deadpool_megatron.cli.common import CommandError, raw
-from deadpool_megatron.cli.launch import (
-    DEFAULT_PRELOAD,
-    Launcher,
-    LaunchOptions,
-    keep_single_threaded,
-)
+from deadpool_megatron.cli.launch import Launcher, LaunchOptions
+from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json

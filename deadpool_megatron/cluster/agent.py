@@ -4,8 +4,9 @@ One thread, one asyncio loop, no executors: members are forked from here. The or
 fixed: first the vault stops sealing, then the members are interrupted, then every seated member has
 left the epoch or is killed, and only then the inventory is taken and sent.
 
-Losing the coordinator changes nothing for training; the agent reconnects. Only a node that has been
-cut off for :func:`fence_seconds` ends its members, to hold nothing that was given away long since.
+Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
+be. A node that is cut off from a coordinator that lives ends its members (fencing.py), for its
+roles are about to be given away.
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ from deadpool_megatron.cluster.agent_members import (
 )
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
+from deadpool_megatron.cluster.fencing import Fence
+from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
+from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
 EXIT_FENCED = 69
 _FLUSH_SECONDS = 2.0
+# Events that results are made of; a coordinator drops those that it has already.
+_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class NodeTaken(Exception):
@@ -53,10 +59,12 @@ class NodeTaken(Exception):
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """One node. ``address()`` says where the coordinator listens now (None: not known yet).
+    """One node. ``address()`` says where the coordinator listens (None: not known yet), as long as
+    the standby has not seen a newer one in the journal.
 
     ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
-    file when the launcher is gone; None where there is none.
+    file when the launcher is gone; where there is a launcher, it restarts the coordinator on this
+    host, and no network can come between. ``standby``: command of the standby, () for none.
     """
 
     node: int
@@ -69,6 +77,7 @@ class AgentOptions:
     modules: tuple[str, ...]
     directory: Path
     lifeline_fd: int | None = None
+    standby: tuple[str, ...] = ()
 
 
 class Agent:
@@ -88,6 +97,10 @@ class Agent:
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
+        rhythm = Rhythm.of(self._settings)
+        self._contact_seconds = rhythm.gap
+        self._cut_limit = Fence(self._settings.fence_seconds, rhythm)
+        self._standby: StandbyKeeper | None = None
         self._environment = {
             "DEADPOOL_RUN_DIR": str(options.run.path),
             "DEADPOOL_RUN_ID": options.info.run_id,
@@ -105,13 +118,23 @@ class Agent:
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._members = Members(self._spec, starter, self._settings, self)
+        if self._options.standby:
+            self._standby = StandbyKeeper(
+                self._options.standby,
+                str(self._options.run.path),
+                self._options.info.run_id,
+                str(self._options.run.log(f"node{self._node}-standby")),
+                on_look=self._cut_limit.looked,
+                on_over=self._run_over,
+            )
         self._link = CoordinatorLink(
-            self._options.address,
+            self._address,
             self._options.secret,
             self._options.info.run_id,
             self._settings,
             self._join,
             self._on_order,
+            self._cut_limit.heard,
         )
         self._vault = VaultKeeper(
             self._node,
@@ -129,8 +152,10 @@ class Agent:
         try:
             self._vault.start()
             self._write_listing()
+            if self._standby is not None:
+                self._standby.start()
             # Shielded: the last reports are acknowledged while everything else winds down.
-            self._serving = asyncio.create_task(self._link.run(fence_seconds(self._settings)))
+            self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
             await first_of(
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
@@ -302,7 +327,8 @@ class Agent:
         elif kind == "drained":
             self._drained.set()
         elif kind == "event":
-            self._link.send({"t": "event", "event": {"node": self._node, **message["event"]}})
+            event = {"node": self._node, **message["event"]}
+            self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
             return
         self._report(member, message)
 
@@ -343,7 +369,34 @@ class Agent:
                 if m.beat
             }
             self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
+            self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
+
+    # Contact with the coordinator.
+
+    def _address(self) -> tuple[str, int] | None:
+        newest = None if self._standby is None else self._standby.address
+        return newest or self._options.address()
+
+    def _patience_seconds(self) -> float:
+        """How long a first connection may take; later ones are the fence's business, except where
+        a launcher watches over both sides.
+        """
+        settings = self._settings
+        return max(settings.spare_timeout_seconds, 3 * settings.connect_seconds)
+
+    def _look_for_cut(self, now: float) -> None:
+        silent = self._cut_limit.silent_seconds(now)
+        if self._standby is not None:
+            self._standby.contact(self._link.connected and silent <= self._contact_seconds)
+        verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
+        if verdict and self._ending is None:
+            self._fence(verdict)
+
+    def _run_over(self) -> None:
+        """The coordinator wrote the result; its order to stop may have been lost with it."""
+        if not self._link.connected:
+            self._end("the run is over", True)
 
     # Beginning and end.
 
@@ -401,17 +454,14 @@ class Agent:
         await self._link.flush(_FLUSH_SECONDS if self._link.connected else 0.0)
         if self._serving is not None:
             self._serving.cancel()
+        self._link.close()
         await self._vault.shut_down(remove)
         if remove:
             remove_segments(self._segments)
         self._options.run.node(self._node).unlink(missing_ok=True)
-
-
-def fence_seconds(settings: Settings) -> float:
-    """How long a node goes on without a coordinator. What a cut-off node computes can neither be
-    committed nor reported, so this only bounds for how long it keeps its processes and memory.
-    """
-    return max(settings.spare_timeout_seconds, 3 * settings.connect_seconds)
+        if self._standby is not None:
+            grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
+            await self._standby.close(grace)
 
 
 def _claim_node(options: AgentOptions) -> int:

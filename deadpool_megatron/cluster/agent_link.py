@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.settings import Settings
@@ -20,6 +21,9 @@ from deadpool_megatron.wire.framing import WireError
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
+# A coordinator's events reach the disk about once a second; what it had taken and not yet written
+# is told to its successor again.
+_RETAINED_SECONDS = 10.0
 # Reports kept while the coordinator is away; far above what a run makes in its restart time.
 # With more than this unsent a beat would only say how late it is.
 _BEAT_BACKLOG_BYTES = 65536
@@ -27,14 +31,25 @@ MAXIMUM_UNACKNOWLEDGED = 200_000
 
 
 class CoordinatorLost(Exception):
-    """No connection for longer than the fence limit: this node must end its members."""
+    """No connection for longer than this node may go on without one."""
+
+
+@dataclass(frozen=True)
+class _Session:
+    """One authenticated connection whose welcome has arrived."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    address: tuple[str, int]
+    welcome: Mapping[str, Any]
 
 
 class CoordinatorLink:
     """One task runs :meth:`run`; ``send`` and ``beat`` may be called from any callback of the loop.
 
-    ``address()`` is asked before each attempt (a restarted coordinator may be elsewhere);
-    ``join()`` gives the first message; ``on_message`` gets every order, the welcome first.
+    ``address()`` is asked before each attempt (a new coordinator may be elsewhere); ``join()``
+    gives the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at)`` is
+    told the monotonic time at which the newest acknowledged beat (or join) was sent.
     """
 
     def __init__(
@@ -45,6 +60,7 @@ class CoordinatorLink:
         settings: Settings,
         join: Callable[[], Mapping[str, Any]],
         on_message: Callable[[Mapping[str, Any]], None],
+        on_heard: Callable[[float], None] = lambda sent_at: None,
     ) -> None:
         self._address = address
         self._secret = secret
@@ -52,86 +68,161 @@ class CoordinatorLink:
         self._settings = settings
         self._join = join
         self._on_message = on_message
-        self._writer: asyncio.StreamWriter | None = None
+        self._on_heard = on_heard
+        self._session: _Session | None = None
+        self._heard_at = 0.0
         self._number = 0
         self._unacknowledged: deque[tuple[int, bytes]] = deque(maxlen=MAXIMUM_UNACKNOWLEDGED)
+        self._retained: deque[tuple[float, int, bytes]] = deque()
+        self._boot = ""
 
     @property
     def connected(self) -> bool:
         """Whether the welcome of the current connection has arrived."""
-        return self._writer is not None
+        return self._session is not None
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Report something; it arrives once, in order, now or after a reconnect."""
+    def send(self, message: Mapping[str, Any], *, retain: bool = False) -> None:
+        """Report something; it arrives once, in order, now or after a reconnect. ``retain``: told
+        again to a coordinator that takes over soon after; it must do no harm to hear it twice.
+        """
         self._number += 1
         data = framing.encode({**message, "n": self._number})
         self._unacknowledged.append((self._number, data))
-        if self._writer is not None:
-            self._writer.write(data)
+        if retain:
+            now = time.monotonic()
+            self._retained.append((now, self._number, data))
+            while self._retained[0][0] < now - _RETAINED_SECONDS:
+                self._retained.popleft()
+        if self._session is not None:
+            self._session.writer.write(data)
 
     def beat(self, message: Mapping[str, Any]) -> None:
         """Send a sign of life, or nothing while there is no connection."""
-        writer = self._writer
-        if writer is not None and writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
-            writer.write(framing.encode(message))
+        if self._session is None:
+            return
+        writer = self._session.writer
+        if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
+            writer.write(framing.encode({**message, "b": time.monotonic()}))
 
     async def flush(self, deadline_seconds: float) -> None:
         """Wait until all reports are acknowledged, or the time is over."""
         limit = time.monotonic() + deadline_seconds
         # A beat is what the coordinator answers with the number of the last report.
         self.beat({"t": "beat", "members": {}, "vault": {}})
-        while self._unacknowledged and self._writer is not None and time.monotonic() < limit:
+        while self._unacknowledged and self._session is not None and time.monotonic() < limit:
             await asyncio.sleep(0.01)
 
-    async def run(self, fence_seconds: float) -> None:
+    def close(self) -> None:
+        """Leave: the coordinator takes it for the end of this node."""
+        if self._session is not None:
+            self._session.writer.close()
+            self._session = None
+
+    async def run(self, patience_seconds: float) -> None:
         """Connect, serve, reconnect with growing pauses; returns only by exception.
 
-        Raises CoordinatorLost when there was no connection for ``fence_seconds``, and
+        Raises CoordinatorLost when there was no connection for ``patience_seconds``, and
         AuthenticationError when the coordinator refuses the run secret.
         """
         pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
         why = "never reached"
         while True:
             try:
-                await self._connect_and_serve()
+                await self._serve(await self._open(self._settings.connect_seconds))
             except (OSError, TimeoutError, WireError) as error:
                 why = str(error) or type(error).__name__
-            if self._writer is not None:
-                self._writer.close()
-                self._writer = None
+            if self._session is not None:
+                self.close()
                 pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
-            if time.monotonic() - lost_at > fence_seconds:
-                raise CoordinatorLost(f"no coordinator for {fence_seconds:g} s: {why}")
+            if time.monotonic() - lost_at > patience_seconds:
+                raise CoordinatorLost(f"no coordinator for {patience_seconds:g} s: {why}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
-    async def _connect_and_serve(self) -> None:
+    async def _open(self, greeting_seconds: float) -> _Session:
+        """A connection up to its welcome. Once ``join`` is sent the welcome gets its whole time:
+        to leave then would look like the death of this node.
+        """
         address = self._address()
         if address is None:
             raise OSError("the coordinator has not said where it listens")
         limit = self._settings.connect_seconds
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), limit)
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), greeting_seconds)
         try:
             handshake = connect_stream(reader, writer, self._secret, self._run_id)
-            await asyncio.wait_for(handshake, limit)
+            await asyncio.wait_for(handshake, greeting_seconds)
+            sent_at = time.monotonic()
             writer.write(framing.encode(self._join()))
             welcome = await asyncio.wait_for(framing.read_frame(reader), limit)
         except BaseException:
             writer.close()
             raise
-        self._writer = writer
-        self._acknowledge(int(welcome.get("seen", 0)))
+        if welcome.get("t") == "welcome":
+            self._heard(sent_at)
+        return _Session(reader, writer, address, welcome)
+
+    async def _serve(self, session: _Session) -> None:
+        """Until the connection ends. While it is silent, or another coordinator is the newest, a
+        second one is tried beside it: a fresh greeting gets through a mended network at once, where
+        an old connection waits for its next retransmission.
+        """
+        retry = self._settings.fence_seconds / 6
+        reading = self._begin(session)
+        try:
+            while True:
+                done, _ = await asyncio.wait({reading}, timeout=retry)
+                if done:
+                    reading.result()
+                elif self._is_silent(retry) or self._has_moved():
+                    try:
+                        fresh = await self._open(retry)
+                    except (OSError, TimeoutError, WireError):
+                        continue  # the present one may still come back
+                    reading.cancel()
+                    if self._session is not None:
+                        self._session.writer.close()
+                    reading = self._begin(fresh)
+        finally:
+            reading.cancel()
+
+    def _begin(self, session: _Session) -> asyncio.Task[None]:
+        self._session = session
+        self._acknowledge(int(session.welcome.get("seen", 0)))
+        boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
+        if boot and boot != self._boot:
+            waiting = {number for number, _ in self._unacknowledged}
+            for _, number, data in self._retained:
+                if number not in waiting:
+                    session.writer.write(data)
         for _, data in self._unacknowledged:
-            writer.write(data)
-        self._on_message(welcome)
+            session.writer.write(data)
+        self._on_message(session.welcome)
+        reading = asyncio.create_task(self._read(session.reader))
+        # It may end while the one that replaces it is being opened; nobody asks it then.
+        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return reading
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
             message = await asyncio.wait_for(framing.read_frame(reader), silence)
             if message.get("t") == "ack":
                 self._acknowledge(int(message["n"]))
+                self._heard(float(message["beat"]))
             else:
                 self._on_message(message)
+
+    def _is_silent(self, limit_seconds: float) -> bool:
+        return time.monotonic() - self._heard_at > limit_seconds
+
+    def _has_moved(self) -> bool:
+        address = self._address()
+        return self._session is not None and address not in (None, self._session.address)
+
+    def _heard(self, sent_at: float) -> None:
+        self._heard_at = max(self._heard_at, sent_at)
+        self._on_heard(sent_at)
 
     def _acknowledge(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:

@@ -1,41 +1,33 @@
-"""The files in which a run tells what happened: ``events.jsonl``, ``final.json``, ``latest.json``.
+"""The files in which a run tells what happened: events, ``final.json`` and ``latest.json``.
 
-Belongs to the coordinator, their only writer.
+Belongs to the coordinator. Each term has an event file of its own: an old coordinator that wakes up
+once more cannot write into what the new one has read.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from deadpool_megatron.cluster.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
 from deadpool_megatron.cluster.starter import NVIDIA_CONTROL_DEVICE
-from deadpool_megatron.events import Event, EventLog, read_events
+from deadpool_megatron.events import Event, EventLog, read_events, term_file
 from deadpool_megatron.layout.records import Restore
 
 
 class Chronicle:
     """Takes up where an earlier coordinator of the run was killed, if there was one."""
 
-    def __init__(self, run: RunDirectory, info: RunInfo) -> None:
+    def __init__(self, run: RunDirectory, info: RunInfo, term: int) -> None:
         self._run = run
         self._info = info
         fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
         self.divergence_is_fatal = fatal
         self.results = Results(fatal)
-        if run.events.exists():
-            self._recover()
-        self._log = EventLog(run.events)
-
-    def _recover(self) -> None:
-        """What was accepted before; a torn last line is cut off, or the next would be glued on."""
-        data = self._run.events.read_bytes()
-        if not data.endswith(b"\n"):
-            os.truncate(self._run.events, data.rfind(b"\n") + 1)
-        for event in read_events(self._run.events):
+        for event in read_events(run.events):
             self.results.add(event)
+        self._log = EventLog(term_file(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
         """Write an event, unless it repeats a known one; answers what was written."""
@@ -43,6 +35,12 @@ class Chronicle:
         for one in accepted:
             self._log.write(one)
         return accepted
+
+    def sync(self) -> None:
+        """Make the events durable, for a host that dies with what it has not sent to the server of
+        a network file system. Blocks; may be called from another thread. Raises OSError.
+        """
+        self._log.sync()
 
     def newest_durable(self) -> Restore | None:
         """The checkpoint that was made valid last in this run."""

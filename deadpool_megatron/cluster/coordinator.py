@@ -1,14 +1,15 @@
 """The coordinator service: the pure state machine, connected to agents, journal, files and users.
 
 Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
-order. This process writes ``events.jsonl`` (alone), the journal, ``final.json`` and
-``latest.json``. When it is killed, training goes on; a new one reads the journal and the event
-file, and the agents come back to it.
+order. This process writes the events of its term (alone), the journal, ``final.json`` and
+``latest.json``. When it is killed, training goes on; the next one claims a term, reads the journal
+and the events, and the agents come to it. One that finds a newer term than its own steps down.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -31,20 +32,23 @@ from deadpool_megatron.cluster.cleanup import clean_run
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.durable import DurableError, make_valid
 from deadpool_megatron.cluster.hang import ProgressClock, find_hang
-from deadpool_megatron.cluster.journal import DirectoryJournal, JournalError
+from deadpool_megatron.cluster.journal import JournalError, LostRace
+from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import Phase, State
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
+from deadpool_megatron.cluster.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.status import describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 EXIT_INTERRUPTED = 130
-_CONTROL_COMMANDS = ("status", "drain", "stop", "info")
+EXIT_SUPERSEDED = 71
+_CONTROL_COMMANDS = ("status", "drain", "stop", "info", "attach")
 
 
 class Coordinator:
@@ -55,8 +59,17 @@ class Coordinator:
         self._run = options.run
         self._settings = options.info.settings
         self._boot = secrets.token_hex(8)
-        self._journal = DirectoryJournal(options.run.journal)
-        self._chronicle = Chronicle(options.run, options.info)
+        self._journal = options.journal
+        self._chronicle = Chronicle(options.run, options.info, options.term.number)
+        self._sign = SignOfLife(
+            self._journal,
+            options.term.number,
+            Rhythm.of(self._settings),
+            sync=self._chronicle.sync,
+            on_gap=lambda: self._peers.forgive(time.monotonic()),
+            on_newer=lambda term: self._step_down(f"term {term} has begun"),
+            on_trouble=lambda text: self._warn(f"{text}; nothing can be decided until it can"),
+        )
         self._progress = ProgressClock()
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
@@ -73,9 +86,6 @@ class Coordinator:
         records = self._journal.entries("epoch")
         if not records:
             return self._machine.start(time.monotonic())
-        last = EpochRecord.from_dict(records[max(records)])
-        text = f"coordinator restarted, newest record is of epoch {last.epoch}"
-        self._emit(Event(Kind.LOG, epoch=last.epoch, data={"level": "warning", "text": text}))
         kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
         durable = self._chronicle.newest_durable()
         state = self._machine.resume(kept, durable, time.monotonic())
@@ -100,6 +110,7 @@ class Coordinator:
             self._store_lost,
             self._spawn,
         )
+        living = asyncio.create_task(self._sign.run())
         server = await asyncio.start_server(self._peers.serve, sock=self._options.listener)
         port = self._options.listener.getsockname()[1]
         pid = os.getpid()
@@ -117,16 +128,22 @@ class Coordinator:
                 "command": list(self._options.info.command),
             }
             self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
+        term = self._options.term
+        where = {"term": term.number, "host": term.host, "hostname": term.hostname}
+        self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         self._store.start()
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
-            done, _ = await asyncio.wait({ticking, over}, return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait({ticking, over, living}, return_when=first)
             for task in done:
                 task.result()
         finally:
             ticking.cancel()
             over.cancel()
+            living.cancel()
+            self._sign.close()
             for task in self._tasks:
                 task.cancel()
             self._store.close()
@@ -143,7 +160,7 @@ class Coordinator:
     def feed(self, item: inputs.Input) -> None:
         """Give the machine an input and carry out what comes out; never enters it twice."""
         self._queue.append(item)
-        if self._stepping:
+        if self._stepping or self._exit_status is not None:
             return
         self._stepping = True
         try:
@@ -190,8 +207,7 @@ class Coordinator:
             case actions.Finish(exit_status, reason, resume):
                 self._finish(exit_status, reason, resume)
             case actions.Exit(exit_status):
-                self._exit_status = exit_status
-                self._over.set()
+                self._end(exit_status)
 
     def _send(self, node: int, message: Mapping[str, Any]) -> None:
         peer = self._peers.agents.get(node)
@@ -206,6 +222,7 @@ class Coordinator:
         message = {
             "t": "welcome",
             "boot": self._boot,
+            "term": self._options.term.number,
             "seen": self._peers.taken(peer),
             "record": None if record is None else record.to_dict(),
             "closed": epoch if not is_open else epoch - 1,
@@ -227,16 +244,32 @@ class Coordinator:
     async def _write_record(self, record: EpochRecord) -> None:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
         loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(
-                None, self._journal.write, "epoch", record.epoch, record.to_dict()
-            )
-        except JournalError as error:
-            self.feed(inputs.JournalFailed(record.epoch, str(error)))
-        else:
-            self.feed(inputs.JournalWritten(record.epoch))
+        limit = time.monotonic() + self._settings.spare_timeout_seconds
+        known = ""
+        while True:
+            try:
+                await loop.run_in_executor(
+                    None, self._journal.write, "epoch", record.epoch, record.to_dict()
+                )
+            except LostRace as error:
+                self._step_down(str(error))
+                return
+            except JournalError as error:
+                if time.monotonic() > limit:
+                    self.feed(inputs.JournalFailed(record.epoch, str(error)))
+                    return
+                if str(error) != known:
+                    known = str(error)
+                    left = self._settings.spare_timeout_seconds
+                    self._warn(f"{known}; tried again for {left:g} s")
+                await asyncio.sleep(self._settings.beat_interval_seconds)
+            else:
+                self.feed(inputs.JournalWritten(record.epoch))
+                return
 
     def _finish(self, exit_status: int, reason: str, resume: Restore | None) -> None:
+        if self._is_superseded():
+            return
         recoveries = [report.to_dict() for report in self._state.recoveries]
         written = self._chronicle.finish(exit_status, reason, resume, recoveries)
         self._peers.send_all({"t": "stop", "reason": written, "remove": True})
@@ -246,6 +279,9 @@ class Coordinator:
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         """A node is new to the machine, unless its agent merely changed the connection."""
         joined = translate.join(message)
+        if int(message.get("term", 0)) > self._options.term.number:
+            self._step_down(f"node {joined.node} has heard of term {message['term']}")
+            return
         if again:
             self._welcome(peer.node, self._state.record)
         else:
@@ -284,6 +320,8 @@ class Coordinator:
             return {"ok": True, "status": describe(self._state, self._peers, self._results)}
         if name == "info":
             return {"ok": True, "info": self._options.info.to_dict()}
+        if name == "attach":
+            return await self._hand_out_node(str(message.get("hostname", "")))
         if name == "stop":
             self._user_stop(str(message.get("reason", "stopped by command")))
             return {"ok": True}
@@ -295,6 +333,20 @@ class Coordinator:
             self.feed(inputs.DrainRequested(node))
             return {"ok": True}
         return {"ok": False, "error": f"unknown command; known are {', '.join(_CONTROL_COMMANDS)}"}
+
+    async def _hand_out_node(self, hostname: str) -> dict[str, Any]:
+        """A number that no node of the run has had, nor will have."""
+        known = {*self._state.nodes, *self._state.gone, *self._journal.entries("node")}
+        number = max(known | {self._options.info.nodes + self._options.info.spares - 1})
+        while True:
+            number += 1
+            try:
+                self._journal.write("node", number, {"hostname": hostname})
+            except LostRace:
+                continue  # an earlier coordinator handed it out
+            except JournalError as error:
+                return {"ok": False, "error": str(error)}
+            return {"ok": True, "node": number}
 
     # Reports.
 
@@ -365,9 +417,11 @@ class Coordinator:
             await asyncio.sleep(interval)
             now = time.monotonic()
             if now - last > 3 * interval:
-                self._peers.forgive(now - last - interval)
+                self._peers.forgive(now)
             last = now
-            for peer in self._peers.silent(self._settings.node_silence_seconds, now):
+            # While nobody can see that this coordinator lives, nodes go on without it: see fencing.
+            limit = self._settings.node_silence_seconds if self._sign.is_fresh(now) else math.inf
+            for peer in self._peers.silent(limit, now):
                 silent = now - peer.heard_at
                 self._peers.forget(peer)
                 self.feed(inputs.NodeLost(peer.node, f"silent for {silent:.1f} s", silent))
@@ -384,6 +438,33 @@ class Coordinator:
         hang = find_hang(self._progress.update(beats, now), self._settings)
         if hang is not None:
             self.feed(inputs.RolesHung(record.epoch, hang.culprits, hang.cause))
+
+    # The end of this coordinator.
+
+    def _is_superseded(self) -> bool:
+        """A last look before something that another coordinator could do as well."""
+        try:
+            newest = self._sign.look()
+        except JournalError as error:
+            self._warn(str(error))  # then no standby can have claimed a term either
+            return False
+        if newest > self._options.term.number:
+            self._step_down(f"term {newest} has begun")
+        return newest > self._options.term.number
+
+    def _step_down(self, why: str) -> None:
+        """Another coordinator holds a newer term: say nothing more to anybody."""
+        if self._exit_status is None:
+            text = f"coordinator of term {self._options.term.number} steps down: {why}"
+            print(text, file=sys.stderr, flush=True)
+            self._end(EXIT_SUPERSEDED)
+
+    def _end(self, exit_status: int) -> None:
+        self._exit_status = exit_status
+        self._over.set()
+
+    def _warn(self, text: str) -> None:
+        self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))

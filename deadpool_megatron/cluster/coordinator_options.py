@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from deadpool_megatron.cluster.journal import Journal
+from deadpool_megatron.cluster.leadership import Term
 from deadpool_megatron.cluster.machine_state import Config
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.decision import Planner
@@ -13,7 +15,9 @@ from deadpool_megatron.layout.records import Generation, Restore
 
 @dataclass(frozen=True)
 class CoordinatorOptions:
-    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by."""
+    """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
+    ``term`` was claimed by the caller, who gives up its journal to the coordinator.
+    """
 
     run: RunDirectory
     info: RunInfo
@@ -21,6 +25,8 @@ class CoordinatorOptions:
     host: str
     listener: socket.socket
     planner: Planner
+    term: Term
+    journal: Journal
     lifeline_fd: int | None = None
 
 

@@ -78,7 +78,7 @@ class DirectoryJournal(Journal):
                 file.write("\n")
                 file.flush()
                 os.fsync(file.fileno())
-            self._link(temporary, final)
+            self._link(temporary, final, entry)
             self._sync_directory()
         except OSError as error:
             raise JournalError(f"cannot write {final}: {error.strerror}") from error
@@ -86,7 +86,7 @@ class DirectoryJournal(Journal):
             temporary.unlink(missing_ok=True)
 
     @staticmethod
-    def _link(temporary: Path, final: Path) -> None:
+    def _link(temporary: Path, final: Path, entry: Mapping[str, Any]) -> None:
         try:
             os.link(temporary, final)
         except OSError as error:
@@ -95,6 +95,8 @@ class DirectoryJournal(Journal):
             if temporary.stat().st_nlink == 2:
                 return
             if isinstance(error, FileExistsError):
+                if _read(final) == entry:
+                    return  # ours, of an earlier try whose end was not known
                 raise LostRace(f"{final} was written by another coordinator") from error
             raise
 

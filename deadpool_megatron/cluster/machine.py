@@ -51,7 +51,7 @@ class Machine:
     def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal.
 
-        Agents have ``connect_seconds`` to join again; then the last epoch is closed and reopened.
+        Agents have ``rejoin_seconds`` to join again; then the last epoch is closed and reopened.
         """
         kept: dict[int, int] = {}
         for record in records:
@@ -59,7 +59,7 @@ class Machine:
         last = records[-1]
         return replace(
             self.start(now),
-            deadline=now + self._config.settings.connect_seconds,
+            deadline=now + self._config.settings.rejoin_seconds,
             seats=last.seats,
             epoch=last.epoch,
             record=last,

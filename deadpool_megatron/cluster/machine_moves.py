@@ -162,7 +162,8 @@ def decide(turn: Turn) -> None:
     )
     turn.set(
         phase=Phase.DECIDING,
-        deadline=turn.now + turn.config.settings.connect_seconds,
+        # A journal that cannot be written for a while is tried again until then.
+        deadline=turn.now + 2 * turn.config.settings.spare_timeout_seconds,
         epoch=record.epoch,
         pending=record,
         redecide=None,

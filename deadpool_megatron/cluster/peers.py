@@ -17,6 +17,7 @@ from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 _REPORTED_REFUSALS = 100
+_RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
 
 
@@ -91,10 +92,10 @@ class Peers:
         """Agents that are connected but have said nothing for longer than the limit."""
         return [p for p in self.agents.values() if now - p.heard_at > limit_seconds]
 
-    def forgive(self, seconds: float) -> None:
-        """This process did not run for so long: the agents are not to blame for the silence."""
+    def forgive(self, now: float) -> None:
+        """Count every silence anew: what was not heard until now proves nothing."""
         for peer in self.agents.values():
-            peer.heard_at += seconds
+            peer.heard_at = max(peer.heard_at, now)
 
     def forget(self, peer: AgentPeer) -> None:
         """Close an agent's connection without a report about it."""
@@ -156,6 +157,8 @@ class Peers:
             pass  # the ordinary end
         except OSError as error:
             cause = f"connection lost: {error.strerror or error}"
+            # Something between has cut it: an agent that lives comes again at once.
+            await asyncio.sleep(_RECONNECT_SECONDS)
         except (WireError, KeyError, TypeError, ValueError) as error:
             cause = f"agent sent garbage: {type(error).__name__}: {error}"
             self._refuse(f"agent of node {node}", cause)
@@ -169,7 +172,7 @@ class Peers:
         if message.get("t") == "beat":
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])
-            peer.send({"t": "ack", "n": self.taken(peer)})
+            peer.send({"t": "ack", "n": self.taken(peer), "beat": float(message["b"])})
             return
         number = int(message["n"])
         if number <= self.taken(peer) or peer.dropped:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,11 +111,14 @@ class RunDirectory:
         """Shared-memory directory of a node."""
         return segment_root(run_id) / f"node{node}"
 
-    def create(self, info: RunInfo) -> None:
-        """Make all sub-directories and ``run.json``."""
+    def create(self, info: RunInfo) -> bool:
+        """Make all sub-directories and ``run.json``; False when another process was first, whose
+        run it is then.
+        """
         for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "run.json", info.to_dict())
+        text = json.dumps(info.to_dict(), indent=1) + "\n"
+        return write_once(self.path / "run.json", text.encode(), 0o644)
 
     def read_run(self) -> RunInfo:
         """Raises RunDirectoryError when this is not the directory of a run."""
@@ -146,6 +150,25 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(values, indent=1) + "\n")
     temporary.replace(path)
+
+
+def write_once(path: Path, content: bytes, mode: int) -> bool:
+    """Give ``path`` its content unless it exists; False if it does. Never seen in part, nor with
+    other permissions: written aside and linked to its name.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -48,13 +48,17 @@ def load_secret(run_directory: Path) -> bytes:
 
 
 def create_secret(run_directory: Path) -> None:
-    """Write a fresh secret, mode 0600, unless one exists already."""
+    """Write a fresh secret, mode 0600, unless one exists already; nobody ever reads half of it."""
+    temporary = run_directory / f".secret.{os.getpid()}.{secrets.token_hex(4)}"
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
-        handle = os.open(run_directory / "secret", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_hex(32).encode())
+        os.link(temporary, run_directory / "secret")
     except FileExistsError:
-        return
-    with os.fdopen(handle, "wb") as file:
-        file.write(secrets.token_hex(32).encode())
+        pass  # another agent of the run was first
+    finally:
+        temporary.unlink()
 
 
 def _proof(secret: bytes, label: str, run_id: str, ours: str, theirs: str) -> str:

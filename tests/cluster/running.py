@@ -26,6 +26,7 @@ FAST = (
     *("--deadpool-drain-seconds", "1"),
     *("--deadpool-freeze-seconds", "1.5"),
     *("--deadpool-node-silence-seconds", "2"),
+    *("--deadpool-fence-seconds", "1.5"),
     *("--deadpool-restore-seconds", "20"),
 )
 

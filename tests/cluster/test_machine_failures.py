@@ -112,7 +112,7 @@ def test_journal_that_cannot_write_ends_the_run() -> None:
     assert rig.one(act.Finish).exit_status == 1
     silent = Rig()
     silent.gather()
-    silent.tick(silent.settings.connect_seconds)
+    silent.tick(2 * silent.settings.spare_timeout_seconds)
     assert "journal of epoch 1" in silent.one(act.Finish).reason
 
 

@@ -208,7 +208,7 @@ def test_coordinator_that_takes_over_closes_and_reopens_the_last_epoch() -> None
         assert not rig.of(act.StartMembers)
     rig.feed(ev.StepReported(1, 8))
     assert rig.state.newest == 8
-    rig.tick(rig.settings.connect_seconds)  # node 2, the spare, has died with the coordinator
+    rig.tick(rig.settings.rejoin_seconds)  # node 2, the spare, has died with the coordinator
     assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "the coordinator was restarted")
     rig.closed(g(7))
     assert rig.pending.epoch == 2

@@ -88,19 +88,23 @@ def info() -> RunInfo:
 
 def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    first = Chronicle(run, info())
+    first = Chronicle(run, info(), 1)
     first.write(step(1))
     first.write(step(2))
     first.close()
     with open(run.events, "a") as file:
         file.write('{"kind":"step","iter')
-    second = Chronicle(run, info())
+    second = Chronicle(run, info(), 2)
     assert second.results.last_iteration == 2
     assert second.write(step(2)) == []
     second.write(step(3))
     second.finish(0, "", None, [{"epoch": 2, "cause": "x"}])
     second.close()
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.glob("events*")) == [
+        "events-0002.jsonl",
+        "events.jsonl",
+    ]
     final = json.loads(run.final.read_text())
     assert [entry["iteration"] for entry in final["steps"]] == [1, 2, 3]
     assert final["recoveries"] == [{"epoch": 2, "cause": "x"}]
