@@ -19,15 +19,17 @@ from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Config,
     Failure,
-    MemberStatus,
     NodeState,
     Phase,
     State,
     Turn,
 )
+from deadpool_megatron.cluster.persistent import without
+from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, keep_line
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.seats import SeatTable
 
 
 class Machine:
@@ -46,7 +48,7 @@ class Machine:
         }
         saved = config.start if config.start.kind != "initial" else None
         deadline = now + config.settings.start_seconds
-        return State(Phase.GATHERING, deadline, wished, durable=saved)
+        return State(Phase.GATHERING, deadline, SeatTable(wished), durable=saved)
 
     def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal.
@@ -60,7 +62,7 @@ class Machine:
         return replace(
             self.start(now),
             deadline=now + self._config.settings.rejoin_seconds,
-            seats=last.seats,
+            seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
             kept=kept,
@@ -130,9 +132,8 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
             turn.act(DropNode(node, why))
         return
     joined = NodeState(event.host, event.vault_port, event.domain)
-    turn.set(nodes={**state.nodes, node: joined})
-    seats = {(seat.node, seat.slot): seat.incarnation for seat in state.seats.values()}
-    spare = node not in {seat.node for seat in state.seats.values()}
+    turn.set(nodes=state.nodes.set(node, joined))
+    spare = node not in state.seats.nodes
     turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
     turn.act(Welcome(node, state.record))
     to_start: dict[int, int] = {}
@@ -143,7 +144,9 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         else:
             # What an earlier coordinator started has been there already.
             was_there = state.record is not None and node in state.record.nodes
-            known = seats.get((node, slot), 0) if was_there else -1
+            role = state.seats.role_by_place.get((node, slot))
+            seated = 0 if role is None else state.seats[role].incarnation
+            known = seated if was_there else -1
             to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
     if to_start:
         machine_moves.start_members(turn, node, to_start)
@@ -185,8 +188,8 @@ def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
         turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
     elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
         turn.set(
-            inventories={**state.inventories, inventory.node: inventory},
-            awaited=state.awaited - {inventory.node},
+            inventories=state.inventories.set(inventory.node, inventory),
+            awaited=state.awaited.without(inventory.node),
         )
         machine_moves.check_closed(turn)
 
@@ -231,7 +234,7 @@ def _drain(turn: Turn, node: int) -> None:
         turn.refuse("drain", f"node {node} is not connected", node)
         return
     turn.emit(Kind.DRAIN, node=node)
-    if node not in {seat.node for seat in state.seats.values()}:
+    if node not in state.seats.nodes:
         text = f"node {node} has no role to move away"
         turn.emit(Kind.LOG, node=node, level="info", text=text)
         return
@@ -266,13 +269,13 @@ def _dumped(turn: Turn, event: ev.Dumped) -> None:
     ):
         turn.refuse("dump", "not asked for", event.node)
         return
-    awaited = order.awaited - {event.node}
+    awaited = order.awaited.without(event.node)
     if event.error:
-        left = {n: inv for n, inv in turn.state.inventories.items() if n != event.node}
+        left = without(turn.state.inventories, event.node)
         turn.set(dump=replace(order, awaited=awaited), inventories=left)
         text = f"node {event.node} cannot dump: {event.error}"
         turn.emit(Kind.LOG, node=event.node, level="error", text=text)
         machine_end.dump(turn)
         return
-    turn.set(dump=replace(order, awaited=awaited, finished=order.finished | {event.node}))
+    turn.set(dump=replace(order, awaited=awaited, finished=order.finished.with_item(event.node)))
     machine_end.check_dumped(turn)

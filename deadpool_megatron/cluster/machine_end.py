@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.machine_state import (
     Turn,
     restore_query,
 )
+from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore
 from deadpool_megatron.layout.records import Restore
@@ -52,9 +53,11 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
     saved = replace(restore, kind="dump", path=directory, sources={})
     order = state.dump
     if order is not None and order.restore == saved:
-        turn.set(dump=replace(order, awaited=order.awaited & frozenset(state.nodes)))
+        turn.set(
+            dump=replace(order, awaited=PersistentSet(n for n in order.awaited if n in state.nodes))
+        )
     else:
-        nodes = frozenset(state.inventories) & frozenset(state.nodes)
+        nodes = PersistentSet(node for node in state.inventories if node in state.nodes)
         turn.set(
             phase=Phase.DUMPING,
             deadline=turn.now + turn.config.settings.first_step_seconds,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
@@ -14,11 +16,11 @@ from deadpool_megatron.cluster.machine_moves import (
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,
-    MemberStatus,
     Phase,
-    Place,
+    State,
     Turn,
 )
+from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
 
 
@@ -46,25 +48,30 @@ def check_gathered(turn: Turn) -> None:
     state, config = turn.state, turn.config
     if state.phase is not Phase.GATHERING or state.store is None or state.deadline is None:
         return
+    # The counts are looked at first: this is asked for every join and every hello.
+    present = len(state.nodes) + len(state.gone)
     if state.record is not None:
-        if not set(state.record.nodes) - set(state.nodes) - set(state.gone):
+        if present >= len(state.record.nodes) and not _absent(state, state.record.nodes):
             _reopen(turn)
         return
-    wished = {seat.node for seat in state.seats.values()}
-    if wished - set(state.nodes) - set(state.gone) or _starting(turn):
-        return
     patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
-    present = len(state.nodes) + len(state.gone)
-    if present < config.nodes + config.spares and turn.now < patience:
+    wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
+    if present < wanted or _seated_is_starting(state) or _absent(state, state.seats.nodes):
         return
-    if not seating(turn, frozenset()).unseated:
+    seats = seating(turn, frozenset())
+    if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
         decide(turn)
 
 
-def _starting(turn: Turn) -> set[int]:
-    """Nodes that would get roles and have members that did not say hello yet."""
-    seats = seating(turn, frozenset()).seats.values()
-    return {seat.node for seat in seats if not _runs(turn, (seat.node, seat.slot))}
+def _absent(state: State, wished: Iterable[int]) -> list[int]:
+    """Nodes that neither are here nor will ever come, ascending."""
+    return sorted(node for node in wished if node not in state.nodes and node not in state.gone)
+
+
+def _seated_is_starting(state: State) -> bool:
+    """Whether a member whose own role waits for it did not say hello yet."""
+    places = state.seats.role_by_place
+    return any(place in places for place in state.members.starting)
 
 
 def _runs(turn: Turn, place: Place) -> bool:
@@ -100,7 +107,8 @@ def _overdue(turn: Turn) -> None:
         case Phase.GATHERING:
             _gathered_enough(turn, waited)
         case Phase.CLOSING:
-            for node in sorted(state.awaited | {place[0] for place in state.killed}):
+            late = state.awaited | {place[0] for place in state.members.killed}
+            for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE:
             dump(turn)
@@ -137,13 +145,12 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
         finish(turn, 2, "the store process of the communicators did not start in time")
         return
     if state.record is not None:
-        late = set(state.record.nodes) - set(state.nodes) - set(state.gone)
-        turn.set(gone={**state.gone, **dict.fromkeys(late, "did not join again in time")})
+        late = _absent(state, state.record.nodes)
+        turn.set(gone=state.gone.update(dict.fromkeys(late, "did not join again in time")))
         _reopen(turn)
         return
-    wished = {seat.node for seat in state.seats.values()}
-    absent = sorted(wished - set(state.nodes) - set(state.gone))
-    turn.set(gone={**state.gone, **dict.fromkeys(absent, "did not join in time")})
+    absent = _absent(state, state.seats.nodes)
+    turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
     for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
         drop_node(turn, node, _silent(node, "did not start its members in time"))
     unseated = seating(turn, frozenset()).unseated
@@ -156,16 +163,14 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
 
 def _check_members(turn: Turn) -> None:
     """Killed processes must be reaped, and spares must become warm, in their time."""
-    settings = turn.config.settings
-    seated = {(seat.node, seat.slot) for seat in turn.state.seats.values()}
-    for place, member in sorted(turn.state.members.items()):
-        age = turn.now - member.since
-        if member.status is MemberStatus.KILLED and age > settings.close_seconds:
+    settings, members = turn.config.settings, turn.state.members
+    for place in sorted(members.killed):
+        if turn.now - members[place].since > settings.close_seconds:
             drop_node(turn, place[0], _silent(place[0], "cannot end a killed process"))
-        elif (
-            turn.state.phase in OPEN_PHASES
-            and place not in seated
-            and member.status in (MemberStatus.STARTING, MemberStatus.RUNNING)
-            and age > settings.start_seconds
-        ):
+    if turn.state.phase not in OPEN_PHASES:
+        return
+    seated = turn.state.seats.role_by_place
+    idle = sorted(place for place in turn.state.members.building if place not in seated)
+    for place in idle:
+        if turn.now - turn.state.members[place].since > settings.start_seconds:
             kill(turn, place)

@@ -25,11 +25,11 @@ from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,
     OPEN_PHASES,
     Failure,
-    MemberStatus,
     Phase,
     Suspicion,
     Turn,
 )
+from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
 
@@ -75,7 +75,7 @@ def _hello(turn: Turn, event: ev.MemberHello) -> None:
     if turn.state.members[place].status is MemberStatus.STARTING:
         started = turn.state.members[place]
         running = replace(started, status=MemberStatus.RUNNING)
-        turn.set(members={**turn.state.members, place: running})
+        turn.set(members=turn.state.members.with_member(place, running))
         turn.emit(
             Kind.MEMBER_STARTED,
             node=event.node,
@@ -123,7 +123,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         cause = f"the process built for role {role} lays out its state in another way"
         close(turn, Failure(cause, ("layout", str(role))))
         return
-    turn.set(layouts={**state.layouts, role: layout})
+    turn.set(layouts=state.layouts.set(role, layout))
 
 
 def _lost(turn: Turn, event: ev.MemberLost) -> None:
@@ -182,7 +182,7 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
     """The next incarnation at once, in the same place; too many of them, and the node goes."""
     node = turn.state.nodes[event.node]
     restarts = node.restarts + counts
-    turn.set(nodes={**turn.state.nodes, event.node: replace(node, restarts=restarts)})
+    turn.set(nodes=turn.state.nodes.set(event.node, replace(node, restarts=restarts)))
     if restarts > turn.config.settings.restarts_in_place:
         cause = f"node {event.node} is put aside after {restarts - 1} restarts: {failure.cause}"
         drop_node(turn, event.node, Failure(cause, ("node", str(event.node))))
@@ -221,7 +221,7 @@ def _of_epoch(
         case ev.Restored():
             _restored(turn, event, role)
         case ev.MemberDone():
-            turn.set(done=state.done | {role})
+            turn.set(done=state.done.with_item(role))
             check_done(turn)
             check_paused(turn)
         case ev.Paused() | ev.PauseRefused():
@@ -270,7 +270,7 @@ def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
         text = f"role {role} restored {event.generation} instead of {wanted}"
         _suspect(turn, Failure(text, ("restore", "generation")), doubtful=True)
         return
-    turn.set(restored=state.restored | {role})
+    turn.set(restored=state.restored.with_item(role))
     check_opened(turn)
 
 
@@ -282,7 +282,7 @@ def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
     elif order is None or event.iteration != order.iteration:
         turn.refuse(_name(event), f"nobody waits for a pause at {event.iteration}", event.node)
     else:
-        turn.set(pause=replace(order, paused=order.paused | {role}))
+        turn.set(pause=replace(order, paused=order.paused.with_item(role)))
         check_paused(turn)
 
 

@@ -5,7 +5,10 @@ Each move sets the phase together with its deadline, so no wait can be without o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+
+from immutables import Map
 
 from deadpool_megatron.cluster import machine_timing
 from deadpool_megatron.cluster.machine_actions import (
@@ -21,20 +24,21 @@ from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,
-    MemberStatus,
     PauseOrder,
     Phase,
-    Place,
     State,
     Turn,
     matters,
     record_nodes,
     restore_query,
 )
+from deadpool_megatron.cluster.persistent import PersistentSet, without
+from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.placement import missing_copies
-from deadpool_megatron.layout.records import EpochRecord, Inventory
+from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
+from deadpool_megatron.layout.seats import SeatTable
 
 # The same failure so often in a row without any progress is not worth another try.
 _SAME_EXITS = 2
@@ -76,10 +80,10 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
-        awaited=frozenset(record.nodes) & frozenset(state.nodes),
-        inventories={},
-        restored=frozenset(),
-        done=frozenset(),
+        awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
+        inventories=Map(),
+        restored=PersistentSet(),
+        done=PersistentSet(),
         suspicion=None,
         pause=None,
     )
@@ -103,7 +107,7 @@ def worth_another_try(turn: Turn, failure: Failure) -> bool:
 def check_closed(turn: Turn) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
     state = turn.state
-    if state.phase is not Phase.CLOSING or state.awaited or state.killed:
+    if state.phase is not Phase.CLOSING or state.awaited or state.members.killed:
         return
     if state.recovery is not None:
         turn.set(recovery=state.recovery.spend("close", turn.now))
@@ -126,7 +130,7 @@ def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
 
 def decide(turn: Turn) -> None:
     """Choose seats and restore from what is known now; immediate, unless a kill is under way."""
-    if turn.state.killed:
+    if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
     seats = seating(turn, turn.state.leaving)
@@ -152,12 +156,7 @@ def decide(turn: Turn) -> None:
         store_port=state.store[1],
         replicas=turn.config.settings.replicas,
         emitted_up_to=state.newest,
-        fewer_copies=missing_copies(
-            {role: seat.node for role, seat in seats.seats.items()},
-            {node: address.domain for node, address in nodes.items()},
-            {node for node, address in nodes.items() if address.spare},
-            turn.config.settings.replicas,
-        ),
+        fewer_copies=_missing_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
     )
     turn.set(
@@ -169,6 +168,17 @@ def decide(turn: Turn) -> None:
         redecide=None,
     )
     turn.act(WriteRecord(record))
+
+
+def _missing_copies(
+    seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], turn: Turn
+) -> frozenset[int]:
+    return missing_copies(
+        {role: seat.node for role, seat in seats.items()},
+        {node: address.domain for node, address in nodes.items()},
+        {node for node, address in nodes.items() if address.spare},
+        turn.config.settings.replicas,
+    )
 
 
 def _wait_for_reaping(turn: Turn) -> None:
@@ -209,11 +219,11 @@ def announce(turn: Turn) -> None:
         deadline=turn.now + limit,
         record=record,
         pending=None,
-        seats=record.seats,
+        seats=SeatTable(record.seats),
         kept=keep_line(state.kept, record.restore, record.epoch),
         recovery=recovery,
-        inventories={},
-        restored=frozenset(),
+        inventories=Map(),
+        restored=PersistentSet(),
         leaving=frozenset(),
         drains=state.drains - moved,
         avoid=state.avoid | moved,
@@ -238,11 +248,10 @@ def announce(turn: Turn) -> None:
 
 def check_opened(turn: Turn) -> None:
     """Run when every role has restored."""
-    state, record = turn.state, turn.state.record
-    if state.phase is not Phase.OPENING or record is None or set(record.seats) - state.restored:
+    state = turn.state
+    if state.phase is not Phase.OPENING or len(state.restored) < len(state.seats):
         return
-    for seat in record.seats.values():
-        turn.member((seat.node, seat.slot), MemberStatus.WARM)
+    turn.set(members=state.members.with_warm(state.seats.role_by_place, turn.now))
     recovery = state.recovery
     phases = {**recovery.phases, **recovery.reported} if recovery else {}
     if recovery is not None:
@@ -269,14 +278,9 @@ def consider_pause(turn: Turn) -> None:
         if not seating(turn, frozenset({node})).unseated:
             _pause(turn, f"drain of node {node}", frozenset({node}))
             return
-    nodes = record_nodes(state, record.seats)
-    missing = missing_copies(
-        {role: seat.node for role, seat in record.seats.items()},
-        {node: address.domain for node, address in nodes.items()},
-        {node for node, address in nodes.items() if address.spare},
-        record.replicas,
-    )
-    if record.fewer_copies - missing:
+    if not record.fewer_copies:
+        return
+    if record.fewer_copies - _missing_copies(record.seats, record_nodes(state, record.seats), turn):
         _pause(turn, "a new node can hold the missing copies", frozenset())
 
 
@@ -294,7 +298,7 @@ def pause_later(turn: Turn, iteration: int) -> None:
     assert state.pause is not None
     assert state.record is not None
     later = max(state.newest, iteration) + 2
-    turn.set(pause=replace(state.pause, iteration=later, paused=frozenset()))
+    turn.set(pause=replace(state.pause, iteration=later, paused=PersistentSet()))
     turn.act(Pause(state.record.epoch, later))
 
 
@@ -303,7 +307,10 @@ def check_paused(turn: Turn, *, overdue: bool = False) -> None:
     state = turn.state
     if state.phase is not Phase.PAUSING or state.pause is None:
         return
-    if overdue or len(state.pause.paused | state.done) == turn.config.world_size:
+    paused, done, wanted = state.pause.paused, state.done, turn.config.world_size
+    # Cheap for all but the last: a role that is done may have paused, too.
+    complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
+    if overdue or complete:
         turn.set(leaving=state.pause.leaving)
         close(turn, Failure(state.pause.cause))
 
@@ -318,7 +325,7 @@ def kill(turn: Turn, place: Place) -> None:
 
 def start_members(turn: Turn, node: int, slots: dict[int, int]) -> None:
     """Start processes (slot -> incarnation), told for which role to build."""
-    roles = {(seat.node, seat.slot): role for role, seat in turn.state.seats.items()}
+    roles = turn.state.seats.role_by_place
     provisional = {
         slot: roles.get((node, slot), turn.config.provisional_role(node, slot)) for slot in slots
     }
@@ -332,14 +339,12 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     before = turn.state
     if node not in before.nodes:
         return
-    record = before.pending if before.phase is Phase.DECIDING else before.record
-    needed = record is not None and matters(before, record, node)
     turn.set(
-        nodes={n: known for n, known in before.nodes.items() if n != node},
-        members={p: member for p, member in before.members.items() if p[0] != node},
-        gone={**before.gone, node: failure.cause},
+        nodes=without(before.nodes, node),
+        members=before.members.without_node(node),
+        gone=before.gone.set(node, failure.cause),
         drains=before.drains - {node},
-        awaited=before.awaited - {node},
+        awaited=before.awaited.without(node),
         inventories=_without(before, node),
     )
     turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause)
@@ -347,17 +352,22 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
         dump(turn)
     elif before.phase is Phase.ENDING:
         check_ended(turn)
-    elif needed or before.phase in (Phase.CLOSING, Phase.WAITING_SPARE):
+    elif before.phase in (Phase.CLOSING, Phase.WAITING_SPARE) or _is_needed(before, node):
         close(turn, failure, silent_seconds=silent_seconds)
 
 
-def _without(state: State, node: int) -> dict[int, Inventory]:
+def _is_needed(state: State, node: int) -> bool:
+    record = state.pending if state.phase is Phase.DECIDING else state.record
+    return record is not None and matters(state, record, node)
+
+
+def _without(state: State, node: int) -> Map[int, Inventory]:
     """The inventories that are left; what is on disk already cannot be lost with its node."""
-    left = {n: inventory for n, inventory in state.inventories.items() if n != node}
+    left = without(state.inventories, node)
     if state.dump is not None and node in state.dump.finished:
         g, lost = state.dump.restore.generation, state.inventories[node]
         saved = tuple(holding for holding in lost.holdings if holding.generation == g)
-        left[node] = replace(lost, holdings=saved)
+        left = left.set(node, replace(lost, holdings=saved))
     return left
 
 

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from immutables import Map
+
 from deadpool_megatron.cluster.machine_actions import Action, EmitEvent
 from deadpool_megatron.cluster.machine_timing import Recovery, RecoveryReport
+from deadpool_megatron.cluster.persistent import PersistentSet
+from deadpool_megatron.cluster.roster import MemberState, MemberStatus, Place, Roster
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
-from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -24,9 +28,9 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
+from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.settings import Settings
 
-Place = tuple[int, int]  # (node, local slot)
 INITIAL = Restore("initial", Generation(0, 0))
 
 
@@ -73,24 +77,6 @@ class Config:
         return (node % self.nodes) * self.nproc + slot
 
 
-class MemberStatus(StrEnum):
-    """Life of a member process; a lost one is replaced at once by its next incarnation."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    WARM = "warm"
-    KILLED = "killed"  # told to die, not reaped yet
-
-
-@dataclass(frozen=True)
-class MemberState:
-    """``since``: when it was started, told to be warm, or killed."""
-
-    incarnation: int
-    status: MemberStatus
-    since: float
-
-
 @dataclass(frozen=True)
 class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it."""
@@ -131,7 +117,7 @@ class PauseOrder:
     iteration: int
     cause: str
     leaving: frozenset[int] = frozenset()
-    paused: frozenset[int] = frozenset()
+    paused: PersistentSet[int] = field(default_factory=PersistentSet)
 
 
 @dataclass(frozen=True)
@@ -139,8 +125,8 @@ class DumpOrder:
     """What is being written to disk, and which nodes have finished."""
 
     restore: Restore
-    awaited: frozenset[int]
-    finished: frozenset[int] = frozenset()
+    awaited: PersistentSet[int]
+    finished: PersistentSet[int] = field(default_factory=PersistentSet)
 
 
 @dataclass(frozen=True)
@@ -154,21 +140,21 @@ class State:
 
     phase: Phase
     deadline: float | None
-    seats: Mapping[int, Seat]
+    seats: SeatTable
     epoch: int = 0
     record: EpochRecord | None = None
     pending: EpochRecord | None = None
     redecide: Failure | None = None
-    nodes: Mapping[int, NodeState] = field(default_factory=dict)
-    gone: Mapping[int, str] = field(default_factory=dict)
-    members: Mapping[Place, MemberState] = field(default_factory=dict)
-    layouts: Mapping[int, RoleLayout] = field(default_factory=dict)
+    nodes: Map[int, NodeState] = field(default_factory=Map)
+    gone: Map[int, str] = field(default_factory=Map)
+    members: Roster = field(default_factory=Roster)
+    layouts: Map[int, RoleLayout] = field(default_factory=Map)
     store: tuple[str, int] | None = None
     kept: Mapping[int, int] = field(default_factory=dict)
-    inventories: Mapping[int, Inventory] = field(default_factory=dict)
-    awaited: frozenset[int] = frozenset()
-    restored: frozenset[int] = frozenset()
-    done: frozenset[int] = frozenset()
+    inventories: Map[int, Inventory] = field(default_factory=Map)
+    awaited: PersistentSet[int] = field(default_factory=PersistentSet)
+    restored: PersistentSet[int] = field(default_factory=PersistentSet)
+    done: PersistentSet[int] = field(default_factory=PersistentSet)
     newest: int = 0
     ever_ran: bool = False
     durable: Restore | None = None
@@ -191,17 +177,9 @@ class State:
         """Number of the epoch in which members work, None while there is none."""
         return self.record.epoch if self.record and self.phase in OPEN_PHASES else None
 
-    @property
-    def killed(self) -> tuple[Place, ...]:
-        """Members told to die and not reaped yet, ascending."""
-        found = (p for p, m in self.members.items() if m.status is MemberStatus.KILLED)
-        return tuple(sorted(found))
-
     def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
         """The role this very process has a seat for in the announced record."""
-        seat = Seat(node, slot, incarnation)
-        seats = self.record.seats if self.record else {}
-        return next((role for role, taken in seats.items() if taken == seat), None)
+        return self.seats.role_of(node, slot, incarnation) if self.record else None
 
     def waiting_for(self) -> str:
         """What the phase waits for, in words; empty when it waits for nothing."""
@@ -210,7 +188,7 @@ class State:
             case Phase.GATHERING:
                 return "nodes and members to start"
             case Phase.CLOSING:
-                members = list(self.killed)
+                members = sorted(self.members.killed)
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
                 return "a node that joins as spare"
@@ -219,7 +197,7 @@ class State:
             case Phase.OPENING:
                 return f"restored from roles {sorted(roles - self.restored)}"
             case Phase.PAUSING:
-                still = self.pause.paused if self.pause else frozenset()
+                still = self.pause.paused if self.pause else frozenset[int]()
                 return f"roles {sorted(roles - still - self.done)} to pause"
             case Phase.DUMPING:
                 return f"dumps of nodes {sorted(self.dump.awaited) if self.dump else []}"
@@ -269,7 +247,7 @@ class Turn:
         if incarnation is None:
             incarnation = self.state.members[place].incarnation
         changed = MemberState(incarnation, status, self.now)
-        self.set(members={**self.state.members, place: changed})
+        self.set(members=self.state.members.with_member(place, changed))
 
 
 def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
@@ -283,10 +261,7 @@ def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddre
 
 def matters(state: State, record: EpochRecord, node: int) -> bool:
     """Whether the loss of ``node`` invalidates the record: a seat, a copy owed, or a source."""
-    seats = {role: seat.node for role, seat in record.seats.items()}
-    domains = {n: address.domain for n, address in record.nodes.items()}
-    spares = {n for n, address in record.nodes.items() if address.spare}
-    if node in seats.values():
+    if any(seat.node == node for seat in record.seats.values()):
         return True
     opened = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if not opened and any(
@@ -296,13 +271,10 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
         for source in found
     ):
         return True
-
-    def peers(role: int) -> tuple[int, ...]:
-        return state.layouts[role].peers if role in state.layouts else (role,)
-
+    placement = CopyPlacement.of_record(record)
     return any(
-        node in choose_buddies(role, peers(role), seats, domains, spares, record.replicas)
-        for role in seats
+        node in placement.buddies(role, state.layouts[role].peers if role in state.layouts else ())
+        for role in record.seats
     )
 
 

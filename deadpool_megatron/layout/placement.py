@@ -9,8 +9,96 @@ from __future__ import annotations
 
 import bisect
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
+
+from deadpool_megatron.layout.records import EpochRecord
+
+
+class CopyPlacement:
+    """All choices for one set of seats and live nodes; a choice looks only as far as it has to.
+
+    ``seats`` maps role -> node, ``domains`` maps each *live* node -> failure domain; nodes without
+    a domain are never chosen. Not thread-safe: it remembers the order of each group of peers.
+    """
+
+    def __init__(
+        self,
+        seats: Mapping[int, int],
+        domains: Mapping[int, str],
+        spares: Collection[int],
+        replicas: int,
+    ) -> None:
+        self._seats = seats
+        self._domains = domains
+        self._replicas = replicas
+        first_role: dict[int, int] = {}
+        for seated in sorted(seats):
+            first_role.setdefault(seats[seated], seated)
+        self._first_role = first_role
+        self._first_roles = sorted(first_role.values())
+        self._idle = set(spares) - set(first_role)
+        eligible = [node for node in (*first_role, *self._idle) if node in domains]
+        self._live_domains = {domains[node] for node in eligible}
+        self._peers: dict[Sequence[int], list[int]] = {}
+
+    @staticmethod
+    def of_record(record: EpochRecord) -> CopyPlacement:
+        """The placement that a record means."""
+        return CopyPlacement(
+            {role: seat.node for role, seat in record.seats.items()},
+            {node: address.domain for node, address in record.nodes.items()},
+            [node for node, address in record.nodes.items() if address.spare],
+            record.replicas,
+        )
+
+    def buddies(self, role: int, peers: Sequence[int]) -> tuple[int, ...]:
+        """The nodes that hold copies of ``role``, best first; fewer than wanted if too few live.
+
+        Order of preference: nodes of data-parallel ``peers`` in cyclic order, other training nodes
+        likewise in the order of their lowest role, spares in an order drawn from (role, node).
+        Choice j of r begins j/(r+1) of the way round from the own place, and takes the first node
+        in a new failure domain; where there is none, any other node. The loss of a node that was
+        not chosen changes nothing, and a spare that takes over a node's roles takes over its place
+        in the order.
+
+        Not from the next place: where neighbours share a rack, all of its nodes would choose the
+        first one of the next rack. From further away each finds another node; and with one copy,
+        nodes hold each other's, which makes fewer pairs whose loss is fatal than a ring does.
+        """
+        own_node = self._seats.get(role, -1)
+        used = {self._domains[own_node]} if own_node in self._domains else set()
+        chosen: list[int] = []
+
+        def candidates(number: int) -> Iterator[int]:
+            way_round = Fraction(number, self._replicas + 1)
+            for node in self._preference(role, peers, way_round):
+                if node != own_node and node in self._domains and node not in chosen:
+                    yield node
+
+        for number in range(1, self._replicas + 1):
+            if self._live_domains <= used:
+                break
+            nodes = (node for node in candidates(number) if self._domains[node] not in used)
+            found = next(nodes, None)
+            if found is not None:
+                chosen.append(found)
+                used.add(self._domains[found])
+        while len(chosen) < self._replicas and (other := next(candidates(1), None)) is not None:
+            chosen.append(other)
+        return tuple(chosen)
+
+    def _preference(self, role: int, peers: Sequence[int], way_round: Fraction) -> Iterator[int]:
+        """All nodes, most wanted first (the own node, dead ones and repetitions included)."""
+        if peers not in self._peers:
+            self._peers[peers] = sorted(set(peers))
+        for peer in _cyclic(self._peers[peers], role, way_round):
+            if peer in self._seats:
+                yield self._seats[peer]
+        own_place = self._first_role[self._seats[role]] if role in self._seats else role
+        for place in _cyclic(self._first_roles, own_place, way_round):
+            yield self._seats[place]
+        yield from sorted(self._idle, key=lambda node: (_draw(role, node), node))
 
 
 def choose_buddies(
@@ -21,34 +109,8 @@ def choose_buddies(
     spares: Collection[int],
     replicas: int,
 ) -> tuple[int, ...]:
-    """The nodes that hold copies of ``role``, best first; fewer than ``replicas`` if too few live.
-
-    ``seats`` maps role -> node, ``domains`` maps each *live* node -> failure domain; nodes without
-    a domain are never chosen. Order of preference: nodes of data-parallel ``peers`` in cyclic
-    order, other training nodes likewise in the order of their lowest role, spares in an order drawn
-    from (role, node). Choice j of r begins j/(r+1) of the way round from the own place, and takes
-    the first node in a new failure domain; where there is none, any other node. The loss of a node
-    that was not chosen changes nothing, and a spare that takes over a node's roles takes over its
-    place in the order.
-
-    Not from the next place: where neighbours share a rack, all of its nodes would choose the first
-    one of the next rack. From further away each finds another node; and with one copy, nodes hold
-    each other's, which makes fewer pairs whose loss is fatal than a ring does.
-    """
-    own_node = seats.get(role, -1)
-    used = {domains[own_node]} if own_node in domains else set()
-    chosen: list[int] = []
-
-    def candidates(number: int) -> list[int]:
-        ordered = _preference(role, peers, seats, spares, Fraction(number, replicas + 1))
-        return [n for n in ordered if n != own_node and n in domains and n not in chosen]
-
-    for number in range(1, replicas + 1):
-        found = next((node for node in candidates(number) if domains[node] not in used), None)
-        if found is not None:
-            chosen.append(found)
-            used.add(domains[found])
-    return tuple(chosen + candidates(1)[: max(0, replicas - len(chosen))])
+    """One choice of :meth:`CopyPlacement.buddies`."""
+    return CopyPlacement(seats, domains, spares, replicas).buddies(role, tuple(peers))
 
 
 def is_covered(
@@ -75,38 +137,18 @@ def missing_copies(
 ) -> frozenset[int]:
     """Roles for which too few live nodes are left: the value of EpochRecord.fewer_copies.
 
-    How many buddies there are does not depend on which nodes are preferred, so no layout is needed.
+    How many buddies there are does not depend on which nodes are preferred, so nodes are counted.
     """
-    return frozenset(
-        role
-        for role in seats
-        if len(choose_buddies(role, (role,), seats, domains, spares, replicas)) < replicas
-    )
+    live = {node for node in (*seats.values(), *spares) if node in domains}
+    return frozenset(role for role, node in seats.items() if len(live) - (node in live) < replicas)
 
 
-def _preference(
-    role: int,
-    peers: Sequence[int],
-    seats: Mapping[int, int],
-    spares: Collection[int],
-    way_round: Fraction,
-) -> list[int]:
-    """All nodes, each once, most wanted first (the own node and dead ones included)."""
-    first_role: dict[int, int] = {}
-    for seated in sorted(seats):
-        first_role.setdefault(seats[seated], seated)
-    own_place = first_role[seats[role]] if role in seats else role
-    peer_nodes = [seats[peer] for peer in _cyclic(peers, role, way_round) if peer in seats]
-    training = [seats[place] for place in _cyclic(first_role.values(), own_place, way_round)]
-    idle = sorted(set(spares) - set(first_role), key=lambda node: (_draw(role, node), node))
-    return list(dict.fromkeys([*peer_nodes, *training, *idle]))
-
-
-def _cyclic(values: Iterable[int], own: int, way_round: Fraction) -> list[int]:
-    """All values in cyclic order, beginning so far round (0 to 1) from ``own``."""
-    ordered = sorted(set(values))
-    begin = bisect.bisect_left(ordered, own) + int(len(ordered) * way_round)
-    return [ordered[(begin + step) % len(ordered)] for step in range(len(ordered))]
+def _cyclic(ordered: Sequence[int], own: int, way_round: Fraction) -> Iterator[int]:
+    """All of the ascending values in cyclic order, beginning so far round (0 to 1) from ``own``."""
+    begin = bisect.bisect_left(ordered, own)
+    begin += len(ordered) * way_round.numerator // way_round.denominator
+    for step in range(len(ordered)):
+        yield ordered[(begin + step) % len(ordered)]
 
 
 def _draw(role: int, node: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from deadpool_megatron.layout.placement import choose_buddies, is_covered
+from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     EpochRecord,
@@ -25,20 +25,13 @@ class Ledger:
         self._record = record
         self._seats = {role: seat.node for role, seat in record.seats.items()}
         self._domains = {node: address.domain for node, address in record.nodes.items()}
-        self._spares = [node for node, address in record.nodes.items() if address.spare]
+        self._placement = CopyPlacement.of_record(record)
         self._acknowledged: dict[tuple[int, Generation, int], set[str]] = {}
         self._owed: dict[int, dict[str, tuple[int, ...]]] = {}
 
     def buddies(self, layout: RoleLayout) -> tuple[int, ...]:
         """Nodes that keep copies of a role, in this epoch."""
-        return choose_buddies(
-            layout.role,
-            layout.peers,
-            self._seats,
-            self._domains,
-            self._spares,
-            self._record.replicas,
-        )
+        return self._placement.buddies(layout.role, layout.peers)
 
     def owed(self, layout: RoleLayout) -> dict[str, tuple[int, ...]]:
         """Part -> nodes that must hold it before it counts; empty when peers hold it anyway."""

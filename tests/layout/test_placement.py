@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
-from deadpool_megatron.layout.placement import choose_buddies, is_covered, missing_copies
+from deadpool_megatron.layout.placement import (
+    CopyPlacement,
+    choose_buddies,
+    is_covered,
+    missing_copies,
+)
 
 
 def own_domains(nodes: range | list[int]) -> dict[int, str]:
@@ -161,3 +168,56 @@ def test_domains_file() -> None:
 def test_malformed_domains_file_names_the_line(text: str) -> None:
     with pytest.raises(DomainsError, match=r"line [12]"):
         parse_domains(text)
+
+
+def by_the_whole_order(
+    role: int,
+    peers: tuple[int, ...],
+    seats: dict[int, int],
+    domains: dict[int, str],
+    spares: set[int],
+    replicas: int,
+) -> tuple[int, ...]:
+    """The rule as it is told: write down every node in order of preference, then choose."""
+
+    def turned(values: Iterable[int], own: int, number: int) -> list[int]:
+        ordered = sorted(set(values))
+        begin = sum(value < own for value in ordered) + len(ordered) * number // (replicas + 1)
+        return [ordered[(begin + step) % len(ordered)] for step in range(len(ordered))]
+
+    def wanted(number: int) -> list[int]:
+        lowest = {node: min(r for r in seats if seats[r] == node) for node in seats.values()}
+        own = lowest[seats[role]] if role in seats else role
+        order = [seats[peer] for peer in turned(peers, role, number) if peer in seats]
+        order += [seats[place] for place in turned(lowest.values(), own, number)]
+        order += sorted(spares - set(lowest), key=lambda n: (zlib.crc32(f"{role}:{n}".encode()), n))
+        eligible = [n for n in order if n != seats.get(role) and n in domains and n not in chosen]
+        return list(dict.fromkeys(eligible))
+
+    chosen: list[int] = []
+    used = {domains[seats[role]]} if seats.get(role) in domains else set()
+    for number in range(1, replicas + 1):
+        new = [node for node in wanted(number) if domains[node] not in used]
+        chosen += new[:1]
+        used |= {domains[node] for node in new[:1]}
+    return tuple(chosen + wanted(1)[: replicas - len(chosen)])
+
+
+@given(data=st.data())
+def test_one_placement_for_all_roles_chooses_by_the_rule(data: st.DataObject) -> None:
+    nodes, roles = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 10))
+    replicas = data.draw(st.integers(1, 4))
+    seats = data.draw(
+        st.dictionaries(st.integers(0, roles - 1), st.integers(0, nodes - 1), min_size=1)
+    )
+    live = data.draw(st.sets(st.integers(0, nodes + 2)))
+    domains = {node: data.draw(st.sampled_from("abc"), label=f"domain {node}") for node in live}
+    spares = data.draw(st.sets(st.integers(0, nodes + 2)))
+    placement = CopyPlacement(seats, domains, spares, replicas)
+    few = missing_copies(seats, domains, spares, replicas)
+    for role in range(roles):
+        peers = tuple(sorted(data.draw(st.sets(st.integers(0, roles - 1)), label="peers")))
+        chosen = placement.buddies(role, peers)
+        assert chosen == by_the_whole_order(role, peers, seats, domains, spares, replicas)
+        if role in seats:
+            assert (len(chosen) < replicas) == (role in few)
