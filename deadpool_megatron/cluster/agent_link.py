@@ -75,6 +75,7 @@ class CoordinatorLink:
         self._unacknowledged: deque[tuple[int, bytes]] = deque(maxlen=MAXIMUM_UNACKNOWLEDGED)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
+        self._refused = False
 
     @property
     def connected(self) -> bool:
@@ -131,6 +132,8 @@ class CoordinatorLink:
                 await self._serve(await self._open(self._settings.connect_seconds))
             except (OSError, TimeoutError, WireError) as error:
                 why = str(error) or type(error).__name__
+            if self._refused:
+                raise CoordinatorLost("this node is refused")
             if self._session is not None:
                 self.close()
                 pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
@@ -173,7 +176,7 @@ class CoordinatorLink:
                 done, _ = await asyncio.wait({reading}, timeout=retry)
                 if done:
                     reading.result()
-                elif self._is_silent(retry) or self._has_moved():
+                elif not self._refused and (self._is_silent(retry) or self._has_moved()):
                     try:
                         fresh = await self._open(retry)
                     except (OSError, TimeoutError, WireError):
@@ -187,6 +190,7 @@ class CoordinatorLink:
 
     def _begin(self, session: _Session) -> asyncio.Task[None]:
         self._session = session
+        self._refused = session.welcome.get("t") == "refused"
         self._acknowledge(int(session.welcome.get("seen", 0)))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot and boot != self._boot:

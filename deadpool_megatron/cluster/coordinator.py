@@ -44,6 +44,7 @@ from deadpool_megatron.cluster.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.status import describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 EXIT_INTERRUPTED = 130
@@ -288,7 +289,11 @@ class Coordinator:
             self.feed(joined)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A report; one that is malformed is refused, its agent stays."""
+        """A report; one that is malformed is refused, its agent stays. Of a node that was dropped
+        only numbers that belong to the kept line are of use: see :meth:`_event`.
+        """
+        if peer.dropped and message["t"] != "event":
+            return
         event: Event | None = None
         try:
             if message["t"] == "event":
@@ -363,9 +368,15 @@ class Coordinator:
                 self.feed(item)
 
     def _event(self, event: Event) -> None:
-        """An event of another process: numbers of an abandoned epoch are not taken any more."""
+        """An event of another process: abandoned numbers are not taken any more, while those of a
+        closed epoch count up to the generation that was kept of it, however late they are told.
+        """
         numbers = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH, Kind.MEMBER_DONE)
         if event.kind in numbers and event.epoch < self._epoch:
+            computed = Generation(event.epoch, event.iteration or 0)
+            if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.kept, computed):
+                self._chronicle.write(event)
+                return
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
             return
         self._emit(event)

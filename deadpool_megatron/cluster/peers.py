@@ -51,7 +51,9 @@ class PeerEvents(Protocol):
         """``again``: the same agent process, before its old connection was noticed to be gone."""
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A numbered report, once, in order. KeyError, TypeError, ValueError: it is malformed."""
+        """A numbered report, once, in order; also of a node that was dropped. KeyError, TypeError,
+        ValueError: it is malformed.
+        """
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The connection of a node that was not dropped has ended."""
@@ -141,9 +143,9 @@ class Peers:
         node, pid = int(first["node"]), int(first["pid"])
         peer = AgentPeer(node, pid, writer, str(first["hostname"]), time.monotonic())
         old = self.agents.get(node)
-        again = old is not None and old.pid == pid
+        again = old is not None and old.pid == pid and not old.dropped
         if old is not None:
-            if not again:
+            if old.pid != pid:
                 peer.send({"t": "refused", "why": f"node {node} is connected already"})
                 raise WireError(f"a second agent calls itself node {node}")
             self.forget(old)
@@ -175,7 +177,7 @@ class Peers:
             peer.send({"t": "ack", "n": self.taken(peer), "beat": float(message["b"])})
             return
         number = int(message["n"])
-        if number <= self.taken(peer) or peer.dropped:
+        if number <= self.taken(peer):
             return
         self._taken[peer.node, peer.pid] = number
         self._events.agent_said(peer, message)

@@ -1,0 +1,172 @@
+"""Real runs in the form a cluster has: one ``deadpool agent`` per node, no launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster import cleanup, posix
+from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.leadership import Term, newest_term
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.events import Event, Kind, read_events
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
+
+
+class Agents:
+    """Agents of one run. A context manager: its end checks that nothing is left behind."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *member: str,
+        nodes: int = 2,
+        spares: int = 1,
+        options: Sequence[str] = (),
+        faults: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self.run = RunDirectory(directory)
+        self.nodes, self.spares = nodes, spares
+        self._outputs = directory.with_name(directory.name + "-outputs")
+        self._outputs.mkdir()
+        self._extra = {}
+        if faults:
+            plan = directory.with_name(directory.name + "-faults.json")
+            plan.write_text(json.dumps(list(faults)))
+            self._extra["DEADPOOL_FAULTS"] = str(plan)
+        size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", "1")
+        self._size = (*size, *FAST, *options)
+        self._member = (MEMBER, *member)
+        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        for node in range(nodes + spares):
+            self.start(str(node), "--node-id", str(node))
+
+    def start(self, name: str, *which: str) -> subprocess.Popen[bytes]:
+        """One more agent; ``which``: its ``--node-id`` or ``--attach``, and more options."""
+        with open(self._outputs / f"{name}.out", "ab") as output:
+            self.agents[name] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "deadpool_megatron", "agent", "--preload", ""),
+                    *("--run-dir", str(self.run.path), *self._size, *which, "--", *self._member),
+                ],
+                env=environment(self._extra),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self.agents[name]
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        run_id = self.run.read_run().run_id if (self.run.path / "run.json").exists() else ""
+        if kind is None:
+            self._check_clean(run_id)
+            return
+        for agent in self.agents.values():
+            agent.kill()
+            agent.wait()
+        self.show()
+        if run_id:
+            cleanup.clean_run(self.run, run_id)
+
+    def _check_clean(self, run_id: str) -> None:
+        for agent in self.agents.values():
+            agent.wait(PATIENCE_SECONDS)
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while pids := cleanup.run_processes(self.run, run_id):
+            assert time.monotonic() < limit, f"left behind: {pids}"
+            time.sleep(0.02)
+        # A killed agent cannot clear up; on a real cluster its memory dies with its host.
+        cleanup.clean_run(self.run, run_id)
+        assert not segment_root(run_id).exists()
+
+    def show(self) -> None:
+        """Print what a failed test needs to be understood."""
+        logs = (self.run.path / "logs").glob("*.log") if self.run.path.exists() else ()
+        for log in [*sorted(self._outputs.iterdir()), *sorted(logs)]:
+            text = log.read_text(errors="replace").strip()
+            if text:
+                print(f"== {log.name}\n{text[-3000:]}")
+        for event in self.events():
+            if event.kind not in (Kind.COMMITTED, Kind.SEALED, Kind.STEP):
+                print(json.dumps(event.to_dict()))
+
+    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+        """Poll until ``ready()`` is true; fail when the patience is over."""
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while not (found := ready()):
+            assert time.monotonic() < limit, f"waited too long for: {what}"
+            time.sleep(0.01)
+        return found
+
+    def events(self, *kinds: Kind) -> list[Event]:
+        """Events so far, of these kinds, of all coordinators."""
+        return [e for e in read_events(self.run.events) if not kinds or e.kind in kinds]
+
+    def newest_iteration(self) -> int:
+        """Of the steps reported so far."""
+        return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
+
+    def wait_iteration(self, iteration: int) -> None:
+        """Until a step has been reported."""
+        self.wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
+
+    def wait_more(self, iterations: int) -> None:
+        """Until training has gone on by so many steps from now."""
+        self.wait_iteration(self.newest_iteration() + iterations)
+
+    def term(self) -> Term:
+        """The newest term, once there is one."""
+        journal = DirectoryJournal(self.run.journal)
+        return self.wait_for("a coordinator", lambda: newest_term(journal))  # type: ignore[no-any-return]
+
+    def wait_term(self, number: int) -> Term:
+        """Until another coordinator has taken over and says where it is."""
+
+        def there() -> bool:
+            kind = Kind.COORDINATOR
+            return any(e.data["term"] >= number for e in self.events(kind))
+
+        self.wait_for(f"term {number}", there)
+        return self.term()
+
+    def epochs(self) -> list[int]:
+        """Numbers of all records."""
+        return list(DirectoryJournal(self.run.journal).entries("epoch"))
+
+    def power_off(self, node: int) -> None:
+        """SIGKILL everything on a node: agent first, which takes members and standby along."""
+        listing = read_json(self.run.node(node))
+        for pid in (listing["agent"], listing["vault"], *listing["members"].values()):
+            if posix.is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def finish(self) -> dict[str, Any]:
+        """Let an endless run end well, and check its result."""
+        (self.run.path / "finish").touch()
+        self.wait_for("the result", self.run.final.exists)
+        return self.check_result(int((self.run.path / "finish-after").read_text()))
+
+    def check_result(self, iterations: int) -> dict[str, Any]:
+        """The run ended well, each step is there once, every role's state is exact."""
+        self.wait_for("the result", self.run.final.exists)
+        final = read_json(self.run.final)
+        assert final["exit_status"] == 0, final["reason"]
+        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
+        for role in range(self.nodes):
+            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
+        return final
+
+
+__all__ = ["Agents", "deadpool"]

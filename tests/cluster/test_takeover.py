@@ -1,0 +1,128 @@
+"""No coordinator is needed for longer than it takes a standby to claim the next term."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.events import Kind
+from tests.cluster.agents import Agents
+from tests.cluster.running import deadpool
+
+
+def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", "--iterations", "30") as run:
+        run.check_result(30)
+        assert run.term().node == 2
+        assert [agent.wait() for agent in run.agents.values()] == [0, 0, 0]
+    again = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "0")
+    assert again.returncode == 2
+    assert "is over" in again.stderr
+
+
+def test_killed_coordinator_is_followed_by_another_and_training_goes_on(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", spares=2) as run:
+        run.wait_iteration(5)
+        first = run.term()
+        os.kill(first.pid, signal.SIGKILL)
+        second = run.wait_term(2)
+        run.wait_more(5)
+        assert run.epochs() == [1]
+        assert second.node in (2, 3)
+        status = deadpool("status", str(run.run.path))
+        assert status.returncode == 0, status.stderr
+        run.finish()
+    assert len(run.events(Kind.RUN_ENDED)) == 1
+
+
+def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", nodes=3, spares=2) as run:
+        run.wait_iteration(5)
+        first = run.term()
+        assert first.node is not None
+        run.power_off(first.node)
+        run.power_off(0)
+        run.wait_term(2)
+        run.wait_more(5)
+        final = run.finish()
+    assert [list(r["seats_changed"]) for r in final["recoveries"]] == [["0"]]
+
+
+def test_stopped_coordinator_finds_itself_superseded(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r") as run:
+        run.wait_iteration(5)
+        first = run.term()
+        os.kill(first.pid, signal.SIGSTOP)
+        second = run.wait_term(2)
+        assert second.pid != first.pid
+        os.kill(first.pid, signal.SIGCONT)
+        log = run.run.log(f"node{first.node}-standby")
+        run.wait_for("it to step down", lambda: "steps down" in log.read_text())
+        run.wait_more(5)
+        assert run.epochs() == [1]
+        run.finish()
+
+
+def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", spares=2) as run:
+        run.wait_iteration(5)
+        run.wait_for("warm spares", lambda: len(run.events(Kind.MEMBER_WARM)) >= 2)
+        listing = read_json(run.run.node(0))
+        os.kill(listing["agent"], signal.SIGSTOP)
+        run.wait_for("a swap", lambda: len(run.epochs()) > 1)
+        os.kill(listing["agent"], signal.SIGCONT)
+        joined = Kind.NODE_JOINED
+        run.wait_for("its return", lambda: any(e.node == 4 for e in run.events(joined)))
+        run.wait_more(5)
+        final = run.finish()
+    assert final["recoveries"][0]["seats_changed"]["0"][0][0] == 0
+
+
+def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(5)
+        run.power_off(1)
+        run.wait_for("the loss", lambda: run.events(Kind.NODE_LOST))
+        run.start("late", "--attach")
+        run.wait_for("a swap", lambda: len(run.epochs()) > 1)
+        run.wait_more(3)
+        final = run.finish()
+    assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 2
+
+
+def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:
+    """Each stops right before its claim until all of them are there: one of them wins."""
+    faults = [
+        {
+            "id": f"claim-{node}",
+            "point": "standby.claim",
+            "match": {"term": 2, "node": node},
+            "signal": "STOP",
+        }
+        for node in range(3)
+    ]
+    with Agents(tmp_path / "r", faults=faults) as run:
+        run.wait_iteration(5)
+        os.kill(run.term().pid, signal.SIGKILL)
+        markers = [tmp_path / "r-faults.json.fired" / str(fault["id"]) for fault in faults]
+        run.wait_for("all to be about to claim", lambda: all(map(Path.exists, markers)))
+        for marker in markers:
+            os.kill(json.loads(marker.read_text())["pid"], signal.SIGCONT)
+        run.wait_term(2)
+        run.wait_more(5)
+        assert run.term().number == 2
+        assert run.epochs() == [1]
+        run.finish()
+
+
+def test_agents_that_disagree_are_told(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        other = run.start("other", "--node-id", "5", "--nodes", "7")
+        assert other.wait(30) == 2
+        run.finish()
+    text = (tmp_path / "r-outputs" / "other.out").read_text()
+    assert "the run has --nodes 2" in text
