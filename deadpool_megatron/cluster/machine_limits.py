@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from deadpool_megatron.cluster import machine_takeover
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
@@ -51,21 +50,16 @@ def check_gathered(turn: Turn) -> None:
     # The counts are looked at first: this is asked for every join and every hello.
     present = len(state.nodes) + len(state.gone)
     if state.record is not None:
-        if present >= len(state.record.nodes) and not _absent(state, state.record.nodes):
-            _reopen(turn)
+        if present >= len(state.record.nodes):
+            machine_takeover.check_all_back(turn)
         return
     patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
     wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
-    if present < wanted or _seated_is_starting(state) or _absent(state, state.seats.nodes):
+    if present < wanted or _seated_is_starting(state) or state.absent(state.seats.nodes):
         return
     seats = seating(turn, frozenset())
     if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
         decide(turn)
-
-
-def _absent(state: State, wished: Iterable[int]) -> list[int]:
-    """Nodes that neither are here nor will ever come, ascending."""
-    return sorted(node for node in wished if node not in state.nodes and node not in state.gone)
 
 
 def _seated_is_starting(state: State) -> bool:
@@ -76,12 +70,6 @@ def _seated_is_starting(state: State) -> bool:
 
 def _runs(turn: Turn, place: Place) -> bool:
     return turn.state.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
-
-
-def _reopen(turn: Turn) -> None:
-    """A coordinator that took over: nobody can tell what was missed, so close and decide anew."""
-    turn.set(phase=Phase.RUNNING)
-    close(turn, Failure("the coordinator was restarted"))
 
 
 def _believe(turn: Turn) -> None:
@@ -145,11 +133,9 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
         finish(turn, 2, "the store process of the communicators did not start in time")
         return
     if state.record is not None:
-        late = _absent(state, state.record.nodes)
-        turn.set(gone=state.gone.update(dict.fromkeys(late, "did not join again in time")))
-        _reopen(turn)
+        machine_takeover.time_is_over(turn)
         return
-    absent = _absent(state, state.seats.nodes)
+    absent = state.absent(state.seats.nodes)
     turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
     for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
         drop_node(turn, node, _silent(node, "did not start its members in time"))
