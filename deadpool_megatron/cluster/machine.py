@@ -178,6 +178,7 @@ def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
     ):
         machine_moves.close(turn, moved)
     machine_limits.check_gathered(turn)
+    machine_moves.check_closed(turn)
 
 
 def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:

@@ -22,6 +22,8 @@ from deadpool_megatron.cluster.machine_state import (
 from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
 
+_NO_STORE = "the store process of the communicators did not start in time"
+
 
 def tick(turn: Turn) -> None:
     """Look at every deadline."""
@@ -45,13 +47,15 @@ def check_gathered(turn: Turn) -> None:
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
     state, config = turn.state, turn.config
-    if state.phase is not Phase.GATHERING or state.store is None or state.deadline is None:
+    if state.phase is not Phase.GATHERING or state.deadline is None:
         return
     # The counts are looked at first: this is asked for every join and every hello.
     present = len(state.nodes) + len(state.gone)
     if state.record is not None:
         if present >= len(state.record.nodes):
             machine_takeover.check_all_back(turn)
+        return
+    if state.store is None:
         return
     patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
     wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
@@ -96,6 +100,8 @@ def _overdue(turn: Turn) -> None:
             _gathered_enough(turn, waited)
         case Phase.CLOSING:
             late = state.awaited | {place[0] for place in state.members.killed}
+            if not late:
+                finish(turn, 1, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE:
@@ -129,11 +135,11 @@ def _open_again(turn: Turn) -> None:
 def _gathered_enough(turn: Turn, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     state = turn.state
-    if state.store is None:
-        finish(turn, 2, "the store process of the communicators did not start in time")
-        return
     if state.record is not None:
         machine_takeover.time_is_over(turn)
+        return
+    if state.store is None:
+        finish(turn, 2, _NO_STORE)
         return
     absent = state.absent(state.seats.nodes)
     turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))

@@ -136,6 +136,9 @@ def decide(turn: Turn) -> None:
     if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
+    if turn.state.store is None:  # it starts while a coordinator that took over gathers
+        turn.set(phase=Phase.CLOSING, deadline=turn.now + turn.config.settings.start_seconds)
+        return
     seats = seating(turn, turn.state.leaving)
     if seats.unseated and turn.state.leaving:  # the spare for the drain has gone in the meantime
         turn.set(leaving=frozenset())
@@ -148,7 +151,7 @@ def decide(turn: Turn) -> None:
     if seats.unseated:
         _wait_for_spare(turn, seats)
         return
-    assert state.store is not None, "nothing is decided before the store is there"
+    assert state.store is not None
     nodes = record_nodes(state, seats.seats)
     record = EpochRecord(
         epoch=state.epoch + 1,

@@ -209,6 +209,8 @@ class State:
                 return "nodes and members to start"
             case Phase.CLOSING:
                 members = sorted(self.members.killed)
+                if self.store is None and not self.awaited and not members:
+                    return "the store process of the communicators to start"
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
                 return "a node that joins as spare"

@@ -71,6 +71,7 @@ class Cluster(RuleBasedStateMachine):
             else:
                 self.world.hear_last_words()
                 self.world.write_journal()
+                self.world.start_store()
 
     @rule(times=st.integers(1, 3))
     def train(self, times: int) -> None:
@@ -167,7 +168,7 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.end_member(index, index)
         self.world.settle(until=phase)
-        self.world.restart_coordinator(landed=landed, received=received)
+        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 2 == 0)
 
     @rule(index=INDEX, slot=INDEX)
     def end_member(self, index: int, slot: int) -> None:
@@ -205,7 +206,7 @@ class Cluster(RuleBasedStateMachine):
     def restart_coordinator(self, index: int, landed: bool, received: int, come_back: bool) -> None:
         if index % 4:
             return  # often enough
-        self.world.restart_coordinator(landed=landed, received=received)
+        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 8 == 0)
         if come_back:
             self.world.settle()
             self.world.tick(self.world.config.settings.rejoin_seconds)

@@ -15,16 +15,17 @@ from deadpool_megatron.events import Kind
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 
 
-def successor(old: Rig, *, landed: bool = True, port: int = 1) -> Rig:
+def successor(old: Rig, *, landed: bool = True, port: int | None = 1) -> Rig:
     """The next coordinator. ``landed``: the record that was being written is durable; ``port``: of
-    its store."""
+    its store, None while that starts."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     if old.state.pending is not None and not landed:
         records.pop()
     rig = copy.copy(old)
     rig.state = rig.machine.resume(records, None, rig.now)
     rig.last, rig.log = [], []
-    rig.feed(ev.StoreReady("store", port))
+    if port is not None:
+        rig.feed(ev.StoreReady("store", port))
     return rig
 
 
@@ -80,6 +81,23 @@ def test_training_goes_on_in_the_same_epoch() -> None:
     assert_untouched(rig)
     rig.feed(killed(rig, 1))
     assert rig.one(act.CloseEpoch).epoch == 1
+
+
+def test_epoch_that_runs_does_not_wait_for_the_store_but_the_next_one_does() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old, port=None)
+    rejoin(rig, old, 0, 1)
+    assert_untouched(rig)
+    repeat(rig)
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.CLOSING
+    assert rig.state.waiting_for() == "the store process of the communicators to start"
+    without = copy.copy(rig)
+    rig.feed(ev.StoreReady("store", 5))
+    assert (rig.pending.epoch, rig.pending.store_port) == (2, 5)
+    without.tick(without.settings.start_seconds)
+    assert "store process" in without.one(act.Finish).reason
 
 
 def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
