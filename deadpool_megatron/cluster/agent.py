@@ -185,6 +185,11 @@ class Agent:
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
             "closed": self._closed,
+            "restored": {
+                str(m.slot): m.said["restored"]["epoch"]
+                for m in self._members.by_slot.values()
+                if "restored" in m.said
+            },
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -213,7 +218,7 @@ class Agent:
         if boot != self._boot:
             self._boot = boot
             for member in self._members.by_slot.values():
-                for said in member.said.values():
+                for said in member.said_since(self._closed):
                     self._report(member, said)
         record = message.get("record")
         closed = int(message.get("closed", 0))

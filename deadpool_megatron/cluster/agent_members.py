@@ -18,7 +18,10 @@ from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
 
 _RECEIVE_BYTES = 1 << 16
 # What a coordinator that has just started must hear again, newest of each kind.
-STICKY = ("hello", "warm", "registered", "drained", "restored", "done")
+STICKY = (
+    *("hello", "warm", "registered", "drained", "restored", "done"),
+    *("paused", "fault", "restore-failed"),
+)
 
 
 class FramePipe:
@@ -149,6 +152,10 @@ class Member:
         if said is None or int(said.get("epoch", 0)) < epoch:
             return None
         return bool(said.get("clean"))
+
+    def said_since(self, closed: int) -> list[dict[str, Any]]:
+        """What a new coordinator has to hear: all sticky messages but those of closed epochs."""
+        return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
 
     def kill(self, cause: str) -> None:
         """SIGKILL its process group, with the cause for the report."""

@@ -23,6 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from immutables import Map
+
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster import machine_actions as actions
 from deadpool_megatron.cluster import machine_events as inputs
@@ -90,7 +92,9 @@ class Coordinator:
         kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
         durable = self._chronicle.newest_durable()
         state = self._machine.resume(kept, durable, time.monotonic())
-        return replace(state, newest=max(state.newest, self._results.last_iteration))
+        newest = max(state.newest, self._results.last_iteration)
+        # Nobody waits for a node that was given up before.
+        return replace(state, newest=newest, gone=Map(self._results.lost_nodes))
 
     @property
     def _results(self) -> Results:
@@ -398,6 +402,9 @@ class Coordinator:
     async def _durable(self, m: Mapping[str, Any]) -> None:
         """All files are written: make the checkpoint valid, if its epoch is still the open one."""
         epoch, iteration = int(m["epoch"]), int(m["iteration"])
+        while self._state.phase is Phase.GATHERING:
+            # After a takeover it is not known yet whether the epoch stays open; that phase ends.
+            await asyncio.sleep(self._settings.beat_interval_seconds)
         if epoch != self._state.open_epoch:
             self.refused("durable-request", f"of epoch {epoch}, which is not open")
             return

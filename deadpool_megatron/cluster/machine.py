@@ -11,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from deadpool_megatron.cluster import machine_end, machine_limits, machine_members, machine_moves
+from deadpool_megatron.cluster import (
+    machine_end,
+    machine_limits,
+    machine_members,
+    machine_moves,
+    machine_takeover,
+)
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine_actions import Action, DropNode, Welcome
 from deadpool_megatron.cluster.machine_state import (
@@ -53,7 +59,8 @@ class Machine:
     def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal.
 
-        Agents have ``rejoin_seconds`` to join again; then the last epoch is closed and reopened.
+        Agents have ``rejoin_seconds`` to join again. Training goes on meanwhile, and afterwards in
+        the same epoch unless something has happened to it (see machine_takeover).
         """
         kept: dict[int, int] = {}
         for record in records:
@@ -124,8 +131,9 @@ def _handle(turn: Turn, event: ev.Input) -> None:
 
 def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
     state, node = turn.state, event.node
-    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes:
-        why = state.gone.get(node, "it is connected already")
+    left_behind = machine_takeover.left_behind(turn, event)
+    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes or left_behind:
+        why = left_behind or state.gone.get(node, "it is connected already")
         why = "the run is ending" if state.phase in LAST_PHASES else why
         turn.refuse(f"join of node {node}", why, node)
         if node not in state.nodes:
@@ -148,6 +156,7 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
             seated = 0 if role is None else state.seats[role].incarnation
             known = seated if was_there else -1
             to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
+    machine_takeover.note_join(turn, event)
     if to_start:
         machine_moves.start_members(turn, node, to_start)
     if state.phase is Phase.WAITING_SPARE:
@@ -169,6 +178,7 @@ def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
     ):
         machine_moves.close(turn, moved)
     machine_limits.check_gathered(turn)
+    machine_moves.check_closed(turn)
 
 
 def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
@@ -186,6 +196,10 @@ def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
     state, inventory = turn.state, event.inventory
     if state.record is None or inventory.epoch != state.record.epoch:
         turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
+    elif state.phase in OPEN_PHASES or state.phase is Phase.GATHERING:
+        # The order of an earlier coordinator that the agent came to only now.
+        cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
+        machine_moves.close(turn, Failure(cause))
     elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
         turn.set(
             inventories=state.inventories.set(inventory.node, inventory),
@@ -217,9 +231,7 @@ def _timing(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
 
 def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     state = turn.state
-    # While a coordinator that took over waits for all agents, training goes on.
-    working = state.phase in OPEN_PHASES or state.phase is Phase.GATHERING
-    if state.record is None or epoch != state.record.epoch or not working:
+    if state.record is None or epoch != state.heard_epoch:
         turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
         return
     turn.set(newest=max(state.newest, iteration))

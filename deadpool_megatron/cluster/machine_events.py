@@ -27,7 +27,8 @@ class NodeJoined:
     """An agent connected, for the first time or because the coordinator is a new one.
 
     ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
-    one that was ever started there.
+    one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
+    it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last.
     """
 
     node: int
@@ -36,6 +37,9 @@ class NodeJoined:
     domain: str
     members: Mapping[int, int] = field(default_factory=dict)
     incarnations: Mapping[int, int] = field(default_factory=dict)
+    epoch: int = 0
+    closed: int = 0
+    restored: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+from deadpool_megatron.cluster import machine_takeover
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
@@ -22,6 +21,8 @@ from deadpool_megatron.cluster.machine_state import (
 )
 from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
+
+_NO_STORE = "the store process of the communicators did not start in time"
 
 
 def tick(turn: Turn) -> None:
@@ -46,26 +47,23 @@ def check_gathered(turn: Turn) -> None:
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
     state, config = turn.state, turn.config
-    if state.phase is not Phase.GATHERING or state.store is None or state.deadline is None:
+    if state.phase is not Phase.GATHERING or state.deadline is None:
         return
     # The counts are looked at first: this is asked for every join and every hello.
     present = len(state.nodes) + len(state.gone)
     if state.record is not None:
-        if present >= len(state.record.nodes) and not _absent(state, state.record.nodes):
-            _reopen(turn)
+        if present >= len(state.record.nodes):
+            machine_takeover.check_all_back(turn)
+        return
+    if state.store is None:
         return
     patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
     wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
-    if present < wanted or _seated_is_starting(state) or _absent(state, state.seats.nodes):
+    if present < wanted or _seated_is_starting(state) or state.absent(state.seats.nodes):
         return
     seats = seating(turn, frozenset())
     if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
         decide(turn)
-
-
-def _absent(state: State, wished: Iterable[int]) -> list[int]:
-    """Nodes that neither are here nor will ever come, ascending."""
-    return sorted(node for node in wished if node not in state.nodes and node not in state.gone)
 
 
 def _seated_is_starting(state: State) -> bool:
@@ -76,12 +74,6 @@ def _seated_is_starting(state: State) -> bool:
 
 def _runs(turn: Turn, place: Place) -> bool:
     return turn.state.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
-
-
-def _reopen(turn: Turn) -> None:
-    """A coordinator that took over: nobody can tell what was missed, so close and decide anew."""
-    turn.set(phase=Phase.RUNNING)
-    close(turn, Failure("the coordinator was restarted"))
 
 
 def _believe(turn: Turn) -> None:
@@ -108,6 +100,8 @@ def _overdue(turn: Turn) -> None:
             _gathered_enough(turn, waited)
         case Phase.CLOSING:
             late = state.awaited | {place[0] for place in state.members.killed}
+            if not late:
+                finish(turn, 1, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE:
@@ -141,15 +135,13 @@ def _open_again(turn: Turn) -> None:
 def _gathered_enough(turn: Turn, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     state = turn.state
-    if state.store is None:
-        finish(turn, 2, "the store process of the communicators did not start in time")
-        return
     if state.record is not None:
-        late = _absent(state, state.record.nodes)
-        turn.set(gone=state.gone.update(dict.fromkeys(late, "did not join again in time")))
-        _reopen(turn)
+        machine_takeover.time_is_over(turn)
         return
-    absent = _absent(state, state.seats.nodes)
+    if state.store is None:
+        finish(turn, 2, _NO_STORE)
+        return
+    absent = state.absent(state.seats.nodes)
     turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
     for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
         drop_node(turn, node, _silent(node, "did not start its members in time"))

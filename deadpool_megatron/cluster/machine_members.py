@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.machine_moves import (
     close,
     consider_pause,
     drop_node,
+    enter_pause,
     kill,
     pause_later,
     start_members,
@@ -23,12 +24,13 @@ from deadpool_megatron.cluster.machine_moves import (
 )
 from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,
-    OPEN_PHASES,
     Failure,
+    PauseOrder,
     Phase,
     Suspicion,
     Turn,
 )
+from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
@@ -109,7 +111,7 @@ def _warm(turn: Turn, event: ev.MemberWarm) -> None:
 def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     state, layout = turn.state, event.layout
     role = _role(turn, event)
-    if role != layout.role or state.open_epoch is None:
+    if role != layout.role or state.heard_epoch is None:
         turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
         return
     assert state.record is not None
@@ -150,7 +152,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         # The command itself says that its arguments cannot work: no other process will like them.
         finish(turn, EXIT_BAD_INPUT, event.last_line or cause)
         return
-    if state.phase in OPEN_PHASES and role is not None:
+    if state.heard_epoch is not None and role is not None:
         close(turn, failure)
     elif state.phase is Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
@@ -193,7 +195,7 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
 def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
     role = _role(turn, event)
     kill(turn, (event.node, event.slot))
-    if (role is not None and turn.state.phase in OPEN_PHASES) or _is_pending(turn, event):
+    if (role is not None and turn.state.heard_epoch is not None) or _is_pending(turn, event):
         failure = Failure(event.cause, ("suspected", str(role)))
         close(turn, failure, silent_seconds=event.silent_seconds)
 
@@ -209,7 +211,7 @@ def _of_epoch(
 ) -> None:
     """What only the player of a role in the open epoch may say."""
     state, role = turn.state, _role(turn, event)
-    if role is None or event.epoch != state.open_epoch:
+    if role is None or event.epoch != state.heard_epoch:
         why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
         turn.refuse(_name(event), why, event.node)
         return
@@ -275,10 +277,19 @@ def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
 
 
 def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
-    order = turn.state.pause
+    state, order = turn.state, turn.state.pause
     if isinstance(event, ev.PauseRefused):
-        if order is not None and event.iteration >= order.iteration:
+        if state.phase is Phase.PAUSING and order and event.iteration >= order.iteration:
             pause_later(turn, event.iteration)
+    elif state.phase is not Phase.PAUSING:
+        # Ordered before the coordinator changed. Only a close gets the member moving again, and
+        # nothing is recomputed when all stand still at the same iteration.
+        same = order is not None and order.iteration == event.iteration
+        still = order.paused if order and same else PersistentSet[int]()
+        iteration = max(event.iteration, order.iteration if order else 0)
+        cause = "a pause that was ordered before the coordinator changed"
+        turn.set(pause=PauseOrder(iteration, cause, paused=still.with_item(role)))
+        enter_pause(turn)
     elif order is None or event.iteration != order.iteration:
         turn.refuse(_name(event), f"nobody waits for a pause at {event.iteration}", event.node)
     else:

@@ -60,6 +60,8 @@ def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
             turn.set(redecide=failure)
         case Phase.WAITING_SPARE:
             decide(turn)
+        case Phase.GATHERING if state.record is not None and state.missed is None:
+            turn.set(missed=failure)
 
 
 def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
@@ -85,6 +87,7 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         restored=PersistentSet(),
         done=PersistentSet(),
         suspicion=None,
+        missed=None,
         pause=None,
     )
     check_closed(turn)
@@ -133,6 +136,9 @@ def decide(turn: Turn) -> None:
     if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
+    if turn.state.store is None:  # it starts while a coordinator that took over gathers
+        turn.set(phase=Phase.CLOSING, deadline=turn.now + turn.config.settings.start_seconds)
+        return
     seats = seating(turn, turn.state.leaving)
     if seats.unseated and turn.state.leaving:  # the spare for the drain has gone in the meantime
         turn.set(leaving=frozenset())
@@ -145,7 +151,7 @@ def decide(turn: Turn) -> None:
     if seats.unseated:
         _wait_for_spare(turn, seats)
         return
-    assert state.store is not None, "nothing is decided before the store is there"
+    assert state.store is not None
     nodes = record_nodes(state, seats.seats)
     record = EpochRecord(
         epoch=state.epoch + 1,
@@ -201,22 +207,28 @@ def _wait_for_spare(turn: Turn, seats: Seating) -> None:
     turn.emit(Kind.LOG, level="warning", text=f"roles {roles} wait for a spare node to join")
 
 
+def opening_seconds(turn: Turn, record: EpochRecord) -> float:
+    """How long it may take until every role has restored what the record says."""
+    settings, members = turn.config.settings, turn.state.members
+    limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
+    seated = {(seat.node, seat.slot) for seat in record.seats.values()}
+    if any(members[p].status is not MemberStatus.WARM for p in seated if p in members):
+        limit += settings.start_seconds
+    if record.restore.kind in ("durable", "dump"):
+        limit += settings.first_step_seconds
+    return limit
+
+
 def announce(turn: Turn) -> None:
     """The pending record is durable: it is the truth from now on."""
     state, record = turn.state, turn.state.pending
     assert record is not None
-    settings = turn.config.settings
-    limit = settings.adopt_seconds + settings.rebuild_seconds + settings.restore_seconds
     seated = {(seat.node, seat.slot) for seat in record.seats.values()}
-    if any(state.members[place].status is not MemberStatus.WARM for place in seated):
-        limit += settings.start_seconds
-    if record.restore.kind in ("durable", "dump"):
-        limit += settings.first_step_seconds
     moved = state.leaving
     recovery = state.recovery.spend("decide", turn.now) if state.recovery else None
     turn.set(
         phase=Phase.OPENING,
-        deadline=turn.now + limit,
+        deadline=turn.now + opening_seconds(turn, record),
         record=record,
         pending=None,
         seats=SeatTable(record.seats),
@@ -259,6 +271,7 @@ def check_opened(turn: Turn) -> None:
     turn.set(phase=Phase.RUNNING, deadline=None, recovery=recovery, ever_ran=True)
     turn.emit(Kind.EPOCH_OPENED, phases=phases)
     check_done(turn)
+    enter_pause(turn)
     consider_pause(turn)
 
 
@@ -285,11 +298,18 @@ def consider_pause(turn: Turn) -> None:
 
 
 def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
-    order = PauseOrder(turn.state.newest + 2, cause, leaving)
-    limit = turn.config.settings.hang_seconds
-    turn.set(phase=Phase.PAUSING, deadline=turn.now + limit, pause=order)
-    assert turn.state.record is not None
-    turn.act(Pause(turn.state.record.epoch, order.iteration))
+    turn.set(pause=PauseOrder(turn.state.newest + 2, cause, leaving))
+    enter_pause(turn)
+
+
+def enter_pause(turn: Turn) -> None:
+    """Have all members stand still when a pause is wanted and the epoch runs."""
+    state = turn.state
+    if state.phase is Phase.RUNNING and state.pause is not None and state.record is not None:
+        limit = turn.config.settings.hang_seconds
+        turn.set(phase=Phase.PAUSING, deadline=turn.now + limit)
+        turn.act(Pause(state.record.epoch, state.pause.iteration))
+        check_paused(turn)
 
 
 def pause_later(turn: Turn, iteration: int) -> None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -135,7 +135,8 @@ class State:
 
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
-    reported by an open epoch. ``kept``: see layout.decision.keep_line.
+    reported by an open epoch. ``kept``: see layout.decision.keep_line. ``missed``: why the epoch
+    that was found at a takeover must be closed as soon as all agents are back.
     """
 
     phase: Phase
@@ -162,6 +163,7 @@ class State:
     doubted: frozenset[Generation] = frozenset()
     bad_generations: frozenset[Generation] = frozenset()
     suspicion: Suspicion | None = None
+    missed: Failure | None = None
     pause: PauseOrder | None = None
     drains: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
@@ -177,6 +179,24 @@ class State:
         """Number of the epoch in which members work, None while there is none."""
         return self.record.epoch if self.record and self.phase in OPEN_PHASES else None
 
+    @property
+    def heard_epoch(self) -> int | None:
+        """Number of the epoch whose members are listened to: the open one, or after a takeover
+        the newest, in which members go on working while the agents come back.
+        """
+        if self.record is not None and self.phase is Phase.GATHERING:
+            return self.record.epoch
+        return self.open_epoch
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether every role of the announced record has its state."""
+        return self.record is not None and len(self.restored) == len(self.record.seats)
+
+    def absent(self, wished: Iterable[int]) -> list[int]:
+        """Nodes that neither are here nor will ever come, ascending."""
+        return sorted(node for node in wished if node not in self.nodes and node not in self.gone)
+
     def role_at(self, node: int, slot: int, incarnation: int) -> int | None:
         """The role this very process has a seat for in the announced record."""
         return self.seats.role_of(node, slot, incarnation) if self.record else None
@@ -189,6 +209,8 @@ class State:
                 return "nodes and members to start"
             case Phase.CLOSING:
                 members = sorted(self.members.killed)
+                if self.store is None and not self.awaited and not members:
+                    return "the store process of the communicators to start"
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
                 return "a node that joins as spare"
@@ -263,14 +285,16 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     """Whether the loss of ``node`` invalidates the record: a seat, a copy owed, or a source."""
     if any(seat.node == node for seat in record.seats.values()):
         return True
-    opened = state.phase in (Phase.RUNNING, Phase.PAUSING)
-    if not opened and any(
+    if not state.is_restored and any(
         source.node == node
         for parts in record.restore.sources.values()
         for found in parts.values()
         for source in found
     ):
         return True
+    taken_over = state.is_restored or state.phase is Phase.GATHERING
+    if taken_over and len(state.layouts) < len(record.seats):
+        return node in record.nodes  # it is not known yet whose copies it owes
     placement = CopyPlacement.of_record(record)
     return any(
         node in placement.buddies(role, state.layouts[role].peers if role in state.layouts else ())

@@ -34,12 +34,19 @@ class Results:
         self._roles: dict[int, dict[str, Any]] = {}
         self._recoveries: list[dict[str, Any]] = []
         self._durable: list[dict[str, Any]] = []
+        self._opened: set[int] = set()
+        self._lost: dict[int, str] = {}
         self.diverged = False
 
     @property
     def last_iteration(self) -> int:
         """Newest iteration whose numbers have been accepted; 0 before the first."""
         return max(self._steps, default=0)
+
+    @property
+    def lost_nodes(self) -> Mapping[int, str]:
+        """Nodes that were given up, with the cause. None of them comes back under its number."""
+        return self._lost
 
     def add(self, event: Event) -> list[Event]:
         """The events to write to the file: the given one, none if it only repeats a known one, or
@@ -51,6 +58,11 @@ class Results:
             return self._once(self._evaluations, event)
         if event.kind is Kind.STATE_HASH:
             return self._hash(event)
+        if event.kind is Kind.EPOCH_OPENED:
+            # A coordinator that took over cannot know whether the one before has written it.
+            known = event.epoch in self._opened
+            self._opened.add(event.epoch)
+            return [] if known else [event]
         if event.kind is Kind.MEMBER_DONE and event.role is not None:
             self._roles[event.role] = dict(event.data)
         elif event.kind is Kind.RECOVERED:
@@ -59,6 +71,8 @@ class Results:
             self._durable.append({"iteration": event.iteration, **event.data})
         elif event.kind is Kind.STALE_DIVERGENCE:
             self.diverged = True
+        elif event.kind is Kind.NODE_LOST and event.node is not None:
+            self._lost[event.node] = str(event.data["cause"])
         return [event]
 
     def final(self, head: Mapping[str, Any], reason: str, exit_status: int) -> dict[str, Any]:

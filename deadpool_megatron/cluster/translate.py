@@ -27,6 +27,9 @@ def join(message: Message) -> inputs.NodeJoined:
         domain=str(message["domain"]),
         members={int(slot): int(number) for slot, number in message["members"].items()},
         incarnations={int(s): int(i) for s, i in message.get("incarnations", {}).items()},
+        epoch=int(message.get("epoch", 0)),
+        closed=int(message.get("closed", 0)),
+        restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
     )
 
 

@@ -58,7 +58,10 @@ class Vault:
 
 @dataclass
 class Member:
-    """A live process. ``at``: the generation its state is, None before it restored."""
+    """A live process. ``at``: the generation its state is, None before it restored.
+
+    ``said``: its newest report of each kind, which its agent repeats to a new coordinator.
+    """
 
     seat: Seat
     epoch: int = 0
@@ -67,17 +70,50 @@ class Member:
     entered: int = 0  # the iteration whose collective it has passed
     pause_at: int | None = None
     paused: bool = False
+    said: dict[type[ev.Input], ev.OfMember] = field(default_factory=dict)
 
 
 @dataclass
 class Node:
-    """An agent with its vault, its members and its two queues."""
+    """An agent with its vault, its members and its two queues.
+
+    ``epoch``: of the record that it follows; ``closed``: the newest epoch it has closed; ``moved``:
+    it has not had the welcome of the present coordinator yet.
+    """
 
     vault: Vault = field(default_factory=Vault)
     members: dict[int, Member] = field(default_factory=dict)
     incarnations: dict[int, int] = field(default_factory=dict)
     orders: deque[act.Action] = field(default_factory=deque)
     reports: deque[ev.Input] = field(default_factory=deque)
+    epoch: int = 0
+    closed: int = 0
+    moved: bool = False
+
+    def say(self, *reports: ev.OfMember) -> None:
+        """Report something about members."""
+        for report in reports:
+            self.members[report.slot].said[type(report)] = report
+            self.reports.append(report)
+
+    def join(self, number: int) -> ev.NodeJoined:
+        """The first message on a new connection."""
+        restored = {
+            slot: said.epoch
+            for slot, member in self.members.items()
+            if isinstance(said := member.said.get(ev.Restored), ev.Restored)
+        }
+        return ev.NodeJoined(
+            number,
+            "host",
+            number,
+            f"node{number}",
+            {slot: member.seat.incarnation for slot, member in self.members.items()},
+            dict(self.incarnations),
+            self.epoch,
+            self.closed,
+            restored,
+        )
 
 
 class World:
@@ -209,7 +245,7 @@ class World:
 
     def join(self, node: int) -> None:
         self.nodes[node] = Node()
-        self.nodes[node].reports.append(ev.NodeJoined(node, "host", node, f"node{node}"))
+        self.nodes[node].reports.append(self.nodes[node].join(node))
 
     def lose(self, node: int, *, report: bool = True) -> None:
         """A machine burns down: what it had said is still on its way, in order."""
@@ -246,9 +282,13 @@ class World:
         self.feed(ev.JournalWritten(record.epoch))
         return True
 
-    def restart_coordinator(self, *, landed: bool) -> None:
-        """It is killed, and a new one reads the journal. Orders under way are lost; agents join
-        again and say what they run. ``landed``: the record being written had become durable."""
+    def restart_coordinator(
+        self, *, landed: bool, received: int = 0, has_store: bool = True
+    ) -> None:
+        """It is killed, and a new one reads the journal. Agents join again, say what they run, and
+        repeat what their members said. ``landed``: the record being written had become durable.
+        ``received``: so many orders had reached each agent, which still obeys them; the other ones
+        are lost. ``has_store``: its store serves at once."""
         if self.state.phase in LAST_PHASES or self.finished is not None:
             return
         if landed:
@@ -267,14 +307,54 @@ class World:
         # A record that was not durable never existed: its number is used again.
         self.written = [record.epoch for record in self.journaled]
         for node, here in self.nodes.items():
-            here.orders.clear()
-            if not any(isinstance(report, ev.NodeJoined) for report in here.reports):
-                running = {slot: m.seat.incarnation for slot, m in here.members.items()}
-                again = ev.NodeJoined(
-                    node, "host", node, f"node{node}", running, dict(here.incarnations)
-                )
-                here.reports.appendleft(again)
+            kept = [o for o in list(here.orders)[:received] if not isinstance(o, act.Welcome)]
+            unheard = [r for r in here.reports if not isinstance(r, ev.NodeJoined)]
+            here.orders, here.reports = deque(kept), deque([here.join(node), *unheard])
+            here.moved = True
+        if has_store:
+            self.start_store()
+
+    def start_store(self) -> bool:
+        """The store process serves, if it did not before."""
+        if self.state.store is not None:
+            return False
         self.feed(ev.StoreReady("store", 1))
+        return True
+
+    def take_over_quietly(self) -> None:
+        """Nothing but the coordinator fails: nobody notices."""
+        self.settle()
+        members = (member for here in self.nodes.values() for member in here.members.values())
+        to_pause = any(member.pause_at is not None for member in members)  # ordered earlier
+        if self.state.phase is not Phase.RUNNING or self.state.suspicion or to_pause:
+            return
+        epoch = self.state.epoch
+        self.restart_coordinator(landed=True, has_store=False)
+        self.train()
+        self.settle()
+        if self.state.phase is Phase.GATHERING:  # for a spare that was lost before
+            self.tick(self.config.settings.rejoin_seconds)
+            self.settle()
+        assert self.state.phase is Phase.RUNNING
+        assert self.state.epoch == epoch
+        assert epoch not in self.closed
+
+    def forget_fault(self, role: int) -> None:
+        """A coordinator hears of broken communication and dies: the next one acts on it."""
+        self.settle()
+        player = self.player(role)
+        if self.state.phase is not Phase.RUNNING or player is None:
+            return
+        epoch, place = self.state.epoch, (player.seat.node, player.seat.slot)
+        fault = ev.MemberFault(*place, player.seat.incarnation, epoch, "peer closed")
+        self.nodes[place[0]].say(fault)
+        self.settle()
+        self.restart_coordinator(landed=True)
+        self.settle()
+        self.tick(self.config.settings.rejoin_seconds)
+        self.settle()
+        self.tick(0.6)
+        assert epoch in self.closed
 
     def hear(self, node: int) -> bool:
         """The machine takes the next report of an agent."""
@@ -308,23 +388,35 @@ class World:
         match order:
             case act.StartMembers(_, slots):
                 for slot, incarnation in slots.items():
-                    assert slot not in here.members, "two processes in one slot"
-                    assert incarnation > here.incarnations.get(slot, -1)
+                    if here.incarnations.get(slot, -1) >= incarnation:
+                        continue  # two coordinators have ordered the same
+                    if slot in here.members:  # an earlier coordinator's order was obeyed late
+                        self.end_member(node, slot)
                     here.incarnations[slot] = incarnation
                     here.members[slot] = Member(Seat(node, slot, incarnation))
-                    here.reports.append(ev.MemberHello(node, slot, incarnation))
+                    here.say(ev.MemberHello(node, slot, incarnation))
             case act.KillMember(_, slot, incarnation):
                 member = here.members.get(slot)
                 if member is not None and member.seat.incarnation == incarnation:
                     self.end_member(node, slot)
             case act.CloseEpoch(epoch):
-                here.vault.close(epoch)
-                for member in here.members.values():
-                    member.role, member.at = None, None
+                if epoch > here.closed:
+                    here.closed = epoch
+                    here.vault.close(epoch)
+                    for member in here.members.values():
+                        member.role, member.at = None, None
                 here.reports.append(ev.NodeInventory(self.inventory(node, epoch)))
             case act.Announce(record) | act.Welcome(_, record):
                 if record is not None and record.epoch > here.vault.epoch:
                     self._adopt(node, record)
+                if here.moved and isinstance(order, act.Welcome):
+                    here.moved = False
+                    for member in here.members.values():
+                        here.reports += [
+                            said
+                            for said in member.said.values()
+                            if getattr(said, "epoch", here.closed + 1) > here.closed
+                        ]
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
             case act.Dump(_, _, generation):
@@ -342,6 +434,8 @@ class World:
     def _adopt(self, node: int, record: EpochRecord) -> None:
         here = self.nodes[node]
         here.vault.adopt(record)
+        if node in record.nodes:
+            here.epoch = record.epoch
         for member in here.members.values():
             roles = [role for role, seat in record.seats.items() if seat == member.seat]
             member.epoch, member.role, member.at = record.epoch, None, None
@@ -349,7 +443,7 @@ class World:
             if roles:
                 member.role = roles[0]
             else:
-                here.reports.append(ev.MemberWarm(*member.seat.to_list()))
+                here.say(ev.MemberWarm(*member.seat.to_list()))
 
     def _pause(self, here: Node, epoch: int, iteration: int) -> None:
         for member in here.members.values():
@@ -357,7 +451,7 @@ class World:
                 continue
             seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
             if member.entered > iteration:
-                here.reports.append(ev.PauseRefused(*seat, epoch, member.entered - 1))
+                here.say(ev.PauseRefused(*seat, epoch, member.entered - 1))
             else:
                 member.pause_at = iteration
                 self._stand_still(here, member)
@@ -365,7 +459,7 @@ class World:
     def _stand_still(self, here: Node, member: Member) -> None:
         if member.at is not None and member.at.iteration == member.pause_at:
             seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
-            here.reports.append(ev.Paused(*seat, member.epoch, member.at.iteration))
+            here.say(ev.Paused(*seat, member.epoch, member.at.iteration))
 
     # Work of the open epoch.
 
@@ -399,15 +493,15 @@ class World:
                 assert restore.generation in self.nodes[source.node].vault.held[role]
             if not live:
                 text = "no source is alive"
-                here.reports.append(ev.RestoreFailed(*seat, record.epoch, "main", text))
+                here.say(ev.RestoreFailed(*seat, record.epoch, "main", text))
                 return True
         member.at = restore.generation
         member.entered = restore.generation.iteration
         here.vault.seal(role, restore.generation)
-        here.reports += [
+        here.say(
             ev.MemberRegistered(*seat, layout(role, self.config.world_size)),
             ev.Restored(*seat, record.epoch, restore.generation),
-        ]
+        )
         return True
 
     def enter(self) -> bool:
@@ -495,6 +589,7 @@ class World:
 
     def _moves(self) -> Iterable[Callable[[], bool]]:
         yield self.hear_last_words
+        yield self.start_store
         yield self.write_journal
         for node in list(self.nodes):
             yield lambda node=node: node in self.nodes and self.obey(node)  # type: ignore[misc]
@@ -517,7 +612,7 @@ class World:
 
     def stale_inputs(self) -> Iterable[ev.Input]:
         """Messages of closed epochs, ended processes and lost nodes."""
-        past = [r for r in self.announced if r.epoch != self.state.open_epoch]
+        past = [r for r in self.announced if r.epoch != self.state.heard_epoch]
         for record in past[-2:]:
             for seat in list(record.seats.values())[:2]:
                 who = (seat.node, seat.slot, seat.incarnation)
@@ -528,8 +623,7 @@ class World:
                 yield ev.Paused(*who, record.epoch, g.iteration)
                 yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)
                 yield ev.MemberDone(*who, record.epoch)
-            if self.state.phase is not Phase.GATHERING:  # a new coordinator lets work go on
-                yield ev.StepReported(record.epoch, 10_000)
+            yield ev.StepReported(record.epoch, 10_000)
             yield ev.RolesHung(record.epoch, (0,), "late")
             if self.state.record is not None and record.epoch < self.state.record.epoch:
                 for node in record.nodes:

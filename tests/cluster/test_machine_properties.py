@@ -71,6 +71,7 @@ class Cluster(RuleBasedStateMachine):
             else:
                 self.world.hear_last_words()
                 self.world.write_journal()
+                self.world.start_store()
 
     @rule(times=st.integers(1, 3))
     def train(self, times: int) -> None:
@@ -150,6 +151,25 @@ class Cluster(RuleBasedStateMachine):
             if node in self.world.nodes:
                 self.world.hear(node)
 
+    @rule(
+        index=INDEX,
+        phase=st.sampled_from(
+            [Phase.CLOSING, Phase.DECIDING, Phase.OPENING, Phase.PAUSING, Phase.WAITING_SPARE]
+        ),
+        landed=st.booleans(),
+        received=st.sampled_from([0, 1, 10]),
+    )
+    def strike_coordinator(self, index: int, phase: Phase, landed: bool, received: int) -> None:
+        """A failure (or drain) leads to the phase, and there the coordinator dies."""
+        if phase is Phase.PAUSING:
+            self.drain(index)
+        elif phase is Phase.WAITING_SPARE:
+            self.lose_node(index)
+        else:
+            self.end_member(index, index)
+        self.world.settle(until=phase)
+        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 2 == 0)
+
     @rule(index=INDEX, slot=INDEX)
     def end_member(self, index: int, slot: int) -> None:
         node = self.node(index)
@@ -177,14 +197,28 @@ class Cluster(RuleBasedStateMachine):
         if node is not None:
             self.world.feed(ev.DrainRequested(node))
 
-    @rule(index=INDEX, landed=st.booleans(), come_back=st.booleans())
-    def restart_coordinator(self, index: int, landed: bool, come_back: bool) -> None:
+    @rule(
+        index=INDEX,
+        landed=st.booleans(),
+        received=st.sampled_from([0, 0, 1, 2, 10]),
+        come_back=st.booleans(),
+    )
+    def restart_coordinator(self, index: int, landed: bool, received: int, come_back: bool) -> None:
         if index % 4:
             return  # often enough
-        self.world.restart_coordinator(landed=landed)
+        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 8 == 0)
         if come_back:
             self.world.settle()
-            self.world.tick(self.world.config.settings.connect_seconds)
+            self.world.tick(self.world.config.settings.rejoin_seconds)
+
+    @rule()
+    def take_over_quietly(self) -> None:
+        self.world.take_over_quietly()
+
+    @rule(index=INDEX)
+    def forget_fault(self, index: int) -> None:
+        if index % 4 == 0:
+            self.world.forget_fault(index // 4 % self.world.config.world_size)
 
     @rule()
     def stale(self) -> None:

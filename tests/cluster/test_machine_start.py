@@ -196,34 +196,3 @@ def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory() ->
     rig.feed(ev.MemberRegistered(1, 0, 1, layout(1, 2, layout_hash="other")))
     assert rig.one(act.KillMember).node == 1
     assert "lays out" in rig.one(act.CloseEpoch).cause
-
-
-def test_coordinator_that_takes_over_closes_and_reopens_the_last_epoch() -> None:
-    old = Rig().run()
-    rig = Rig()
-    rig.state = rig.machine.resume([old.record], None, rig.now)
-    rig.feed(ev.StoreReady("store", 5))
-    for node in (0, 1):
-        rig.feed(ev.NodeJoined(node, "host", 1, f"node{node}", {0: 0}))
-        assert not rig.of(act.StartMembers)
-    rig.feed(ev.StepReported(1, 8))
-    assert rig.state.newest == 8
-    rig.tick(rig.settings.rejoin_seconds)  # node 2, the spare, has died with the coordinator
-    assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "the coordinator was restarted")
-    rig.closed(g(7))
-    assert rig.pending.epoch == 2
-    assert rig.pending.restore.generation == g(7)
-    assert rig.pending.emitted_up_to == 8
-    assert rig.pending.seats == old.record.seats
-
-
-def test_member_that_died_while_there_was_no_coordinator_is_started_again() -> None:
-    old = Rig().run()
-    rig = Rig()
-    rig.state = rig.machine.resume([old.record], None, rig.now)
-    rig.feed(ev.NodeJoined(0, "host", 1, "node0"))
-    assert rig.one(act.StartMembers).slots == {0: 1}
-    rig.feed(ev.NodeJoined(1, "host", 1, "node1", {}, {0: 4}))
-    assert rig.one(act.StartMembers).slots == {0: 5}
-    rig.feed(ev.NodeJoined(2, "host", 1, "node1", {0: 4}, {0: 4}))
-    assert not rig.of(act.StartMembers)

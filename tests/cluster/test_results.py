@@ -26,6 +26,19 @@ def test_repeated_step_is_dropped() -> None:
     assert not results.diverged
 
 
+def test_opening_that_two_coordinators_report_is_written_once() -> None:
+    results = Results()
+    assert len(results.add(Event(Kind.EPOCH_OPENED, 1))) == 1
+    assert results.add(Event(Kind.EPOCH_OPENED, 1)) == []
+    assert len(results.add(Event(Kind.EPOCH_OPENED, 2))) == 1
+
+
+def test_nodes_that_were_given_up_are_known_to_the_next_coordinator() -> None:
+    results = Results()
+    results.add(Event(Kind.NODE_LOST, 1, node=2, data={"cause": "silent"}))
+    assert results.lost_nodes == {2: "silent"}
+
+
 def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
     results = Results()
     results.add(step(1))

@@ -50,14 +50,46 @@ def test_killed_vault_comes_back_without_an_interruption(tmp_path: Path) -> None
     assert final["recoveries"] == []
 
 
-def test_killed_coordinator_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
+    tmp_path: Path,
+) -> None:
     with Run(tmp_path / "r") as run:
         run.wait_iteration(5)
-        send(read_json(run.run.coordinator)["pid"])
-        run.wait_event(Kind.RUN_STARTED)
+        first = read_json(run.run.coordinator)["pid"]
+        os.kill(run.launcher.pid, signal.SIGSTOP)  # nobody starts another one
+        send(first)
+        before = _computed(run)
+        run.wait_for("10 iterations without a coordinator", lambda: _computed(run) >= before + 10)
+        os.kill(run.launcher.pid, signal.SIGCONT)
+        run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
+        run.wait_iteration(before + 10)
         final = run.finish()
         assert "is started again" in run.output.read_text()
-    assert final["exit_status"] == 0
+        assert len(list(run.run.journal.glob("epoch-*"))) == 1
+    assert len(run.events(Kind.EPOCH_OPENED)) == 1
+    assert final["recoveries"] == []
+
+
+def _computed(run: Run) -> int:
+    """The iteration that role 0 has completed, as the members tell each other."""
+    return int.from_bytes((run.run.path / "lockstep").read_bytes()[8:16], "little")
+
+
+def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(5)
+        os.kill(run.launcher.pid, signal.SIGSTOP)
+        coordinator = read_json(run.run.coordinator)["pid"]
+        send(coordinator, signal.SIGSTOP)
+        member = run.listing(1)["members"]["0"]
+        send(member)
+        run.wait_for("the agent to reap it", lambda: not run.listing(1)["members"])
+        send(coordinator)
+        os.kill(run.launcher.pid, signal.SIGCONT)
+        final = run.finish()
+    (recovery,) = final["recoveries"]
+    assert recovery["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
+    assert "ended while there was no coordinator" in recovery["cause"]
 
 
 def test_stopped_coordinator_is_replaced(tmp_path: Path) -> None:
@@ -110,8 +142,12 @@ def _children(pid: int) -> list[int]:
 
 
 def _served(run: Run) -> list[str]:
-    texts = [str(event.data["text"]) for event in run.events(Kind.LOG)]
-    return [text for text in texts if text.startswith("store process serves")]
+    return [text for text in _texts(run) if text.startswith("store process serves")]
+
+
+def _texts(run: Run) -> list[str]:
+    """What was logged for people."""
+    return [str(event.data["text"]) for event in run.events(Kind.LOG)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -100,3 +100,20 @@ def test_events_that_tell_the_machine_something() -> None:
     assert translate.from_event(corruption) == inputs.CorruptionFound(bad)
     assert translate.from_event(Event(Kind.CORRUPTION, 2, node=3, role=1)) is None
     assert translate.from_event(Event(Kind.LOG)) is None
+
+
+def test_join_says_what_a_new_coordinator_has_to_know() -> None:
+    message = {
+        "t": "join",
+        "node": 2,
+        "host": "h",
+        "vault_port": 9,
+        "domain": "d",
+        "members": {"0": 1},
+        "incarnations": {"0": 1, "1": 4},
+        "epoch": 3,
+        "closed": 2,
+        "restored": {"0": 3},
+    }
+    joined = inputs.NodeJoined(2, "h", 9, "d", {0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
+    assert translate.join(message) == joined
