@@ -97,9 +97,8 @@ class Agent:
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
-        rhythm = Rhythm.of(self._settings)
-        self._contact_seconds = rhythm.gap
-        self._cut_limit = Fence(self._settings.fence_seconds, rhythm)
+        self._contact_seconds = Rhythm.of(self._settings).gap
+        self._cut_limit = Fence(self._settings)
         self._standby: StandbyKeeper | None = None
         self._environment = {
             "DEADPOOL_RUN_DIR": str(options.run.path),

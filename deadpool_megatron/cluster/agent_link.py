@@ -48,8 +48,8 @@ class CoordinatorLink:
     """One task runs :meth:`run`; ``send`` and ``beat`` may be called from any callback of the loop.
 
     ``address()`` is asked before each attempt (a new coordinator may be elsewhere); ``join()``
-    gives the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at)`` is
-    told the monotonic time at which the newest acknowledged beat (or join) was sent.
+    gives the first message; ``on_message`` gets every order, the welcome first; ``on_heard(at,
+    term)`` is told when the newest acknowledged beat (or join) was sent, in monotonic seconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class CoordinatorLink:
         settings: Settings,
         join: Callable[[], Mapping[str, Any]],
         on_message: Callable[[Mapping[str, Any]], None],
-        on_heard: Callable[[float], None] = lambda sent_at: None,
+        on_heard: Callable[[float, int], None] = lambda sent_at, term: None,
     ) -> None:
         self._address = address
         self._secret = secret
@@ -161,7 +161,7 @@ class CoordinatorLink:
             writer.close()
             raise
         if welcome.get("t") == "welcome":
-            self._heard(sent_at)
+            self._heard(sent_at, int(welcome["term"]))
         return _Session(reader, writer, address, welcome)
 
     async def _serve(self, session: _Session) -> None:
@@ -201,19 +201,19 @@ class CoordinatorLink:
         for _, data in self._unacknowledged:
             session.writer.write(data)
         self._on_message(session.welcome)
-        reading = asyncio.create_task(self._read(session.reader))
+        reading = asyncio.create_task(self._read(session))
         # It may end while the one that replaces it is being opened; nobody asks it then.
         reading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return reading
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(self, session: _Session) -> None:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:
-            message = await asyncio.wait_for(framing.read_frame(reader), silence)
+            message = await asyncio.wait_for(framing.read_frame(session.reader), silence)
             if message.get("t") == "ack":
                 self._acknowledge(int(message["n"]))
-                self._heard(float(message["beat"]))
+                self._heard(float(message["beat"]), int(session.welcome.get("term", 0)))
             else:
                 self._on_message(message)
 
@@ -224,9 +224,9 @@ class CoordinatorLink:
         address = self._address()
         return self._session is not None and address not in (None, self._session.address)
 
-    def _heard(self, sent_at: float) -> None:
+    def _heard(self, sent_at: float, term: int) -> None:
         self._heard_at = max(self._heard_at, sent_at)
-        self._on_heard(sent_at)
+        self._on_heard(sent_at, term)
 
     def _acknowledge(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:

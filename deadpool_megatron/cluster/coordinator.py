@@ -81,7 +81,13 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
-            options.secret, options.info.run_id, self._settings.connect_seconds, self
+            options.secret,
+            options.info.run_id,
+            self._settings.connect_seconds,
+            self,
+            join_credit_seconds=max(
+                0.0, self._settings.rejoin_seconds - self._settings.node_silence_seconds
+            ),
         )
         self._state = self._first_state()
 

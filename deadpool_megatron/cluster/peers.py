@@ -69,14 +69,23 @@ class Peers:
     """All connections. Used from the coordinator's loop only."""
 
     def __init__(
-        self, secret: bytes, run_id: str, connect_seconds: float, events: PeerEvents
+        self,
+        secret: bytes,
+        run_id: str,
+        connect_seconds: float,
+        events: PeerEvents,
+        join_credit_seconds: float = 0.0,
     ) -> None:
+        """``join_credit_seconds``: by which the silence after a join may be longer than others, as
+        the agent may not know that it is in.
+        """
         self.agents: dict[int, AgentPeer] = {}
         self.refusals = 0
         self._secret = secret
         self._run_id = run_id
         self._connect_seconds = connect_seconds
         self._events = events
+        self._join_credit_seconds = join_credit_seconds
         # Newest report taken from each agent process, kept beyond the end of its connection.
         self._taken: dict[tuple[int, int], int] = {}
 
@@ -120,6 +129,8 @@ class Peers:
                 await self._bounded(writer.drain())
             else:
                 raise WireError(f"unknown first message {str(first.get('t'))[:40]!r}")
+        except ConnectionClosed:
+            pass  # a standby that asks whether anybody listens here, or a scanner of ports
         except (WireError, KeyError, TypeError, ValueError) as error:
             self._refuse(who, f"{type(error).__name__}: {error}")
         except TimeoutError:
@@ -141,7 +152,8 @@ class Peers:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Mapping[str, Any]
     ) -> None:
         node, pid = int(first["node"]), int(first["pid"])
-        peer = AgentPeer(node, pid, writer, str(first["hostname"]), time.monotonic())
+        until = time.monotonic() + self._join_credit_seconds
+        peer = AgentPeer(node, pid, writer, str(first["hostname"]), until)
         old = self.agents.get(node)
         again = old is not None and old.pid == pid and not old.dropped
         if old is not None:

@@ -20,6 +20,12 @@ from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
 
+# Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
+_LIMITS = (
+    *("--deadpool-node-silence-seconds", "5"),
+    *("--deadpool-fence-seconds", "4"),
+)
+
 
 class Agents:
     """Agents of one run. A context manager: its end checks that nothing is left behind."""
@@ -43,7 +49,7 @@ class Agents:
             plan.write_text(json.dumps(list(faults)))
             self._extra["DEADPOOL_FAULTS"] = str(plan)
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", "1")
-        self._size = (*size, *FAST, *options)
+        self._size = (*size, *FAST, *_LIMITS, *options)
         self._member = (MEMBER, *member)
         self.agents: dict[str, subprocess.Popen[bytes]] = {}
         for node in range(nodes + spares):
