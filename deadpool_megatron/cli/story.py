@@ -196,6 +196,10 @@ class Story:
         match event.kind:
             case Kind.EPOCH_DECIDED:
                 failure.decided = event
+                forgotten = event.data.get("forgotten_from")
+                if forgotten is not None:
+                    kept = [s for s in self.steps if s.step.iteration < forgotten]
+                    self.steps = kept
             case Kind.EPOCH_OPENED:
                 failure.opened = event
             case Kind.PHASE:

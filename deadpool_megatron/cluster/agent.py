@@ -30,7 +30,6 @@ from deadpool_megatron.cluster.agent_members import (
     Member,
     Members,
     default_environment,
-    log_name,
     wait_ended,
 )
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
@@ -39,7 +38,7 @@ from deadpool_megatron.cluster.fencing import Fence
 from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.events import Kind
@@ -341,7 +340,7 @@ class Agent:
     def _name(self, member: Member) -> str:
         return f"member {self._node}.{member.slot}.{member.incarnation}"
 
-    def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
+    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
         self._drained.set()
@@ -349,6 +348,7 @@ class Agent:
         if ending.signal_name is not None:
             how = {"signal": ending.signal_name}
         if self._ending is None:
+            how["ordered"] = ordered
             self._report_lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
 
@@ -410,7 +410,7 @@ class Agent:
             incarnation=incarnation,
             command=self._options.info.command,
             environment={**environment, **extra},
-            log=self._options.run.log(log_name(self._node, slot, incarnation)),
+            log=self._options.run.log(member_log_name(self._node, slot, incarnation)),
             directory=self._options.directory,
         )
 

@@ -89,11 +89,15 @@ class Dump:
 
 @dataclass(frozen=True)
 class Finish:
-    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later."""
+    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
+
+    ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
+    """
 
     exit_status: int
     reason: str
     resume: Restore | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
@@ -81,7 +82,7 @@ def _runs(turn: Turn, place: Place) -> bool:
 def _reopen(turn: Turn) -> None:
     """A coordinator that took over: nobody can tell what was missed, so close and decide anew."""
     turn.set(phase=Phase.RUNNING)
-    close(turn, Failure("the coordinator was restarted"))
+    close(turn, Failure("the coordinator was restarted", FailureKind.COORDINATOR))
 
 
 def _believe(turn: Turn) -> None:
@@ -126,7 +127,8 @@ def _overdue(turn: Turn) -> None:
 
 
 def _silent(node: int, what: str) -> Failure:
-    return Failure(f"node {node} {what}", ("node", str(node)))
+    signature = ("node", str(node))
+    return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
 
 
 def _open_again(turn: Turn) -> None:
@@ -135,7 +137,9 @@ def _open_again(turn: Turn) -> None:
     for role in culprits:
         kill(turn, (state.seats[role].node, state.seats[role].slot))
     cause = f"roles {culprits} did not restore in time"
-    close(turn, Failure(cause, ("opening", *map(str, culprits))))
+    signature = ("opening", *map(str, culprits))
+    first = state.seats[culprits[0]].node if culprits else None
+    close(turn, Failure(cause, FailureKind.HANG, signature, node=first))
 
 
 def _gathered_enough(turn: Turn, waited: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from immutables import Map
 
 from deadpool_megatron.cluster import machine_timing
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import (
     Announce,
     CloseEpoch,
@@ -70,16 +71,17 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
     signs = min(turn.now - silent_seconds, state.suspicion.at if state.suspicion else turn.now)
     if state.recovery is None:
         recovery = machine_timing.begin(
-            (failure.cause,), signs, turn.now, state.newest, record.seats
+            (failure.cause,), signs, turn.now, state.newest, record.seats, str(failure.kind)
         )
     else:
         recovery = state.recovery.again(failure.cause, turn.now)
     turn.act(CloseEpoch(record.epoch, failure.cause))
-    turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause)
+    turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
     turn.set(
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
+        closed_by=failure.to_record(state.newest),
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
         restored=PersistentSet(),
@@ -95,13 +97,24 @@ def worth_another_try(turn: Turn, failure: Failure) -> bool:
     state = turn.state
     failures = (*(f for f in state.failures if f[0] == state.newest), (state.newest, failure))
     turn.set(failures=failures)
-    same = sum(known.signature == failure.signature for _, known in failures)
-    limit = _SAME_EXITS if failure.exited else _SAME_FAILURES
-    if same < limit and len(failures) <= turn.config.settings.restarts_in_place:
+    same = [known for _, known in failures if known.signature == failure.signature]
+    repeated = _is_repeated(same, failure)
+    if not repeated and len(failures) <= turn.config.settings.restarts_in_place:
         return True
-    listed = "; ".join(known.cause for _, known in failures[-_SAME_FAILURES:])
-    finish(turn, 1, f"no progress after iteration {state.newest}: {listed}")
+    shown = same if repeated else [known for _, known in failures]
+    listed = "; ".join(known.with_evidence() for known in shown[-_SAME_FAILURES:])
+    count = f"{len(shown)} times the same failure, so trying again is no use" if repeated else ""
+    reason = f"no progress after iteration {state.newest}: {count}{': ' if count else ''}{listed}"
+    finish(turn, 1, reason, kind=FailureKind.BUG if repeated else failure.kind)
     return False
+
+
+def _is_repeated(same: list[Failure], failure: Failure) -> bool:
+    """Whether failures with one signature since the last new iteration are the program's fault."""
+    if failure.kind is FailureKind.DEVICE_ERROR:
+        # A device that fails again is left for another; where that fails alike, it is no device's.
+        return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES
+    return len(same) >= (_SAME_EXITS if failure.exited else _SAME_FAILURES)
 
 
 def check_closed(turn: Turn) -> None:
@@ -158,6 +171,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.newest,
         fewer_copies=_missing_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
+        failure=state.closed_by,
     )
     turn.set(
         phase=Phase.DECIDING,
@@ -213,6 +227,7 @@ def announce(turn: Turn) -> None:
     if record.restore.kind in ("durable", "dump"):
         limit += settings.first_step_seconds
     moved = state.leaving
+    forgotten = {} if state.poisoned_from is None else {"forgotten_from": state.poisoned_from}
     recovery = state.recovery.spend("decide", turn.now) if state.recovery else None
     turn.set(
         phase=Phase.OPENING,
@@ -227,6 +242,7 @@ def announce(turn: Turn) -> None:
         leaving=frozenset(),
         drains=state.drains - moved,
         avoid=state.avoid | moved,
+        poisoned_from=None,
     )
     turn.act(Announce(record))
     turn.emit(
@@ -236,6 +252,7 @@ def announce(turn: Turn) -> None:
         segment=record.restore.boundary,
         changes=sorted(r for r, seat in record.seats.items() if state.seats.get(r) != seat),
         seconds=recovery.phases["decide"] if recovery else 0.0,
+        **forgotten,
     )
     for place, member in sorted(turn.state.members.items()):
         if place in seated:
@@ -312,7 +329,7 @@ def check_paused(turn: Turn, *, overdue: bool = False) -> None:
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         turn.set(leaving=state.pause.leaving)
-        close(turn, Failure(state.pause.cause))
+        close(turn, Failure(state.pause.cause, FailureKind.DRAINED))
 
 
 def kill(turn: Turn, place: Place) -> None:
@@ -347,7 +364,7 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
     )
-    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause)
+    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
     if before.phase is Phase.DUMPING:
         dump(turn)
     elif before.phase is Phase.ENDING:
