@@ -25,6 +25,7 @@ from deadpool_megatron.cli.story import (
     summary,
 )
 from deadpool_megatron.cli.tables import count, seconds, size, table
+from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
 from deadpool_megatron.events import Kind, event_files, read_events
 
@@ -119,7 +120,8 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
             facts.append(("took", f"{recovery.seconds:.3f} s until the next step was finished"))
         facts.append(("exposed", f"{failure.exposure:.3f} s without all copies in memory"))
     cause = failure.cause or "cause not recorded"
-    return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+    kind = f"{in_words(failure.kind)}: " if failure.kind else ""
+    return [f"{what} {failure.number}: {kind}{cause}", *(f"  {k:<8} {v}" for k, v in facts)]
 
 
 def _describe_progress(failure: Failure, story: Story) -> str:
@@ -247,6 +249,7 @@ def _failure_to_dict(failure: Failure) -> dict[str, Any]:
     return {
         "number": failure.number,
         "cause": failure.cause,
+        "kind": failure.kind,
         "planned": failure.planned,
         "closed_epoch": failure.closed_epoch,
         "last_iteration": failure.last_iteration,

@@ -49,6 +49,7 @@ class Failure:
     closed_epoch: int
     cause: str
     last_iteration: int
+    kind: str = ""
     planned: bool = False
     closes: int = 1
     losses: list[Event] = field(default_factory=list)
@@ -182,6 +183,7 @@ class Story:
                 closed_epoch=event.epoch,
                 cause=str(event.data.get("cause", "")),
                 last_iteration=self.last_iteration,
+                kind=str(event.data.get("kind", "")),
                 planned=self._drain is not None and not related,
                 losses=related,
             )

@@ -8,6 +8,8 @@ from deadpool_megatron.cluster.machine_state import State
 from deadpool_megatron.cluster.peers import Peers
 from deadpool_megatron.cluster.results import Results
 
+_SHOWN_FAILURES = 5
+
 
 def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
     """Newest beat of the very process that plays each role; roles without one are missing."""
@@ -59,6 +61,12 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             for (node, slot), member in sorted(state.members.items())
         },
         "recoveries": len(state.recoveries),
+        "failures": [
+            {"epoch": report.epoch - 1, "kind": report.kind, "cause": report.cause}
+            for report in state.recoveries[-_SHOWN_FAILURES:]
+        ],
+        "failing": dict(state.closed_by) if state.recovery is not None else {},
+        "aside": sorted(state.avoid & set(state.nodes)),
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
         "diverged": results.diverged,
