@@ -101,9 +101,10 @@ def _lines(status: dict[str, Any]) -> list[str]:
         lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
     for failure in status["failures"]:
         kind = in_words(failure["kind"])
-        lines.append(f"  failure that ended epoch {failure['epoch']}: {kind}: {failure['cause']}")
+        lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")
     if status["failing"]:
-        lines.append(f"  recovering now: {in_words(status['failing']['kind'])}: {status['cause']}")
+        kind, cause = in_words(status["failing"]["kind"]), status["failing"]["cause"]
+        lines.append(f"  recovering now, {kind}: {cause}")
     if status["aside"]:
         lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:

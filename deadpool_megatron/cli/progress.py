@@ -152,10 +152,8 @@ class Progress:
             case Kind.VAULT_LOST:
                 self._line(event, f"vault of node {event.node} lost: {data.get('cause')}", "red")
             case Kind.EPOCH_CLOSED:
-                kind = in_words(str(data.get("kind", "")))
-                text = (
-                    f"epoch {event.epoch} closed: {kind}{': ' if kind else ''}{data.get('cause')}"
-                )
+                why = [in_words(str(data.get("kind", ""))), str(data.get("cause"))]
+                text = f"epoch {event.epoch} closed: {': '.join(filter(None, why))}"
                 self._line(event, text, "yellow")
             case Kind.NODE_ASIDE:
                 self._line(event, str(data.get("cause")), "bold red")

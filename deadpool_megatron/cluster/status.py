@@ -23,7 +23,9 @@ def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
 
 
 def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
-    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, refusals."""
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
+    last ones), failing (the one that is being recovered from), aside, refusals, and more.
+    """
     record = state.record
     beats = role_beats(state, peers)
     roles: dict[str, Any] = {}
@@ -62,10 +64,12 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         },
         "recoveries": len(state.recoveries),
         "failures": [
-            {"epoch": report.epoch - 1, "kind": report.kind, "cause": report.cause}
+            {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
             for report in state.recoveries[-_SHOWN_FAILURES:]
         ],
-        "failing": dict(state.closed_by) if state.recovery is not None else {},
+        "failing": {}
+        if state.recovery is None
+        else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
         "aside": sorted(state.avoid & set(state.nodes)),
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
