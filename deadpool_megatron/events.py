@@ -33,6 +33,9 @@ class Kind(StrEnum):
     MEMBER_LOST = "member-lost"  # slot, incarnation, cause, kind, exit_code or signal
     VAULT_STARTED = "vault-started"  # pid, slots_found
     VAULT_LOST = "vault-lost"  # cause
+    # slot, incarnation, log, frames (of the main thread, innermost first), threads, missing (why
+    # there are none): where a process that hung or was frozen stood before it was killed
+    STACK = "stack"
     EPOCH_CLOSED = "epoch-closed"  # cause, kind (a FailureKind)
     # generation, segment, changes, seconds; after a loss that was not finite also forgotten_from:
     # the iteration from which on all numbers reported so far do not count

@@ -22,6 +22,7 @@ from deadpool_megatron.cli.story import (
     Story,
     describe_loss,
     describe_seats,
+    describe_stack,
     summary,
 )
 from deadpool_megatron.cli.tables import count, seconds, size, table
@@ -31,6 +32,7 @@ from deadpool_megatron.events import Kind, event_files, read_events
 
 # More failures than this share one column of means instead of having one each.
 _COLUMNS = 6
+_SHOWN_STACKS = 3
 
 
 def read_story(directory: Path) -> Story:
@@ -90,7 +92,7 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
 
 
 def describe_failure(failure: Failure, story: Story) -> list[str]:
-    """At most ten lines about one failure."""
+    """About a dozen lines about one failure."""
     what = "Planned swap" if failure.planned else "Failure"
     began = story.started.wall_seconds if story.started is not None else failure.began
     facts: list[tuple[str, str]] = [
@@ -102,6 +104,7 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
     ]
     if failure.losses:
         facts.append(("lost", _joined(describe_loss(loss) for loss in failure.losses)))
+    facts += [("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]]
     if failure.closes > 1:
         facts.append(("again", f"struck {failure.closes} times before the run went on"))
     if failure.generation is not None:
@@ -254,6 +257,7 @@ def _failure_to_dict(failure: Failure) -> dict[str, Any]:
         "closed_epoch": failure.closed_epoch,
         "last_iteration": failure.last_iteration,
         "closes": failure.closes,
+        "stacks": [dict(event.data) for event in failure.stacks],
         "losses": [describe_loss(loss) for loss in failure.losses],
         "generation": list(failure.generation) if failure.generation is not None else None,
         "recovered": recovery is not None,

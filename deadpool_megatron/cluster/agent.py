@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.agent_members import (
     default_environment,
     wait_ended,
 )
+from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
@@ -135,6 +136,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -311,8 +313,13 @@ class Agent:
 
     def _kill(self, message: Mapping[str, Any]) -> None:
         member = self._members.by_slot.get(int(message["slot"]))
-        if member is not None and member.incarnation == int(message["incarnation"]):
-            member.kill(str(message.get("cause", "killed by order of the coordinator")))
+        if member is None or member.incarnation != int(message["incarnation"]):
+            return
+        cause = str(message.get("cause", "killed by order of the coordinator"))
+        if message.get("hung"):
+            self._stacks.kill(member, cause)
+        elif not self._stacks.is_asked(member):
+            member.kill(cause)
 
     # Reports of members (see MemberReports).
 
@@ -332,10 +339,19 @@ class Agent:
         self._report(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """Report it before it is killed, with the time since its last sign of life."""
+        """Report it with the time since its last sign of life, ask where it stands, kill it."""
         seat = {"slot": member.slot, "incarnation": member.incarnation}
         how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
         self._link.send({"t": "member-suspected", **seat, **how})
+        self._stacks.kill(member, "frozen")
+
+    def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
+        """Epoch, node, and the role that the member plays."""
+        if self._record is None:
+            return 0, self._node, None
+        seat = Seat(self._node, member.slot, member.incarnation)
+        role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
+        return self._record.epoch, self._node, role
 
     def _name(self, member: Member) -> str:
         return f"member {self._node}.{member.slot}.{member.incarnation}"

@@ -111,7 +111,7 @@ class MemberReports(Protocol):
         """A message other than a beat."""
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """It shows no sign of life and is killed next."""
+        """It shows no sign of life and is to be killed. Called once for a member."""
 
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """The process is reaped; all its messages were delivered before. ``cause``: why it was
@@ -132,6 +132,7 @@ class Member:
         self.said: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
         self._kill_cause = ""
+        self._frozen = False
         self._settings = settings
         self._reports = reports
         started = starter.start(spec)
@@ -167,9 +168,9 @@ class Member:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
-        if not self._kill_cause and self._freeze.is_frozen(now):
+        if not self._kill_cause and not self._frozen and self._freeze.is_frozen(now):
+            self._frozen = True
             self._reports.member_frozen(self, self._freeze.silent_seconds(now))
-            self.kill("frozen")
 
     def forgive(self, seconds: float) -> None:
         """See FreezeDetector.forgive."""

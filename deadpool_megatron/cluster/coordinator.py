@@ -194,8 +194,9 @@ class Coordinator:
             case actions.StartMembers(node, slots, provisional):
                 order = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
                 self._send(node, order)
-            case actions.KillMember(node, slot, incarnation):
-                self._send(node, {"t": "kill", "slot": slot, "incarnation": incarnation})
+            case actions.KillMember(node, slot, incarnation, hung):
+                seat = {"slot": slot, "incarnation": incarnation}
+                self._send(node, {"t": "kill", **seat, "hung": hung})
             case actions.CloseEpoch(epoch, cause):
                 failpoints.hit("coordinator.close", epoch=epoch)
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})

@@ -114,7 +114,7 @@ def same_text(line: str) -> str:
 
 _LINE_CHARACTERS = 400
 # An exception that was caught and logged long before the end is not the cause of it.
-_AFTER_TRACEBACK_LINES = 30
+_TRACEBACK_LINES = 120
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -132,13 +132,13 @@ def fatal_words(text: str) -> str:
     log. Empty when there is none.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    for number in range(len(lines) - 1, max(-1, len(lines) - _AFTER_TRACEBACK_LINES), -1):
+    for number in range(len(lines) - 1, -1, -1):
         line = lines[number].strip()
         if line.startswith("what():"):
             return line.removeprefix("what():").strip()[:_LINE_CHARACTERS]
         if line.startswith("Fatal Python error:"):
             return line[:_LINE_CHARACTERS]
-        if line.endswith(_TRACEBACK):
+        if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
             found = _exception(lines[number + 1 :])
             if found:
                 return found[:_LINE_CHARACTERS]

@@ -15,7 +15,7 @@ from pathlib import Path
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.failures import fatal_words, last_words
 
-_TAIL_BYTES = 8192
+_TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _timing(turn, event)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
+        case ev.StackTaken(text):
+            turn.set(stacks=(*turn.state.stacks, text)[-machine_moves.SHOWN_FAILURES :])
         case ev.LossNotFinite():
             _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
@@ -188,7 +190,7 @@ def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
         turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
     for role in event.roles:
-        machine_moves.kill(turn, (state.seats[role].node, state.seats[role].slot))
+        machine_moves.kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
     signature = ("hang", *map(str, event.roles))
     first = state.seats[event.roles[0]].node if event.roles else None
     machine_moves.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))

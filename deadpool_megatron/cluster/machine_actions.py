@@ -54,11 +54,15 @@ class StartMembers:
 
 @dataclass(frozen=True)
 class KillMember:
-    """Kill the process; MemberLost comes back when it is reaped."""
+    """Kill the process; MemberLost comes back when it is reaped.
+
+    ``hung``: it does not move, and is asked for its stacks before.
+    """
 
     node: int
     slot: int
     incarnation: int
+    hung: bool = False
 
 
 @dataclass(frozen=True)

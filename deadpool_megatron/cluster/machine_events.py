@@ -199,6 +199,13 @@ class LossNotFinite:
 
 
 @dataclass(frozen=True)
+class StackTaken:
+    """A process that hung stood there; one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class DurableValid:
     """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes."""
 
@@ -295,6 +302,7 @@ Input = (
     | Exposed
     | StepReported
     | LossNotFinite
+    | StackTaken
     | DurableValid
     | Paused
     | PauseRefused

@@ -135,7 +135,7 @@ def _open_again(turn: Turn) -> None:
     state = turn.state
     culprits = sorted(set(state.seats) - state.restored)
     for role in culprits:
-        kill(turn, (state.seats[role].node, state.seats[role].slot))
+        kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
     cause = f"roles {culprits} did not restore in time"
     signature = ("opening", *map(str, culprits))
     first = state.seats[culprits[0]].node if culprits else None

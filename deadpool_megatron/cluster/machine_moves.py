@@ -41,6 +41,8 @@ from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
 from deadpool_megatron.layout.seats import SeatTable
 
+# So many causes of an end are told.
+SHOWN_FAILURES = 3
 # The same failure so often in a row without any progress is not worth another try.
 _SAME_EXITS = 2
 _SAME_FAILURES = 3
@@ -102,9 +104,11 @@ def worth_another_try(turn: Turn, failure: Failure) -> bool:
     if not repeated and len(failures) <= turn.config.settings.restarts_in_place:
         return True
     shown = same if repeated else [known for _, known in failures]
-    listed = "; ".join(known.with_evidence() for known in shown[-_SAME_FAILURES:])
-    count = f"{len(shown)} times the same failure, so trying again is no use" if repeated else ""
-    reason = f"no progress after iteration {state.newest}: {count}{': ' if count else ''}{listed}"
+    told = [known.with_evidence() for known in shown[-SHOWN_FAILURES:]]
+    if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
+        told += state.stacks
+    count = f"{len(shown)} times the same failure, so trying again is no use: " if repeated else ""
+    reason = f"no progress after iteration {state.newest}: {count}{'; '.join(told)}"
     finish(turn, 1, reason, kind=FailureKind.BUG if repeated else failure.kind)
     return False
 
@@ -332,12 +336,12 @@ def check_paused(turn: Turn, *, overdue: bool = False) -> None:
         close(turn, Failure(state.pause.cause, FailureKind.DRAINED))
 
 
-def kill(turn: Turn, place: Place) -> None:
-    """Have a member killed; it is replaced when it was reaped."""
+def kill(turn: Turn, place: Place, *, hung: bool = False) -> None:
+    """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
     member = turn.state.members.get(place)
     if member is not None and member.status is not MemberStatus.KILLED:
         turn.member(place, MemberStatus.KILLED)
-        turn.act(KillMember(*place, member.incarnation))
+        turn.act(KillMember(*place, member.incarnation, hung))
 
 
 def start_members(turn: Turn, node: int, slots: dict[int, int]) -> None:

@@ -162,7 +162,7 @@ class State:
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
-    the newest iteration, with it. ``closed_by``: what ended the last epoch, as a record says it.
+    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what ended the last epoch, as a record says it.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one of them from
     which on nothing may be restored, until an epoch is decided that goes on before it.
     """
@@ -199,6 +199,7 @@ class State:
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
     failures: tuple[tuple[int, Failure], ...] = ()
+    stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()

@@ -17,6 +17,7 @@ from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
+_SHOWN_FRAMES = 4
 
 
 def join(message: Message) -> inputs.NodeJoined:
@@ -66,6 +67,8 @@ def from_event(event: Event) -> inputs.Input | None:
     """What an event tells the machine, if anything."""
     if event.kind is Kind.STEP and event.iteration is not None:
         return _step(event, event.iteration)
+    if event.kind is Kind.STACK:
+        return _stack(event)
     if event.kind is Kind.PHASE and event.phase is not None:
         return inputs.PhaseReported(event.epoch, event.phase, float(event.data["seconds"]))
     if event.kind is Kind.EXPOSED:
@@ -82,6 +85,12 @@ def from_event(event: Event) -> inputs.Input | None:
         part = str(event.data["part"])
         return inputs.CorruptionFound(BadPart(event.node, event.role, generation, part))
     return None
+
+
+def _stack(event: Event) -> inputs.Input:
+    frames = [str(frame) for frame in event.data.get("frames", ())]
+    where = " < ".join(frames[:_SHOWN_FRAMES]) or str(event.data.get("missing", ""))
+    return inputs.StackTaken(f"stack of role {event.role} on node {event.node}: {where}")
 
 
 def _step(event: Event, iteration: int) -> inputs.Input:

@@ -167,6 +167,21 @@ def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
     assert "logs/node1-slot0-1.log" in end.reason
 
 
+def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    for n in range(3):
+        rig.feed(ev.RolesHung(rig.record.epoch, (1,), "no progress of any role for 300.0 s"))
+        if n < 2:
+            assert rig.one(act.KillMember).hung
+            rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
+            rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
+            recover(rig, 7)
+    end = rig.one(act.Finish)
+    assert end.kind == "bug"
+    assert "stack of role 1: wait (x.py:1)" in end.reason
+
+
 # Losses that are not finite.
 
 
