@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deadpool_megatron.cluster import (
+    machine_bugs,
     machine_end,
     machine_limits,
     machine_members,
@@ -110,7 +111,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
-            turn.set(stacks=(*turn.state.stacks, text)[-machine_moves.SHOWN_FAILURES :])
+            turn.set(stacks=(*turn.state.stacks, text)[-machine_bugs.SHOWN_FAILURES :])
         case ev.LossNotFinite():
             _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):

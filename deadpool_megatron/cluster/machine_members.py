@@ -8,6 +8,7 @@ from dataclasses import replace
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster import machine_limits, machine_repeats
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
+from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import finish
 from deadpool_megatron.cluster.machine_moves import (
     check_closed,
@@ -20,7 +21,6 @@ from deadpool_megatron.cluster.machine_moves import (
     kill,
     pause_later,
     start_members,
-    worth_another_try,
 )
 from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,

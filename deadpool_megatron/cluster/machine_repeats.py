@@ -1,6 +1,6 @@
 """Failures that repeat on one node: its roles go to a spare. Pure functions on a Turn.
 
-What repeats at one *step* is judged in machine_moves.worth_another_try: that is the program's own.
+What repeats at one *step* is judged in machine_bugs: that is the program's own.
 """
 
 from __future__ import annotations

@@ -162,9 +162,10 @@ class State:
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
-    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what ended the last epoch, as a record says it.
-    ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one of them from
-    which on nothing may be restored, until an epoch is decided that goes on before it.
+    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
+    ended the last epoch, as a record says it. ``nonfinite``: iterations whose loss was not finite;
+    ``poisoned_from``: the one of them from which on nothing may be restored, until an epoch is
+    decided that goes on before it.
     """
 
     phase: Phase
