@@ -79,6 +79,12 @@ class Machine:
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
             durable=durable or self.start(now).durable,
+            # So that what repeats ends the run, whoever coordinates when it does.
+            failures=tuple(
+                (int(ended["iteration"]), Failure.from_record(ended, record.cause))
+                for record in records
+                if (ended := record.failure) and ended["signature"]
+            ),
         )
 
     def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:

@@ -114,6 +114,12 @@ class Failure:
         """The cause, and where to look further."""
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
 
+    @staticmethod
+    def from_record(values: Mapping[str, Any], cause: str) -> Failure:
+        """What :meth:`to_record` has kept; ``cause``: of the record."""
+        kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"])
+
     def to_record(self, iteration: int) -> dict[str, Any]:
         """What a record of the next epoch says of it; see :class:`EpochRecord`."""
         return {
