@@ -26,18 +26,25 @@ class Kind(StrEnum):
     RUN_STARTED = "run-started"  # roles, nodes, spares, command
     COORDINATOR = "coordinator"  # term, host, hostname: who coordinates from now on, on which node
     NODE_JOINED = "node-joined"  # host, spare
-    NODE_LOST = "node-lost"  # cause
+    NODE_LOST = "node-lost"  # cause, kind
+    NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid
     MEMBER_WARM = "member-warm"  # slot, incarnation, seconds
-    MEMBER_LOST = "member-lost"  # slot, incarnation, cause, exit_code or signal
+    MEMBER_LOST = "member-lost"  # slot, incarnation, cause, kind, exit_code or signal
     VAULT_STARTED = "vault-started"  # pid, slots_found
     VAULT_LOST = "vault-lost"  # cause
-    EPOCH_CLOSED = "epoch-closed"  # cause, culprits
-    EPOCH_DECIDED = "epoch-decided"  # generation, segment, changes, seconds
+    # slot, incarnation, log, frames (of the main thread, innermost first), threads, missing (why
+    # there are none): where a process that hung or was frozen stood before it was killed
+    STACK = "stack"
+    EPOCH_CLOSED = "epoch-closed"  # cause, kind (a FailureKind)
+    # generation, segment, changes, seconds; after a loss that was not finite also forgotten_from:
+    # the iteration from which on all numbers reported so far do not count
+    EPOCH_DECIDED = "epoch-decided"
     EPOCH_OPENED = "epoch-opened"  # every role restored; phases: seconds of each
     PHASE = "phase"  # phase, seconds: one member's part of a recovery
-    RECOVERED = "recovered"  # cause, phases, steps_recomputed, seconds, exposed_seconds
+    RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds
     STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
+    NONFINITE = "nonfinite"  # loss (nan, inf, -inf), policy (stop or rollback)
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
@@ -53,7 +60,7 @@ class Kind(StrEnum):
     DRAIN = "drain"  # node asked to leave
     LOG = "log"  # level, text: a line for people
     MEMBER_DONE = "member-done"  # sha256, samples
-    RUN_ENDED = "run-ended"  # exit_status, reason
+    RUN_ENDED = "run-ended"  # exit_status, reason, kind
 
 
 @dataclass(frozen=True)

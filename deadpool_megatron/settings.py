@@ -93,9 +93,21 @@ class Settings:
         "a replayed step with other numbers than the first time: stop (status 3), or report and go"
         " on; auto: report where NCCL is used, whose order of sums is not fixed",
     )
+    nonfinite: str = _setting(
+        "stop",
+        "a loss that is NaN or infinite, with the update applied: stop (status 4), rollback"
+        " (compute the iteration once more from the state before it; a second time stop), ignore",
+    )
     chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
     restarts_in_place: int = _setting(
-        20, "process restarts on one node before the node itself is put aside"
+        20,
+        "process restarts on one node within node_crash_window_seconds before the node is given up",
+    )
+    node_crashes: int = _setting(
+        3, "crashes on one node within node_crash_window_seconds that move its roles to a spare"
+    )
+    node_crash_window_seconds: float = _setting(
+        600.0, "how long crashes and restarts of a node's processes are held against it"
     )
 
     def __post_init__(self) -> None:
@@ -103,7 +115,8 @@ class Settings:
             value = getattr(self, entry.name)
             if entry.name.endswith("_seconds") and not value > 0:
                 raise SettingsError(f"{flag_name(entry.name)} must be positive, got {value}")
-        for name, least in (("replicas", 1), ("max_lag", 0), ("hash_interval", 0)):
+        limits = {"replicas": 1, "max_lag": 0, "hash_interval": 0, "node_crashes": 1}
+        for name, least in limits.items():
             if getattr(self, name) < least:
                 raise SettingsError(
                     f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
@@ -113,6 +126,7 @@ class Settings:
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
         self._check_choice("divergence", ("auto", "stop", "report"))
+        self._check_choice("nonfinite", ("stop", "rollback", "ignore"))
         self._check_ladder()
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:

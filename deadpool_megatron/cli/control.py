@@ -17,6 +17,7 @@ from deadpool_megatron.cli.common import (
     raw,
 )
 from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord
@@ -98,6 +99,14 @@ def _lines(status: dict[str, Any]) -> list[str]:
         kind = "spare" if known["spare"] else "node "
         protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
         lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
+    for failure in status["failures"]:
+        kind = in_words(failure["kind"])
+        lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")
+    if status["failing"]:
+        kind, cause = in_words(status["failing"]["kind"]), status["failing"]["cause"]
+        lines.append(f"  recovering now, {kind}: {cause}")
+    if status["aside"]:
+        lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:
         lines.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
     if status["diverged"]:

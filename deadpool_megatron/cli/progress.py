@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 
@@ -151,7 +152,14 @@ class Progress:
             case Kind.VAULT_LOST:
                 self._line(event, f"vault of node {event.node} lost: {data.get('cause')}", "red")
             case Kind.EPOCH_CLOSED:
-                self._line(event, f"epoch {event.epoch} closed: {data.get('cause')}", "yellow")
+                why = [in_words(str(data.get("kind", ""))), str(data.get("cause"))]
+                text = f"epoch {event.epoch} closed: {': '.join(filter(None, why))}"
+                self._line(event, text, "yellow")
+            case Kind.NODE_ASIDE:
+                self._line(event, str(data.get("cause")), "bold red")
+            case Kind.NONFINITE:
+                text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
+                self._line(event, f"{text}: {data.get('policy')}", "bold red")
             case Kind.EPOCH_DECIDED if event.epoch > 1:
                 lineage, iteration = data.get("generation", (0, 0))
                 text = f"epoch {event.epoch} goes on from iteration {iteration} ({lineage})"

@@ -22,14 +22,17 @@ from deadpool_megatron.cli.story import (
     Story,
     describe_loss,
     describe_seats,
+    describe_stack,
     summary,
 )
 from deadpool_megatron.cli.tables import count, seconds, size, table
+from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
 from deadpool_megatron.events import Kind, event_files, read_events
 
 # More failures than this share one column of means instead of having one each.
 _COLUMNS = 6
+_SHOWN_STACKS = 3
 
 
 def read_story(directory: Path) -> Story:
@@ -89,7 +92,7 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
 
 
 def describe_failure(failure: Failure, story: Story) -> list[str]:
-    """At most ten lines about one failure."""
+    """About a dozen lines about one failure."""
     what = "Planned swap" if failure.planned else "Failure"
     began = story.started.wall_seconds if story.started is not None else failure.began
     facts: list[tuple[str, str]] = [
@@ -101,6 +104,7 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
     ]
     if failure.losses:
         facts.append(("lost", _joined(describe_loss(loss) for loss in failure.losses)))
+    facts += [("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]]
     if failure.closes > 1:
         facts.append(("again", f"struck {failure.closes} times before the run went on"))
     if failure.generation is not None:
@@ -119,7 +123,8 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
             facts.append(("took", f"{recovery.seconds:.3f} s until the next step was finished"))
         facts.append(("exposed", f"{failure.exposure:.3f} s without all copies in memory"))
     cause = failure.cause or "cause not recorded"
-    return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+    kind = f"{in_words(failure.kind)}: " if failure.kind else ""
+    return [f"{what} {failure.number}: {kind}{cause}", *(f"  {k:<8} {v}" for k, v in facts)]
 
 
 def _describe_progress(failure: Failure, story: Story) -> str:
@@ -247,10 +252,12 @@ def _failure_to_dict(failure: Failure) -> dict[str, Any]:
     return {
         "number": failure.number,
         "cause": failure.cause,
+        "kind": failure.kind,
         "planned": failure.planned,
         "closed_epoch": failure.closed_epoch,
         "last_iteration": failure.last_iteration,
         "closes": failure.closes,
+        "stacks": [dict(event.data) for event in failure.stacks],
         "losses": [describe_loss(loss) for loss in failure.losses],
         "generation": list(failure.generation) if failure.generation is not None else None,
         "recovered": recovery is not None,

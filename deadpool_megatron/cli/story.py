@@ -49,12 +49,14 @@ class Failure:
     closed_epoch: int
     cause: str
     last_iteration: int
+    kind: str = ""
     planned: bool = False
     closes: int = 1
     losses: list[Event] = field(default_factory=list)
     decided: Event | None = None
     opened: Event | None = None
     parts: list[MemberPhase] = field(default_factory=list)
+    stacks: list[Event] = field(default_factory=list)
     recovery: Recovery | None = None
     ended: float | None = None
     exposed_seconds: float = 0.0
@@ -90,6 +92,7 @@ class Story:
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
     last_wall: float = 0.0
     _losses: list[Event] = field(default_factory=list)
+    _stacks: list[Event] = field(default_factory=list)
     _drain: Event | None = None
 
     def add(self, event: Event) -> None:
@@ -114,6 +117,8 @@ class Story:
                 self._drain = event
             case Kind.EPOCH_CLOSED:
                 self._close(event)
+            case Kind.STACK if self.current is None:
+                self._stacks.append(event)
             case Kind.GATE_WAIT:
                 key = (event.role, event.epoch, event.iteration)
                 # Reported while it lasts and at its end, each time as a whole.
@@ -182,11 +187,13 @@ class Story:
                 closed_epoch=event.epoch,
                 cause=str(event.data.get("cause", "")),
                 last_iteration=self.last_iteration,
+                kind=str(event.data.get("kind", "")),
                 planned=self._drain is not None and not related,
                 losses=related,
+                stacks=self._stacks,
             )
         )
-        self._losses, self._drain = [], None
+        self._losses, self._stacks, self._drain = [], [], None
 
     def _add_to_failure(self, event: Event) -> None:
         """Events of a recovery; re-protection and its exposure may end after the run went on."""
@@ -196,8 +203,14 @@ class Story:
         match event.kind:
             case Kind.EPOCH_DECIDED:
                 failure.decided = event
+                forgotten = event.data.get("forgotten_from")
+                if forgotten is not None:
+                    kept = [s for s in self.steps if s.step.iteration < forgotten]
+                    self.steps = kept
             case Kind.EPOCH_OPENED:
                 failure.opened = event
+            case Kind.STACK:
+                failure.stacks.append(event)
             case Kind.PHASE:
                 failure.parts.append(_member_phase(event))
             case Kind.EXPOSED:
@@ -241,6 +254,22 @@ def describe_loss(event: Event) -> str:
     elif event.data.get("exit_code") is not None:
         how.append(f"exit status {event.data['exit_code']}")
     return f"{what} ({', '.join(how)})" if how else what
+
+
+# Enough to see which call it is, and who made it.
+_SHOWN_FRAMES = 4
+
+
+def describe_stack(event: Event) -> str:
+    """``role 3 (node 1 slot 0): step (loop.py:12) < train (loop.py:80) ... in LOG``."""
+    who = f"node {event.node} slot {event.data.get('slot', '?')}"
+    who = who if event.role is None else f"role {event.role} ({who})"
+    if event.data.get("missing"):
+        return f"{who}: none, {event.data['missing']}"
+    frames = [str(frame) for frame in event.data.get("frames", ())]
+    more = " < ..." if len(frames) > _SHOWN_FRAMES else ""
+    shown = " < ".join(frames[:_SHOWN_FRAMES])
+    return f"{who}: {shown}{more} (all threads in logs/{event.data.get('log')})"
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:

@@ -30,16 +30,16 @@ from deadpool_megatron.cluster.agent_members import (
     Member,
     Members,
     default_environment,
-    log_name,
     wait_ended,
 )
+from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
 from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.events import Kind
@@ -135,6 +135,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -316,8 +317,13 @@ class Agent:
 
     def _kill(self, message: Mapping[str, Any]) -> None:
         member = self._members.by_slot.get(int(message["slot"]))
-        if member is not None and member.incarnation == int(message["incarnation"]):
-            member.kill(str(message.get("cause", "killed by order of the coordinator")))
+        if member is None or member.incarnation != int(message["incarnation"]):
+            return
+        cause = str(message.get("cause", "killed by order of the coordinator"))
+        if message.get("hung"):
+            self._stacks.kill(member, cause)
+        elif not self._stacks.is_asked(member):
+            member.kill(cause)
 
     # Reports of members (see MemberReports).
 
@@ -337,15 +343,24 @@ class Agent:
         self._report(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """Report it before it is killed, with the time since its last sign of life."""
+        """Report it with the time since its last sign of life, ask where it stands, kill it."""
         seat = {"slot": member.slot, "incarnation": member.incarnation}
         how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
         self._link.send({"t": "member-suspected", **seat, **how})
+        self._stacks.kill(member, "frozen")
+
+    def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
+        """Epoch, node, and the role that the member plays."""
+        if self._record is None:
+            return 0, self._node, None
+        seat = Seat(self._node, member.slot, member.incarnation)
+        role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
+        return self._record.epoch, self._node, role
 
     def _name(self, member: Member) -> str:
         return f"member {self._node}.{member.slot}.{member.incarnation}"
 
-    def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
+    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
         self._drained.set()
@@ -353,6 +368,7 @@ class Agent:
         if ending.signal_name is not None:
             how = {"signal": ending.signal_name}
         if self._ending is None:
+            how["ordered"] = ordered
             self._report_lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
 
@@ -414,7 +430,7 @@ class Agent:
             incarnation=incarnation,
             command=self._options.info.command,
             environment={**environment, **extra},
-            log=self._options.run.log(log_name(self._node, slot, incarnation)),
+            log=self._options.run.log(member_log_name(self._node, slot, incarnation)),
             directory=self._options.directory,
         )
 

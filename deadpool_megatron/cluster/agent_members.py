@@ -10,7 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.liveness import ChildWatch, Ending, FreezeDetector, last_line
+from deadpool_megatron.cluster.liveness import (
+    ChildWatch,
+    Ending,
+    FreezeDetector,
+    fatal_line,
+    last_line,
+)
 from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.starter import Starter
 from deadpool_megatron.settings import Settings
@@ -108,11 +114,11 @@ class MemberReports(Protocol):
         """A message other than a beat."""
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
-        """It shows no sign of life and is killed next."""
+        """It shows no sign of life and is to be killed. Called once for a member."""
 
-    def member_ended(self, member: Member, ending: Ending, cause: str) -> None:
+    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """The process is reaped; all its messages were delivered before. ``cause``: why it was
-        killed, or the last line it wrote before it failed.
+        killed (``ordered``), or what its log says last about how it failed.
         """
 
 
@@ -129,6 +135,7 @@ class Member:
         self.said: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
         self._kill_cause = ""
+        self._frozen = False
         self._settings = settings
         self._reports = reports
         started = starter.start(spec)
@@ -168,9 +175,9 @@ class Member:
             if now - self.started_at > self._settings.start_seconds:
                 self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
             return
-        if not self._kill_cause and self._freeze.is_frozen(now):
+        if not self._kill_cause and not self._frozen and self._freeze.is_frozen(now):
+            self._frozen = True
             self._reports.member_frozen(self, self._freeze.silent_seconds(now))
-            self.kill("frozen")
 
     def forgive(self, seconds: float) -> None:
         """See FreezeDetector.forgive."""
@@ -193,8 +200,13 @@ class Member:
     def _ended(self, ending: Ending) -> None:
         self._pipe.read_rest()
         self._pipe.close()
-        line = last_line(self.log) if ending.exit_code else ""
-        self._reports.member_ended(self, ending, self._kill_cause or line)
+        words = ""
+        if ending.exit_code:
+            words = last_line(self.log)
+        elif ending.signal_name is not None:
+            words = fatal_line(self.log)
+        ordered = bool(self._kill_cause)
+        self._reports.member_ended(self, ending, self._kill_cause or words, ordered)
 
 
 class Members:
@@ -277,11 +289,6 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
         print(f"processes {left} did not end within {deadline_seconds:g} s", file=sys.stderr)
         return False
     return True
-
-
-def log_name(node: int, slot: int, incarnation: int) -> str:
-    """Name of a member's log in the run directory."""
-    return f"node{node}-slot{slot}-{incarnation}"
 
 
 def default_environment(

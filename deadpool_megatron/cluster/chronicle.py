@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from deadpool_megatron.cluster.machine_actions import Finish
 from deadpool_megatron.cluster.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json, write_json
 from deadpool_megatron.cluster.starter import NVIDIA_CONTROL_DEVICE
@@ -48,24 +49,19 @@ class Chronicle:
             return None
         return Restore.from_dict(read_json(self._run.latest))
 
-    def finish(
-        self,
-        exit_status: int,
-        reason: str,
-        resume: Restore | None,
-        recoveries: Iterable[dict[str, Any]],
-    ) -> str:
+    def finish(self, end: Finish, recoveries: Iterable[dict[str, Any]]) -> str:
         """Write the last files; answers the reason as written. ``recoveries``: of the present
         coordinator, with phases that were reported after their event was written.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
-        final = self.results.final(head, reason, exit_status)
+        final = self.results.final(head, end.reason, end.exit_status)
+        final["kind"] = end.kind
         reports = list(recoveries)
         known = {report["epoch"] for report in reports}
         earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]
         final["recoveries"] = [*earlier, *reports]
-        if resume is not None:
-            write_json(self._run.latest, resume.to_dict())
+        if end.resume is not None:
+            write_json(self._run.latest, end.resume.to_dict())
         write_json(self._run.final, final)
         return str(final["reason"])
 

@@ -33,6 +33,7 @@ from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.cleanup import clean_run
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.durable import DurableError, make_valid
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.hang import ProgressClock, find_hang
 from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.leadership import Rhythm
@@ -204,8 +205,9 @@ class Coordinator:
             case actions.StartMembers(node, slots, provisional):
                 order = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
                 self._send(node, order)
-            case actions.KillMember(node, slot, incarnation):
-                self._send(node, {"t": "kill", "slot": slot, "incarnation": incarnation})
+            case actions.KillMember(node, slot, incarnation, hung):
+                seat = {"slot": slot, "incarnation": incarnation}
+                self._send(node, {"t": "kill", **seat, "hung": hung})
             case actions.CloseEpoch(epoch, cause):
                 failpoints.hit("coordinator.close", epoch=epoch)
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
@@ -215,8 +217,8 @@ class Coordinator:
                 order = {"t": "dump", "directory": directory, "boundary": boundary}
                 for node in nodes:
                     self._send(node, {**order, "generation": generation.to_list()})
-            case actions.Finish(exit_status, reason, resume):
-                self._finish(exit_status, reason, resume)
+            case actions.Finish():
+                self._finish(action)
             case actions.Exit(exit_status):
                 self._end(exit_status)
 
@@ -278,11 +280,11 @@ class Coordinator:
                 self.feed(inputs.JournalWritten(record.epoch))
                 return
 
-    def _finish(self, exit_status: int, reason: str, resume: Restore | None) -> None:
+    def _finish(self, end: actions.Finish) -> None:
         if self._is_superseded():
             return
         recoveries = [report.to_dict() for report in self._state.recoveries]
-        written = self._chronicle.finish(exit_status, reason, resume, recoveries)
+        written = self._chronicle.finish(end, recoveries)
         self._peers.send_all({"t": "stop", "reason": written, "remove": True})
 
     # Connections (see PeerEvents).
@@ -443,14 +445,28 @@ class Coordinator:
             if now - last > 3 * interval:
                 self._peers.forgive(now)
             last = now
-            # While nobody can see that this coordinator lives, nodes go on without it: see fencing.
-            limit = self._settings.node_silence_seconds if self._sign.is_fresh(now) else math.inf
-            for peer in self._peers.silent(limit, now):
-                silent = now - peer.heard_at
-                self._peers.forget(peer)
-                self.feed(inputs.NodeLost(peer.node, f"silent for {silent:.1f} s", silent))
+            self._look_for_silence(now)
             self._look_for_hang(now)
             self.feed(inputs.Tick())
+
+    def _look_for_silence(self, now: float) -> None:
+        # While nobody can see that this coordinator lives, nodes go on without it: see fencing.
+        limit = self._settings.node_silence_seconds if self._sign.is_fresh(now) else math.inf
+        for peer in self._peers.silent(limit / 2, now):
+            peer.probe()
+        for peer in self._peers.silent(limit, now):
+            silent = now - peer.heard_at
+            if peer.undelivered_bytes():
+                kind, what = FailureKind.NODE_CUT, "cut off: nothing is received there"
+            else:
+                kind, what = (
+                    FailureKind.NODE_FROZEN,
+                    "frozen: it receives, but its agent says nothing",
+                )
+            self._peers.forget(peer)
+            self.feed(
+                inputs.NodeLost(peer.node, f"silent for {silent:.1f} s, {what}", silent, kind)
+            )
 
     def _look_for_hang(self, now: float) -> None:
         record = self._state.record

@@ -7,6 +7,7 @@ else fewest operations in all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,8 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     if outside:
         first = min(s.iteration for s in outside.values())
         roles = tuple(sorted(r for r, s in outside.items() if s.iteration == first))
-        return roles, f"{_name(roles)} in section {outside[roles[0]].section} of iteration {first}"
+        how = f"{_name(roles)} in section {outside[roles[0]].section} of iteration {first}"
+        return roles, how + _entered_by_others(busy)
     behind: set[int] = set()
     missed = ""
     groups: dict[str, list[tuple[int, int]]] = {}
@@ -129,6 +131,19 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     return roles, (
         f"{_name(roles)} did not enter {missed}, but waits in operation {inside.sequence}"
         f" ({inside.operation}) of group {inside.group}"
+    )
+
+
+def _entered_by_others(busy: Mapping[int, RoleStatus]) -> str:
+    """The operation most roles wait in: what the culprits did not enter."""
+    waits = Counter(s.waiting for s in busy.values() if s.waiting is not None)
+    if not waits:
+        return ""
+    (inside, count), *_ = waits.most_common(1)
+    who = "role waits" if count == 1 else "roles wait"
+    return (
+        f"; {count} {who} in operation {inside.sequence} ({inside.operation})"
+        f" of group {inside.group}"
     )
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.failures import fatal_words, last_words
 
-_TAIL_BYTES = 8192
-_LINE_CHARACTERS = 400
+_TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,21 @@ class FreezeDetector:
 
 
 def last_line(log: Path) -> str:
-    """Last line of a log that is not blank: for Python, the exception. Empty without a log."""
+    """What a log says about the end of its process; see :func:`.failures.last_words`."""
+    return last_words(_tail(log))
+
+
+def fatal_line(log: Path) -> str:
+    """The error that made a process end itself by a signal; see :func:`.failures.fatal_words`."""
+    return fatal_words(_tail(log))
+
+
+def _tail(log: Path) -> str:
+    """The end of a log, from somewhere in a line. Empty without a log."""
     try:
         with open(log, "rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            return file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:_LINE_CHARACTERS] if lines else ""

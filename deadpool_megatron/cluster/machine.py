@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deadpool_megatron.cluster import (
+    machine_bugs,
     machine_end,
     machine_limits,
     machine_members,
     machine_moves,
+    machine_nonfinite,
     machine_takeover,
 )
 from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import Action, DropNode, Welcome
 from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,
@@ -76,6 +79,12 @@ class Machine:
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
             durable=durable or self.start(now).durable,
+            # So that what repeats ends the run, whoever coordinates when it does.
+            failures=tuple(
+                (int(ended["iteration"]), Failure.from_record(ended, record.cause))
+                for record in records
+                if (ended := record.failure) and ended["signature"]
+            ),
         )
 
     def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
@@ -91,10 +100,10 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             machine_limits.tick(turn)
         case ev.NodeJoined():
             _node_joined(turn, event)
-        case ev.NodeLost(node, cause, silent):
+        case ev.NodeLost(node, cause, silent, kind):
             if node not in turn.state.nodes:
                 return  # dropped by the machine itself, which the caller then reports
-            failure = Failure(f"node {node}: {cause}", ("node", str(node)))
+            failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
             machine_moves.lose_node(turn, node, failure, silent_seconds=silent)
             machine_limits.check_gathered(turn)
         case ev.StoreReady(host, port):
@@ -109,6 +118,10 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _timing(turn, event)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
+        case ev.StackTaken(text):
+            turn.set(stacks=(*turn.state.stacks, text)[-machine_bugs.SHOWN_FAILURES :])
+        case ev.LossNotFinite():
+            _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.set(durable=found)
@@ -168,7 +181,9 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
 def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
     turn.set(store=store)
     state = turn.state
-    moved = Failure("the store of the communicators was restarted", ("store",))
+    moved = Failure(
+        "the store of the communicators was restarted", FailureKind.STORE_LOST, ("store",)
+    )
     record = state.pending if state.phase is Phase.DECIDING else state.record
     if (
         record is not None
@@ -187,9 +202,10 @@ def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
         turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
     for role in event.roles:
-        machine_moves.kill(turn, (state.seats[role].node, state.seats[role].slot))
+        machine_moves.kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
     signature = ("hang", *map(str, event.roles))
-    machine_moves.close(turn, Failure(event.cause, signature))
+    first = state.seats[event.roles[0]].node if event.roles else None
+    machine_moves.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))
 
 
 def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
@@ -199,7 +215,7 @@ def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
     elif state.phase in OPEN_PHASES or state.phase is Phase.GATHERING:
         # The order of an earlier coordinator that the agent came to only now.
         cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
-        machine_moves.close(turn, Failure(cause))
+        machine_moves.close(turn, Failure(cause, FailureKind.COORDINATOR))
     elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
         turn.set(
             inventories=state.inventories.set(inventory.node, inventory),
@@ -238,6 +254,16 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
         machine_end.end_recovery(turn)
+
+
+def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+    state = turn.state
+    if turn.config.settings.nonfinite == "ignore":
+        _step_reported(turn, event.epoch, event.iteration)
+    elif event.epoch == state.heard_epoch:
+        machine_nonfinite.loss_not_finite(turn, event)
+    else:
+        turn.refuse(f"loss of step {event.iteration}", f"epoch {event.epoch} is not open")
 
 
 def _drain(turn: Turn, node: int) -> None:

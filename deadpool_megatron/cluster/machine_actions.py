@@ -54,11 +54,15 @@ class StartMembers:
 
 @dataclass(frozen=True)
 class KillMember:
-    """Kill the process; MemberLost comes back when it is reaped."""
+    """Kill the process; MemberLost comes back when it is reaped.
+
+    ``hung``: it does not move, and is asked for its stacks before.
+    """
 
     node: int
     slot: int
     incarnation: int
+    hung: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,15 @@ class Dump:
 
 @dataclass(frozen=True)
 class Finish:
-    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later."""
+    """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
+
+    ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
+    """
 
     exit_status: int
     reason: str
     resume: Restore | None = None
+    kind: str = ""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import PurePath
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import Dump, Exit, Finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
@@ -81,7 +82,13 @@ def check_dumped(turn: Turn) -> None:
     finish(turn, 75, reason, order.restore)
 
 
-def finish(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:
+def finish(
+    turn: Turn,
+    status: int,
+    reason: str,
+    resume: Restore | None = None,
+    kind: FailureKind | None = None,
+) -> None:
     """End the run; the agents get ``close_seconds`` to go."""
     if turn.state.phase in (Phase.ENDING, Phase.ENDED):
         return
@@ -92,8 +99,9 @@ def finish(turn: Turn, status: int, reason: str, resume: Restore | None = None) 
         exit_status=status,
         suspicion=None,
     )
-    turn.act(Finish(status, reason, resume))
-    turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason)
+    named = str(kind or "")
+    turn.act(Finish(status, reason, resume, named))
+    turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)
     check_ended(turn)
 
 

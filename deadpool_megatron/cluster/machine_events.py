@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import (
     Generation,
@@ -46,12 +47,14 @@ class NodeJoined:
 class NodeLost:
     """A verdict: connection closed, silent, or told to go. It never comes back under this id.
 
-    ``silent_seconds``: how long before this verdict the last sign of life was.
+    ``silent_seconds``: how long before this verdict the last sign of life was. ``kind``: lost, cut
+    or frozen.
     """
 
     node: int
     cause: str
     silent_seconds: float = 0.0
+    kind: FailureKind = FailureKind.NODE_LOST
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,15 @@ class MemberRegistered(OfMember):
 
 @dataclass(frozen=True)
 class MemberLost(OfMember):
-    """The process ended and was reaped, by itself (``exit_code``) or by ``signal``."""
+    """The process ended and was reaped, by itself (``exit_code``) or by ``signal``.
+
+    ``ordered``: its agent killed it, which says nothing about the process itself.
+    """
 
     exit_code: int | None = None
     signal: int | None = None
     last_line: str = ""
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,27 @@ class StepReported:
 
     epoch: int
     iteration: int
+
+
+@dataclass(frozen=True)
+class LossNotFinite:
+    """A role computed an iteration whose loss is NaN or infinite and whose update was applied.
+
+    ``loss`` in words: nan, inf or -inf.
+    """
+
+    epoch: int
+    node: int | None
+    role: int | None
+    iteration: int
+    loss: str
+
+
+@dataclass(frozen=True)
+class StackTaken:
+    """A process that hung stood there; one line."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -277,6 +305,8 @@ Input = (
     | PhaseReported
     | Exposed
     | StepReported
+    | LossNotFinite
+    | StackTaken
     | DurableValid
     | Paused
     | PauseRefused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deadpool_megatron.cluster import machine_takeover
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
@@ -120,16 +121,19 @@ def _overdue(turn: Turn) -> None:
 
 
 def _silent(node: int, what: str) -> Failure:
-    return Failure(f"node {node} {what}", ("node", str(node)))
+    signature = ("node", str(node))
+    return Failure(f"node {node} {what}", FailureKind.NODE_FROZEN, signature, node=node)
 
 
 def _open_again(turn: Turn) -> None:
     state = turn.state
     culprits = sorted(set(state.seats) - state.restored)
     for role in culprits:
-        kill(turn, (state.seats[role].node, state.seats[role].slot))
+        kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
     cause = f"roles {culprits} did not restore in time"
-    close(turn, Failure(cause, ("opening", *map(str, culprits))))
+    signature = ("opening", *map(str, culprits))
+    first = state.seats[culprits[0]].node if culprits else None
+    close(turn, Failure(cause, FailureKind.HANG, signature, node=first))
 
 
 def _gathered_enough(turn: Turn, waited: str) -> None:

@@ -6,7 +6,9 @@ import signal
 from dataclasses import replace
 
 from deadpool_megatron.cluster import machine_events as ev
-from deadpool_megatron.cluster import machine_limits
+from deadpool_megatron.cluster import machine_limits, machine_repeats
+from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
+from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import finish
 from deadpool_megatron.cluster.machine_moves import (
     check_closed,
@@ -20,7 +22,6 @@ from deadpool_megatron.cluster.machine_moves import (
     kill,
     pause_later,
     start_members,
-    worth_another_try,
 )
 from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,
@@ -32,6 +33,7 @@ from deadpool_megatron.cluster.machine_state import (
 )
 from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.cluster.roster import MemberStatus
+from deadpool_megatron.cluster.run_directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
 
@@ -123,7 +125,8 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     ):
         kill(turn, (event.node, event.slot))
         cause = f"the process built for role {role} lays out its state in another way"
-        close(turn, Failure(cause, ("layout", str(role))))
+        signature = ("layout", str(role))
+        close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
     turn.set(layouts=state.layouts.set(role, layout))
 
@@ -136,6 +139,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
     facts = {"exit_code": event.exit_code, "signal": event.signal}
+    failure = _failure_of(event, cause, role)
     turn.emit(
         Kind.MEMBER_LOST,
         node=event.node,
@@ -143,9 +147,9 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         slot=event.slot,
         incarnation=event.incarnation,
         cause=cause,
+        kind=failure.kind,
         **{key: value for key, value in facts.items() if value is not None},
     )
-    failure = _failure_of(event, cause, role)
     if state.phase in LAST_PHASES:
         return
     if event.exit_code == EXIT_BAD_INPUT and not state.ever_ran:
@@ -154,6 +158,8 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         return
     if state.heard_epoch is not None and role is not None:
         close(turn, failure)
+        if not ordered and not event.ordered:
+            machine_repeats.crashed(turn, event.node, failure)
     elif state.phase is Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         worth_another_try(turn, slot_too)
@@ -175,19 +181,27 @@ def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
 
 
 def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+    kind = kind_of_end(event.last_line)
+    log = member_log_name(event.node, event.slot, event.incarnation)
+    evidence = f"role {role} on node {event.node}, log logs/{log}.log"
     if event.signal is None:
-        return Failure(cause, ("exit", str(event.exit_code), event.last_line), exited=True)
-    return Failure(cause, ("signal", str(event.signal), str(role)))
+        signature = ("exit", str(event.exit_code), same_text(event.last_line))
+        return Failure(cause, kind, signature, True, event.node, evidence)
+    signature = ("signal", str(event.signal), str(role))
+    return Failure(cause, kind, signature, False, event.node, evidence)
 
 
 def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
     """The next incarnation at once, in the same place; too many of them, and the node goes."""
     node = turn.state.nodes[event.node]
-    restarts = node.restarts + counts
-    turn.set(nodes=turn.state.nodes.set(event.node, replace(node, restarts=restarts)))
+    if counts:
+        node = machine_repeats.with_restart(turn, node)
+        turn.set(nodes=turn.state.nodes.set(event.node, node))
+    restarts = len(node.restarted_at)
     if restarts > turn.config.settings.restarts_in_place:
-        cause = f"node {event.node} is put aside after {restarts - 1} restarts: {failure.cause}"
-        drop_node(turn, event.node, Failure(cause, ("node", str(event.node))))
+        cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
+        signature = ("node", str(event.node))
+        drop_node(turn, event.node, Failure(cause, failure.kind, signature, node=event.node))
     else:
         start_members(turn, event.node, {event.slot: event.incarnation + 1})
 
@@ -196,7 +210,9 @@ def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
     role = _role(turn, event)
     kill(turn, (event.node, event.slot))
     if (role is not None and turn.state.heard_epoch is not None) or _is_pending(turn, event):
-        failure = Failure(event.cause, ("suspected", str(role)))
+        failure = Failure(
+            event.cause, FailureKind.MEMBER_FROZEN, ("suspected", str(role)), node=event.node
+        )
         close(turn, failure, silent_seconds=event.silent_seconds)
 
 
@@ -217,7 +233,8 @@ def _of_epoch(
         return
     match event:
         case ev.MemberFault():
-            _suspect(turn, Failure(f"role {role}: {event.text}", ("fault",)))
+            text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
+            _suspect(turn, Failure(text, kind, ("fault",), node=event.node))
         case ev.RestoreFailed():
             _restore_failed(turn, event, role)
         case ev.Restored():
@@ -260,7 +277,8 @@ def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
     bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
     # Falling to the next source, generation or checkpoint is progress of a kind.
     what = (event.part, str(role), str(generation) if tried else record.restore.path)
-    failure = Failure(f"role {role} cannot be restored: {event.text}", ("restore", *what))
+    cause = f"role {role} cannot be restored: {event.text}"
+    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
     _suspect(turn, failure, bad_parts=bad, doubtful=not bad)
 
 
@@ -270,7 +288,9 @@ def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
     wanted = state.record.restore.generation
     if event.generation != wanted:
         text = f"role {role} restored {event.generation} instead of {wanted}"
-        _suspect(turn, Failure(text, ("restore", "generation")), doubtful=True)
+        signature = ("restore", "generation")
+        failure = Failure(text, FailureKind.CORRUPT_STATE, signature, node=event.node)
+        _suspect(turn, failure, doubtful=True)
         return
     turn.set(restored=state.restored.with_item(role))
     check_opened(turn)

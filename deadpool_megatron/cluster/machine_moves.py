@@ -11,6 +11,7 @@ from dataclasses import replace
 from immutables import Map
 
 from deadpool_megatron.cluster import machine_timing
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import (
     Announce,
     CloseEpoch,
@@ -20,6 +21,7 @@ from deadpool_megatron.cluster.machine_actions import (
     StartMembers,
     WriteRecord,
 )
+from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
@@ -39,10 +41,6 @@ from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, 
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
 from deadpool_megatron.layout.seats import SeatTable
-
-# The same failure so often in a row without any progress is not worth another try.
-_SAME_EXITS = 2
-_SAME_FAILURES = 3
 
 
 def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
@@ -72,16 +70,17 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
     signs = min(turn.now - silent_seconds, state.suspicion.at if state.suspicion else turn.now)
     if state.recovery is None:
         recovery = machine_timing.begin(
-            (failure.cause,), signs, turn.now, state.newest, record.seats
+            (failure.cause,), signs, turn.now, state.newest, record.seats, str(failure.kind)
         )
     else:
         recovery = state.recovery.again(failure.cause, turn.now)
     turn.act(CloseEpoch(record.epoch, failure.cause))
-    turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause)
+    turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
     turn.set(
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
+        closed_by=failure.to_record(state.newest),
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
         restored=PersistentSet(),
@@ -91,20 +90,6 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         pause=None,
     )
     check_closed(turn)
-
-
-def worth_another_try(turn: Turn, failure: Failure) -> bool:
-    """Note a failure; end the run when the same one repeats without a new iteration in between."""
-    state = turn.state
-    failures = (*(f for f in state.failures if f[0] == state.newest), (state.newest, failure))
-    turn.set(failures=failures)
-    same = sum(known.signature == failure.signature for _, known in failures)
-    limit = _SAME_EXITS if failure.exited else _SAME_FAILURES
-    if same < limit and len(failures) <= turn.config.settings.restarts_in_place:
-        return True
-    listed = "; ".join(known.cause for _, known in failures[-_SAME_FAILURES:])
-    finish(turn, 1, f"no progress after iteration {state.newest}: {listed}")
-    return False
 
 
 def check_closed(turn: Turn) -> None:
@@ -164,6 +149,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.newest,
         fewer_copies=_missing_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
+        failure=state.closed_by,
     )
     turn.set(
         phase=Phase.DECIDING,
@@ -225,6 +211,7 @@ def announce(turn: Turn) -> None:
     assert record is not None
     seated = {(seat.node, seat.slot) for seat in record.seats.values()}
     moved = state.leaving
+    forgotten = {} if state.poisoned_from is None else {"forgotten_from": state.poisoned_from}
     recovery = state.recovery.spend("decide", turn.now) if state.recovery else None
     turn.set(
         phase=Phase.OPENING,
@@ -239,6 +226,7 @@ def announce(turn: Turn) -> None:
         leaving=frozenset(),
         drains=state.drains - moved,
         avoid=state.avoid | moved,
+        poisoned_from=None,
     )
     turn.act(Announce(record))
     turn.emit(
@@ -248,6 +236,7 @@ def announce(turn: Turn) -> None:
         segment=record.restore.boundary,
         changes=sorted(r for r, seat in record.seats.items() if state.seats.get(r) != seat),
         seconds=recovery.phases["decide"] if recovery else 0.0,
+        **forgotten,
     )
     for place, member in sorted(turn.state.members.items()):
         if place in seated:
@@ -332,15 +321,15 @@ def check_paused(turn: Turn, *, overdue: bool = False) -> None:
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
         turn.set(leaving=state.pause.leaving)
-        close(turn, Failure(state.pause.cause))
+        close(turn, Failure(state.pause.cause, FailureKind.DRAINED))
 
 
-def kill(turn: Turn, place: Place) -> None:
-    """Have a member killed; it is replaced when it was reaped."""
+def kill(turn: Turn, place: Place, *, hung: bool = False) -> None:
+    """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
     member = turn.state.members.get(place)
     if member is not None and member.status is not MemberStatus.KILLED:
         turn.member(place, MemberStatus.KILLED)
-        turn.act(KillMember(*place, member.incarnation))
+        turn.act(KillMember(*place, member.incarnation, hung))
 
 
 def start_members(turn: Turn, node: int, slots: dict[int, int]) -> None:
@@ -367,7 +356,7 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
     )
-    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause)
+    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
     if before.phase is Phase.DUMPING:
         dump(turn)
     elif before.phase is Phase.ENDING:

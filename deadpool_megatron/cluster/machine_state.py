@@ -12,6 +12,7 @@ from typing import Any
 
 from immutables import Map
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import Action, EmitEvent
 from deadpool_megatron.cluster.machine_timing import Recovery, RecoveryReport
 from deadpool_megatron.cluster.persistent import PersistentSet
@@ -79,12 +80,19 @@ class Config:
 
 @dataclass(frozen=True)
 class NodeState:
-    """A connected node. ``restarts``: how often a process had to be replaced on it."""
+    """A connected node. ``restarts``: how often a process had to be replaced on it.
+
+    ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
+    crashes are those that ended an epoch. ``device_errors``: in the whole run.
+    """
 
     host: str
     vault_port: int
     domain: str
     restarts: int = 0
+    restarted_at: tuple[float, ...] = ()
+    crashed_at: tuple[float, ...] = ()
+    device_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -92,11 +100,35 @@ class Failure:
     """Why an epoch ends. ``signature``: equal for the same failure again; () is not a failure.
 
     ``exited``: the process ended by itself, so trying again will most likely end the same.
+    ``evidence``: more than ``cause`` for whoever has to find a bug, such as the name of a log.
     """
 
     cause: str
+    kind: FailureKind
     signature: tuple[str, ...] = ()
     exited: bool = False
+    node: int | None = None
+    evidence: str = ""
+
+    def with_evidence(self) -> str:
+        """The cause, and where to look further."""
+        return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
+
+    @staticmethod
+    def from_record(values: Mapping[str, Any], cause: str) -> Failure:
+        """What :meth:`to_record` has kept; ``cause``: of the record."""
+        kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"])
+
+    def to_record(self, iteration: int) -> dict[str, Any]:
+        """What a record of the next epoch says of it; see :class:`EpochRecord`."""
+        return {
+            "kind": str(self.kind),
+            "signature": list(self.signature),
+            "exited": self.exited,
+            "iteration": iteration,
+            "node": self.node,
+        }
 
 
 @dataclass(frozen=True)
@@ -135,8 +167,12 @@ class State:
 
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
-    reported by an open epoch. ``kept``: see layout.decision.keep_line. ``missed``: why the epoch
-    that was found at a takeover must be closed as soon as all agents are back.
+    reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
+    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
+    ended the last epoch, as a record says it. ``nonfinite``: iterations whose loss was not finite;
+    ``poisoned_from``: the one of them from which on nothing may be restored, until an epoch is
+    decided that goes on before it. ``missed``: why the epoch that was found at a takeover must be
+    closed as soon as all agents are back.
     """
 
     phase: Phase
@@ -162,6 +198,8 @@ class State:
     bad_parts: frozenset[BadPart] = frozenset()
     doubted: frozenset[Generation] = frozenset()
     bad_generations: frozenset[Generation] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
+    poisoned_from: int | None = None
     suspicion: Suspicion | None = None
     missed: Failure | None = None
     pause: PauseOrder | None = None
@@ -170,6 +208,8 @@ class State:
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
     failures: tuple[tuple[int, Failure], ...] = ()
+    stacks: tuple[str, ...] = ()
+    closed_by: Mapping[str, Any] = field(default_factory=dict)
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
     exit_status: int | None = None
@@ -249,6 +289,7 @@ class Turn:
     def emit(
         self,
         kind: Kind,
+        /,
         *,
         node: int | None = None,
         role: int | None = None,
@@ -302,6 +343,20 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
     )
 
 
+def _is_poisoned(state: State, restore: Restore) -> bool:
+    limit = state.poisoned_from
+    return limit is not None and restore.generation.iteration >= limit
+
+
+def poisoned_generations(state: State) -> frozenset[Generation]:
+    """What nodes hold of an iteration whose loss was not finite, and of later ones."""
+    limit = state.poisoned_from
+    if limit is None:
+        return frozenset()
+    held = (h.generation for i in state.inventories.values() for h in i.holdings)
+    return frozenset(generation for generation in held if generation.iteration >= limit)
+
+
 def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
     """The question what the next epoch is restored from."""
     state, start = turn.state, turn.config.start
@@ -315,7 +370,7 @@ def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
         kept=state.kept,
         layouts=state.layouts,
         bad_parts=state.bad_parts,
-        bad_generations=state.bad_generations,
-        durable=state.durable,
+        bad_generations=state.bad_generations | poisoned_generations(state),
+        durable=None if state.durable and _is_poisoned(state, state.durable) else state.durable,
         start=start if fresh else None,
     )

@@ -9,6 +9,7 @@ on a Turn.
 from __future__ import annotations
 
 from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_moves import (
     check_opened,
     close,
@@ -38,8 +39,8 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
     if state.phase is not Phase.GATHERING or record is None:
         return
     if event.closed >= record.epoch:
-        before = "was closed before the coordinator changed"
-        close(turn, Failure(f"epoch {record.epoch} {before}"))
+        cause = f"epoch {record.epoch} was closed before the coordinator changed"
+        close(turn, Failure(cause, FailureKind.COORDINATOR))
     for slot, epoch in event.restored.items():
         role = state.role_at(event.node, slot, event.members.get(slot, -1))
         if epoch == record.epoch and role is not None:
@@ -61,7 +62,7 @@ def time_is_over(turn: Turn) -> None:
     cause = "did not join again in time"
     for node in state.absent(state.record.nodes):
         turn.set(gone=turn.state.gone.set(node, cause))
-        turn.emit(Kind.NODE_LOST, node=node, cause=cause)
+        turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=FailureKind.NODE_LOST)
     _go_on(turn)
 
 
@@ -86,14 +87,18 @@ def _happened(turn: Turn) -> Failure | None:
     for node in sorted(set(record.nodes) - set(state.nodes)):
         if matters(state, record, node):
             cause = f"node {node}: {state.gone.get(node, 'gone')}"
-            return Failure(cause, ("node", str(node)))
+            return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
     ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"
-        return Failure(cause, ("unseen", *map(str, ended)))
+        signature = ("unseen", *map(str, ended))
+        return Failure(
+            cause, FailureKind.PROCESS_CRASH, signature, node=record.seats[ended[0]].node
+        )
     if not state.is_restored and state.store != (record.store_host, record.store_port):
         # To join its communicators is not possible any more, and would be tried for long.
-        return Failure(f"the store of epoch {record.epoch} ended with the coordinator", ("store",))
+        cause = f"the store of epoch {record.epoch} ended with the coordinator"
+        return Failure(cause, FailureKind.STORE_LOST, ("store",))
     return None
 
 

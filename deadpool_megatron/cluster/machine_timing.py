@@ -34,6 +34,7 @@ class RecoveryReport:
 
     epoch: int
     cause: str
+    kind: str
     generation: Generation
     boundary: str
     phases: Mapping[str, float]
@@ -47,6 +48,7 @@ class RecoveryReport:
         return {
             "epoch": self.epoch,
             "cause": self.cause,
+            "kind": self.kind,
             "generation": self.generation.to_list(),
             "boundary": self.boundary,
             "phases": dict(self.phases),
@@ -69,13 +71,17 @@ class RecoveryReport:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A recovery in progress. ``mark``: when its present phase of the machine began."""
+    """A recovery in progress. ``mark``: when its present phase of the machine began.
+
+    ``kind``: of the first failure, a value of FailureKind.
+    """
 
     causes: tuple[str, ...]
     started: float
     mark: float
     newest: int
     seats: Mapping[int, Seat]
+    kind: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
     reported: Mapping[str, float] = field(default_factory=dict)
     exposed: float = 0.0
@@ -111,6 +117,7 @@ class Recovery:
         return RecoveryReport(
             epoch=record.epoch,
             cause="; then ".join(self.causes),
+            kind=self.kind,
             generation=record.restore.generation,
             boundary=record.restore.boundary,
             phases=phases,
@@ -126,9 +133,14 @@ class Recovery:
 
 
 def begin(
-    causes: tuple[str, ...], signs: float, now: float, newest: int, seats: Mapping[int, Seat]
+    causes: tuple[str, ...],
+    signs: float,
+    now: float,
+    newest: int,
+    seats: Mapping[int, Seat],
+    kind: str = "",
 ) -> Recovery:
     """A recovery whose first sign (or last sign of life) was at ``signs``; the close is now."""
     started = min(signs, now)
     detect = {"detect": now - started}
-    return Recovery(causes, started, now, newest, seats, detect)
+    return Recovery(causes, started, now, newest, seats, kind, detect)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster import posix, stacks
 from deadpool_megatron.wire import framing
 
 EXIT_COMMAND_NOT_FOUND = 127
@@ -85,6 +85,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         posix.redirect_output(spec.log)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stacks.answer_asks()
         posix.set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
         os.chdir(spec.directory)
         os.environ.update(spec.environment)

@@ -7,6 +7,9 @@ A connection is authenticated before anything else is read from it. It is an age
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +37,23 @@ class AgentPeer:
     vault: dict[str, Any] = field(default_factory=dict)
     welcomed: bool = False
     dropped: bool = False
+    probed: bool = False
+
+    def probe(self) -> None:
+        """Send something to an agent that has been silent, once for each silence: whether it is
+        received there tells a node that is cut off from one whose agent does not run."""
+        if not self.probed and not self.dropped:
+            self.probed = True
+            self.send({"t": "probe"})
+
+    def undelivered_bytes(self) -> int:
+        """What was sent and is not acknowledged by the kernel of the other host."""
+        waiting = self.writer.transport.get_write_buffer_size()
+        connection = self.writer.get_extra_info("socket")
+        if connection is None or self.writer.is_closing():
+            return waiting
+        answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return waiting + int.from_bytes(answer, sys.byteorder)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message; an agent that takes nothing any more is cut off."""
@@ -183,6 +203,7 @@ class Peers:
 
     async def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         peer.heard_at = time.monotonic()
+        peer.probed = False
         if message.get("t") == "beat":
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])

@@ -63,7 +63,9 @@ class Results:
             known = event.epoch in self._opened
             self._opened.add(event.epoch)
             return [] if known else [event]
-        if event.kind is Kind.MEMBER_DONE and event.role is not None:
+        if event.kind is Kind.EPOCH_DECIDED and "forgotten_from" in event.data:
+            self._forget(int(event.data["forgotten_from"]))
+        elif event.kind is Kind.MEMBER_DONE and event.role is not None:
             self._roles[event.role] = dict(event.data)
         elif event.kind is Kind.RECOVERED:
             self._recoveries.append({"epoch": event.epoch, **event.data})
@@ -97,6 +99,12 @@ class Results:
             "recoveries": self._recoveries,
             "durable": self._durable,
         }
+
+    def _forget(self, iteration: int) -> None:
+        """A loss was not finite: this iteration and later ones are computed anew, as if first."""
+        for known in (self._steps, self._evaluations, self._hashes):
+            for k in [k for k in known if k >= iteration]:
+                del known[k]
 
     def _once(self, known: dict[int, dict[str, Any]], event: Event) -> list[Event]:
         iteration = 0 if event.iteration is None else event.iteration

@@ -63,6 +63,11 @@ class RunInfo:
         )
 
 
+def member_log_name(node: int, slot: int, incarnation: int) -> str:
+    """Name of a member's log."""
+    return f"node{node}-slot{slot}-{incarnation}"
+
+
 class RunDirectory:
     """Paths and small files of one run. Holds no state besides the path; thread-safe."""
 

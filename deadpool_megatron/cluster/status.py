@@ -8,6 +8,8 @@ from deadpool_megatron.cluster.machine_state import State
 from deadpool_megatron.cluster.peers import Peers
 from deadpool_megatron.cluster.results import Results
 
+_SHOWN_FAILURES = 5
+
 
 def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
     """Newest beat of the very process that plays each role; roles without one are missing."""
@@ -21,7 +23,9 @@ def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
 
 
 def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
-    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, refusals."""
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
+    last ones), failing (the one that is being recovered from), aside, refusals, and more.
+    """
     record = state.record
     beats = role_beats(state, peers)
     roles: dict[str, Any] = {}
@@ -59,6 +63,14 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             for (node, slot), member in sorted(state.members.items())
         },
         "recoveries": len(state.recoveries),
+        "failures": [
+            {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
+            for report in state.recoveries[-_SHOWN_FAILURES:]
+        ],
+        "failing": {}
+        if state.recovery is None
+        else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
+        "aside": sorted(state.avoid & set(state.nodes)),
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
         "diverged": results.diverged,

@@ -5,6 +5,7 @@ KeyError, TypeError and ValueError mean that the message is not one of ours: the
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
+_SHOWN_FRAMES = 4
 
 
 def join(message: Message) -> inputs.NodeJoined:
@@ -46,6 +48,7 @@ def from_agent(node: int, message: Message) -> inputs.Input | None:
             exit_code=None if code is None else int(code),
             signal=None if name is None else signal_number(str(name)),
             last_line=str(message.get("cause", "")),
+            ordered=bool(message.get("ordered", False)),
         )
     if kind == "member-suspected":
         return inputs.MemberSuspected(
@@ -66,7 +69,9 @@ def from_agent(node: int, message: Message) -> inputs.Input | None:
 def from_event(event: Event) -> inputs.Input | None:
     """What an event tells the machine, if anything."""
     if event.kind is Kind.STEP and event.iteration is not None:
-        return inputs.StepReported(event.epoch, event.iteration)
+        return _step(event, event.iteration)
+    if event.kind is Kind.STACK:
+        return _stack(event)
     if event.kind is Kind.PHASE and event.phase is not None:
         return inputs.PhaseReported(event.epoch, event.phase, float(event.data["seconds"]))
     if event.kind is Kind.EXPOSED:
@@ -83,6 +88,21 @@ def from_event(event: Event) -> inputs.Input | None:
         part = str(event.data["part"])
         return inputs.CorruptionFound(BadPart(event.node, event.role, generation, part))
     return None
+
+
+def _stack(event: Event) -> inputs.Input:
+    frames = [str(frame) for frame in event.data.get("frames", ())]
+    where = " < ".join(frames[:_SHOWN_FRAMES]) or str(event.data.get("missing", ""))
+    return inputs.StackTaken(f"stack of role {event.role} on node {event.node}: {where}")
+
+
+def _step(event: Event, iteration: int) -> inputs.Input:
+    loss = event.data.get("loss")
+    value = 0.0 if loss is None else float.fromhex(str(loss))
+    # A skipped update is how loss scaling looks for its scale, and did no harm.
+    if math.isfinite(value) or event.data.get("skipped"):
+        return inputs.StepReported(event.epoch, iteration)
+    return inputs.LossNotFinite(event.epoch, event.node, event.role, iteration, str(value))
 
 
 def signal_number(name: str) -> int:

@@ -114,15 +114,15 @@ class EpochEntry(Stages):
         """Whether there are groups and a loop for :attr:`role`."""
         return self._loop is not None
 
-    def connect_store(self, record: EpochRecord) -> TCPStore:
+    def connect_store(self, record: EpochRecord, *, only_once: bool = False) -> TCPStore:
         """The client of the record's store; kept, because connecting in a crowd takes seconds.
 
         Raises EpochClosed when the epoch is closed meanwhile, CommunicatorFault after
-        ``rebuild_seconds``.
+        ``rebuild_seconds``, or with ``only_once`` after one attempt of some seconds.
         """
         if self._store is not None and self._store[:2] == (record.store_host, record.store_port):
             return self._store[2]
-        limit = time.monotonic() + self._settings.rebuild_seconds
+        limit = time.monotonic() + (0.0 if only_once else self._settings.rebuild_seconds)
         attempt = min(_STORE_ATTEMPT_SECONDS, self._settings.close_seconds / 2)
         while True:
             if self._link.closed_epoch >= record.epoch:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import select
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.member_link import MemberLink
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
+
+_LOOK_SECONDS = 0.05
 
 
 class Reports:
@@ -26,6 +31,7 @@ class Reports:
         # lost with a node although the generation is safe, and is told again after a restore.
         self.told: list[list[Any]] = []
         self._link = link
+        self._settings = link.settings
         self._check = check
 
     def tell_again(self, told: list[list[Any]]) -> None:
@@ -59,9 +65,37 @@ class Reports:
             if self.iteration <= record.emitted_up_to:
                 return
             print(values["text"], flush=True)
-        else:
-            self.told.append([str(kind), iteration, values])
+            self.send_event(Kind.LOG, iteration, values)
+            return
+        if kind == Kind.STEP and self._is_to_be_judged(values):
+            self.send_event(Kind.STEP, iteration, values)
+            self._stand_still(record.epoch, iteration, values)
+        self.told.append([str(kind), iteration, values])
         self.send_event(Kind(kind), iteration, values)
+
+    def _is_to_be_judged(self, values: Mapping[str, Any]) -> bool:
+        if self._settings.nonfinite == "ignore" or values.get("skipped"):
+            return False
+        loss = values.get("loss")
+        return loss is not None and not math.isfinite(float.fromhex(loss))
+
+    def _stand_still(self, epoch: int, iteration: int | None, values: Mapping[str, Any]) -> None:
+        """The loss is not finite: nobody can finish the next update without this role, so that the
+        state before this one stays in memory until the coordinator has decided.
+
+        Ends by what ``check`` raises. Raises RuntimeError when no decision comes.
+        """
+        self.section = "nonfinite"
+        limit = time.monotonic() + self._settings.operation_timeout_seconds
+        while time.monotonic() < limit:
+            self._check(epoch)
+            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+        loss = float.fromhex(values["loss"])
+        raise RuntimeError(
+            f"the loss of iteration {iteration} is {loss}, and the coordinator did not decide what"
+            f" to do within operation_timeout_seconds"
+            f" ({self._settings.operation_timeout_seconds:g} s)"
+        )
 
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:
         """One event of the present epoch and role."""

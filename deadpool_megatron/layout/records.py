@@ -274,7 +274,10 @@ class EpochRecord:
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``store``: address of the
-    store process in which the communicators of this epoch meet.
+    store process in which the communicators of this epoch meet. ``failure``: what ended the epoch
+    before, empty at the start: ``kind`` (of cluster.failures), ``signature`` (list of texts, equal
+    for the same failure again), ``exited`` (a process ended by itself), ``iteration`` (newest
+    finished one) and ``node`` (where it was, or None).
     """
 
     epoch: int
@@ -287,6 +290,7 @@ class EpochRecord:
     emitted_up_to: int = 0
     fewer_copies: frozenset[int] = frozenset()
     cause: str = ""
+    failure: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in the journal."""
@@ -300,6 +304,7 @@ class EpochRecord:
             "emitted_up_to": self.emitted_up_to,
             "fewer_copies": sorted(self.fewer_copies),
             "cause": self.cause,
+            "failure": dict(self.failure),
         }
 
     @staticmethod
@@ -320,4 +325,5 @@ class EpochRecord:
             emitted_up_to=int(values["emitted_up_to"]),
             fewer_copies=frozenset(values["fewer_copies"]),
             cause=str(values["cause"]),
+            failure=dict(values.get("failure", {})),
         )

@@ -385,7 +385,7 @@ def test_same_death_three_times_without_progress_ends_the_run() -> None:
 
 
 def test_progress_or_another_cause_lets_it_go_on() -> None:
-    rig = Rig().run()
+    rig = Rig(node_crashes=100).run()
     for iteration in range(1, 5):
         rig.steps(iteration)
         rig.feed(killed(rig, 1))

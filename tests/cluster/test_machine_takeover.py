@@ -441,3 +441,23 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     world = rig.config.world_size
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, world)))
     assert set(rig.state.layouts) == {0}
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> None:
+    rig = Rig(spares=0).run()
+    rig.steps(7)
+    for attempt in range(2):
+        rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: x"))
+        if attempt == 1:
+            break
+        rig.closed(g(7))
+        rig.journal()
+        rig.restored()
+        old, rig = rig, successor(rig)
+        rejoin(rig, old, 0, 1, closed=1)
+        assert rig.state.phase is Phase.RUNNING
+        rig.steps(8 if progress else 7)
+    assert bool(rig.of(act.Finish)) is not progress
+    if not progress:
+        assert "ValueError" in rig.one(act.Finish).reason

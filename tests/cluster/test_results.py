@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.chronicle import Chronicle
+from deadpool_megatron.cluster.machine_actions import Finish
 from deadpool_megatron.cluster.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
@@ -111,7 +112,7 @@ def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -
     assert second.results.last_iteration == 2
     assert second.write(step(2)) == []
     second.write(step(3))
-    second.finish(0, "", None, [{"epoch": 2, "cause": "x"}])
+    second.finish(Finish(0, ""), [{"epoch": 2, "cause": "x"}])
     second.close()
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("events*")) == [

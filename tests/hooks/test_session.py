@@ -173,7 +173,7 @@ class FakeEntry:
     def warm_up(self) -> None:
         self._stage("warm-up")
 
-    def connect_store(self, record: EpochRecord) -> None:
+    def connect_store(self, record: EpochRecord, *, only_once: bool = False) -> None:
         self._stage("store")
 
     def adopt(self, record: EpochRecord, role: int) -> None:

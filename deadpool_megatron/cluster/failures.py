@@ -1,0 +1,150 @@
+"""The kinds of failure, told apart: what an end of a process means, in words and with its cause.
+
+Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, torch and gloo.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FailureKind(StrEnum):
+    """Why an epoch ended, or a node or process was lost."""
+
+    PROCESS_CRASH = "process-crash"  # ended by itself, or killed by somebody outside of the run
+    DEVICE_ERROR = "device-error"  # the accelerator, its memory or its driver
+    COMMUNICATOR_ERROR = "communicator-error"  # an operation between roles failed
+    NODE_LOST = "node-lost"  # the connection of its agent ended
+    NODE_CUT = "node-cut"  # connected, but nothing is heard, nor is anything received there
+    NODE_FROZEN = "node-frozen"  # its kernel receives what is sent, its agent does not run
+    MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
+    HANG = "hang"  # everything lives, nothing moves
+    NONFINITE_LOSS = "nonfinite-loss"  # the loss is NaN or infinite
+    SLOW_NODE = "slow-node"  # much slower than its peers
+    CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
+    BUG = "bug"  # the same failure again at the same step: the program's own
+    DRAINED = "drained"  # planned: a node was asked to leave, or copies are moved
+    STORE_LOST = "store-lost"  # the process in which communicators meet
+    COORDINATOR = "coordinator"  # the coordinator was replaced
+
+
+IN_WORDS: dict[FailureKind, str] = {
+    FailureKind.PROCESS_CRASH: "a process crashed",
+    FailureKind.DEVICE_ERROR: "a device failed",
+    FailureKind.COMMUNICATOR_ERROR: "communication failed",
+    FailureKind.NODE_LOST: "a node was lost",
+    FailureKind.NODE_CUT: "a node was cut off",
+    FailureKind.NODE_FROZEN: "a node was frozen",
+    FailureKind.MEMBER_FROZEN: "a process was frozen",
+    FailureKind.HANG: "nothing moved",
+    FailureKind.NONFINITE_LOSS: "the loss was not finite",
+    FailureKind.SLOW_NODE: "a node was slow",
+    FailureKind.CORRUPT_STATE: "state was damaged",
+    FailureKind.BUG: "the same failure twice at one step",
+    FailureKind.DRAINED: "planned",
+    FailureKind.STORE_LOST: "the store was lost",
+    FailureKind.COORDINATOR: "the coordinator was replaced",
+}
+
+
+def in_words(kind: str) -> str:
+    """A kind for people; one that is not known (of a newer version) as it is."""
+    try:
+        return IN_WORDS[FailureKind(kind)]
+    except ValueError:
+        return kind
+
+
+@dataclass(frozen=True)
+class _Mark:
+    pattern: re.Pattern[str]
+    kind: FailureKind
+
+
+def _mark(text: str, kind: FailureKind) -> _Mark:
+    return _Mark(re.compile(text, re.IGNORECASE), kind)
+
+
+# The first that matches counts, so what is more special stands first.
+_MARKS: tuple[_Mark, ...] = (
+    # A program that wants too much memory wants it on any device.
+    _mark(r"out of memory|OutOfMemoryError", FailureKind.PROCESS_CRASH),
+    # NCCL reports a broken device or driver with the words of CUDA.
+    _mark(r"NCCL.*unhandled (cuda|system) error", FailureKind.DEVICE_ERROR),
+    _mark(r"unhandled (cuda|system) error.*NCCL", FailureKind.DEVICE_ERROR),
+    _mark(r"ncclUnhandledCudaError|ncclSystemError", FailureKind.DEVICE_ERROR),
+    _mark(r"CUDA (driver )?error|\bcudaError|CUDA_ERROR_", FailureKind.DEVICE_ERROR),
+    _mark(r"AcceleratorError", FailureKind.DEVICE_ERROR),
+    _mark(r"\bcu(BLAS|DNN|SOLVER|FFT)\b.*(error|_STATUS_)", FailureKind.DEVICE_ERROR),
+    _mark(r"(CUBLAS|CUDNN|CUSOLVER|CUFFT)_STATUS_", FailureKind.DEVICE_ERROR),
+    _mark(r"\bECC\b", FailureKind.DEVICE_ERROR),
+    _mark(r"\bXid\b", FailureKind.DEVICE_ERROR),
+    _mark(r"GPU (has fallen off|is lost)|fallen off the bus", FailureKind.DEVICE_ERROR),
+    _mark(r"NVML|nvidia-smi|No CUDA GPUs are available", FailureKind.DEVICE_ERROR),
+    _mark(r"illegal memory access|device-side assert", FailureKind.DEVICE_ERROR),
+    _mark(r"\bHIP error|hipError", FailureKind.DEVICE_ERROR),
+    _mark(r"DistBackendError|DistNetworkError|DistStoreError", FailureKind.COMMUNICATOR_ERROR),
+    _mark(r"\bNCCL (error|WARN)|\bnccl\w+Error\b", FailureKind.COMMUNICATOR_ERROR),
+    _mark(r"/gloo/|\bgloo\b.*(closed|timed out|reset)", FailureKind.COMMUNICATOR_ERROR),
+    _mark(r"ProcessGroup\w*.*(timeout|timed out|watchdog)", FailureKind.COMMUNICATOR_ERROR),
+    _mark(r"CommunicatorFault", FailureKind.COMMUNICATOR_ERROR),
+)
+
+
+def kind_of_end(last_line: str) -> FailureKind:
+    """The kind of a process's end by its last words; without any it is a crash."""
+    for mark in _MARKS:
+        if mark.pattern.search(last_line):
+            return mark.kind
+    return FailureKind.PROCESS_CRASH
+
+
+_NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)
+
+
+def same_text(line: str) -> str:
+    """A line without its numbers: equal for the same cause in another process or at another time.
+
+    Addresses, ranks, process numbers and sizes differ between two failures with one cause.
+    """
+    return _NUMBERS.sub("#", line)
+
+
+_LINE_CHARACTERS = 400
+# An exception that was caught and logged long before the end is not the cause of it.
+_TRACEBACK_LINES = 120
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def last_words(text: str) -> str:
+    """What the end of a log says about the end of its process, in one line.
+
+    That is :func:`fatal_words`, else the last line that is not blank. Empty when there is none.
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return fatal_words(text) or (lines[-1][:_LINE_CHARACTERS] if lines else "")
+
+
+def fatal_words(text: str) -> str:
+    """The exception of the last traceback, or the fatal error of Python or of C++, at the end of a
+    log. Empty when there is none.
+    """
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    for number in range(len(lines) - 1, -1, -1):
+        line = lines[number].strip()
+        if line.startswith("what():"):
+            return line.removeprefix("what():").strip()[:_LINE_CHARACTERS]
+        if line.startswith("Fatal Python error:"):
+            return line[:_LINE_CHARACTERS]
+        if line.endswith(_TRACEBACK) and len(lines) - number <= _TRACEBACK_LINES:
+            found = _exception(lines[number + 1 :])
+            if found:
+                return found[:_LINE_CHARACTERS]
+    return ""
+
+
+def _exception(lines: list[str]) -> str:
+    """The first line after the frames of a traceback, which are indented."""
+    return next((line for line in lines if not line.startswith((" ", "\t", "|"))), "")

@@ -1,0 +1,103 @@
+"""The ends of processes, told apart by exit status, signal and last words."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cluster.failures import (
+    IN_WORDS,
+    FailureKind,
+    fatal_words,
+    in_words,
+    kind_of_end,
+    last_words,
+    same_text,
+)
+
+DEVICE = FailureKind.DEVICE_ERROR
+COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR
+CRASH = FailureKind.PROCESS_CRASH
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", DEVICE),
+        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", DEVICE),
+        ("RuntimeError: cuBLAS error: CUBLAS_STATUS_EXECUTION_FAILED when calling", DEVICE),
+        ("RuntimeError: CUDNN_STATUS_INTERNAL_ERROR", DEVICE),
+        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", DEVICE),
+        ("RuntimeError: No CUDA GPUs are available", DEVICE),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:94,"
+            " unhandled cuda error, NCCL version 2.27.5",
+            DEVICE,
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:94, unhandled system error",
+            DEVICE,
+        ),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:94, invalid usage",
+            COMMUNICATOR,
+        ),
+        (
+            "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534]"
+            " Connection closed by peer [127.0.0.1]:5",
+            COMMUNICATOR,
+        ),
+        ("torch.distributed.DistNetworkError: failed to recv", COMMUNICATOR),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", CRASH),
+        ("RuntimeError: CUDA error: out of memory", CRASH),
+        ("ValueError: bad sample", CRASH),
+        ("Fatal Python error: Segmentation fault", CRASH),
+        ("", CRASH),
+    ],
+)
+def test_kind_of_end(line: str, kind: FailureKind) -> None:
+    assert kind_of_end(line) is kind
+
+
+def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:
+    log = (
+        "step 3\nTraceback (most recent call last):\n"
+        '  File "train.py", line 3, in step\n    loss.item()\n'
+        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+        "CUDA kernel errors might be asynchronously reported at some other API call\n"
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+        "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"
+    )
+    assert last_words(log).startswith("torch.AcceleratorError: CUDA error")
+    assert kind_of_end(last_words(log)) is DEVICE
+
+
+def test_fatal_errors_of_cpp_and_of_python() -> None:
+    aborted = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        "  what():  [PG ID 0] Process group watchdog thread terminated with exception:"
+        " CUDA error: unspecified launch failure\nmore\n"
+    )
+    assert kind_of_end(fatal_words(aborted)) is DEVICE
+    crashed = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        '  File "x.py", line 1 in f\n'
+    )
+    assert fatal_words(crashed) == "Fatal Python error: Segmentation fault"
+    assert fatal_words("epoch 1 ends here with EpochClosed\n") == ""
+
+
+def test_an_exception_logged_long_before_the_end_is_not_its_cause() -> None:
+    log = "Traceback (most recent call last):\n  File x\nValueError: old\n" + "a step\n" * 120
+    assert last_words(log) == "a step"
+
+
+def test_numbers_do_not_make_another_cause() -> None:
+    first = "Rank 3: found NaN at 0x7f31, tried to allocate 2.10 GiB"
+    assert same_text(first) == same_text("Rank 11: found NaN at 0xabc, tried to allocate 1.5 GiB")
+    assert same_text(first) != same_text("Rank 3: found Inf at 0x7f31")
+
+
+def test_every_kind_has_words() -> None:
+    assert set(IN_WORDS) == set(FailureKind)
+    assert in_words("node-lost") == "a node was lost"
+    assert in_words("of the future") == "of the future"

@@ -1,0 +1,122 @@
+"""Whole runs of the counting member: each kind of failure is noticed, named and acted upon."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.events import Kind
+from tests.cluster.running import Run, deadpool, send
+
+pytestmark = pytest.mark.slow
+
+
+def poison(name: str, iteration: int) -> dict[str, Any]:
+    """Role 0 reports a loss that is not a number, once."""
+    match = {"iteration": iteration}
+    return {"id": name, "point": "member.loss", "match": match, "action": "mark"}
+
+
+def kinds_of(final: dict[str, Any]) -> list[str]:
+    return [recovery["kind"] for recovery in final["recoveries"]]
+
+
+def test_stopped_node_is_frozen_and_killed_one_is_lost(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=2) as run:
+        run.wait_iteration(3)
+        send(run.listing(1)["agent"], signal.SIGSTOP)
+        assert run.wait_event(Kind.NODE_LOST).data["kind"] == "node-frozen"
+        run.wait_event(Kind.RECOVERED)
+        send(run.listing(1)["agent"], signal.SIGCONT)
+        send(run.listing(0)["agent"])
+        assert run.wait_event(Kind.NODE_LOST, 2).data["kind"] == "node-lost"
+        run.wait_event(Kind.RECOVERED, 2)
+        shown = deadpool("status", str(run.run.path)).stdout
+        final = run.finish()
+    assert kinds_of(final) == ["node-frozen", "node-lost"]
+    assert "a node was frozen" in shown
+    report = deadpool("report", str(run.run.path)).stdout
+    assert "a node was frozen" in report
+    assert "a node was lost" in report
+
+
+def test_nan_stops_with_status_4_and_what_is_known(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", "--save-interval", "4", faults=[poison("nan", 6)]) as run:
+        final = run.wait_end(4)
+    assert final["kind"] == "nonfinite-loss"
+    assert "the loss of iteration 6 is nan (role 0, node 0)" in final["reason"]
+    assert "iteration-4 (iteration 4)" in final["reason"]
+
+
+def test_nan_is_rolled_back_and_the_iteration_computed_anew(tmp_path: Path) -> None:
+    options = ("--deadpool-nonfinite", "rollback")
+    with Run(
+        tmp_path / "r", "--iterations", "12", options=options, faults=[poison("nan", 6)]
+    ) as run:
+        final = run.check_result(12)
+    assert kinds_of(final) == ["nonfinite-loss"]
+    assert final["recoveries"][0]["generation"][1] == 5
+    assert final["steps"][5]["loss"] != "nan"
+    assert "the loss was not finite" in deadpool("report", str(run.run.path)).stdout
+
+
+def test_nan_twice_at_one_iteration_stops(tmp_path: Path) -> None:
+    faults = [poison("first", 6), poison("second", 6)]
+    options = ("--deadpool-nonfinite", "rollback")
+    with Run(tmp_path / "r", options=options, faults=faults) as run:
+        final = run.wait_end(4)
+    assert "not finite either when it was computed before" in final["reason"]
+
+
+def test_hang_shows_the_operation_and_the_stack_of_the_culprit(tmp_path: Path) -> None:
+    options = ("--deadpool-hang-seconds", "2", "--deadpool-first-step-seconds", "2")
+    member = ("--iterations", "20", "--misbehave", "hang")
+    with Run(tmp_path / "r", *member, spares=0, options=options) as run:
+        final = run.check_result(20)
+        (stack,) = run.events(Kind.STACK)
+    assert kinds_of(final) == ["hang"]
+    assert "; 1 role waits in operation" in final["recoveries"][0]["cause"]
+    assert "(barrier) of group world" in final["recoveries"][0]["cause"]
+    assert (stack.role, stack.node) == (1, 1)
+    assert "hang_if_asked" in " ".join(stack.data["frames"])
+    assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
+
+
+def test_stopped_process_is_frozen_and_says_why_it_has_no_stack(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(3)
+        send(run.listing(1)["members"]["0"], signal.SIGSTOP)
+        stack = run.wait_event(Kind.STACK)
+        final = run.finish()
+    assert kinds_of(final) == ["member-frozen"]
+    assert "stopped" in stack.data["missing"]
+
+
+def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(3)
+        send(run.listing(1)["members"]["0"], signal.SIGSEGV)
+        lost = run.wait_event(Kind.MEMBER_LOST)
+        final = run.finish()
+    assert lost.data["kind"] == "process-crash"
+    assert "Fatal Python error: Segmentation fault" in lost.data["cause"]
+    assert kinds_of(final) == ["process-crash"]
+
+
+def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        for count in range(1, 4):
+            run.wait_iteration(
+                3 + max((e.iteration or 0 for e in run.events(Kind.STEP)), default=0)
+            )
+            send(run.listing(1)["members"]["0"])
+            run.wait_event(Kind.RECOVERED, count)
+        aside = run.wait_event(Kind.NODE_ASIDE)
+        assert aside.node == 1
+        shown = deadpool("status", str(run.run.path)).stdout
+        final = run.finish()
+    assert "put aside, used only when no other spare is left: [1]" in shown
+    assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
