@@ -183,8 +183,8 @@ def _options(args: argparse.Namespace, wanted: Wanted, pairs: list[Pair] | None)
         raise CommandError("--node-id I or --from-slurm is missing: which node is this?")
     if not 0 <= node < wanted.total:
         raise CommandError(
-            f"there is no node {node}: with {wanted.nodes} nodes and {wanted.spares} spares they are"
-            f" 0 to {wanted.total - 1}"
+            f"there is no node {node}: with --nodes {wanted.nodes} --spares {wanted.spares} they"
+            f" are 0 to {wanted.total - 1}"
         )
     hostname = socket.gethostname() if slurm is None else slurm.host
     host = args.host or address_of(args.interface, hostname)

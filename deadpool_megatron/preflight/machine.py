@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import resource
 import shutil
 import socket
@@ -22,7 +21,7 @@ from deadpool_megatron.preflight.facts import NodeFacts
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
-_NCCL_PACKAGE = re.compile(r"nvidia-nccl-cu\d+")
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _NVIDIA_SMI_SECONDS = 20.0
 _SIOCGIFADDR = 0x8915
@@ -75,11 +74,7 @@ def versions() -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:3])),
         "deadpool-megatron": deadpool_megatron.__version__,
     }
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    found |= {name: version for name in _PACKAGES if (version := _package_version(name))}
     if nccl := _nccl_version():
         found["nccl"] = nccl
     if driver := _driver_version():
@@ -87,11 +82,18 @@ def versions() -> dict[str, str]:
     return found
 
 
+def _package_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def _nccl_version() -> str:
     """Of the wheel that torch uses, else of the system's library; empty without one."""
-    for distribution in metadata.distributions():
-        if _NCCL_PACKAGE.fullmatch(distribution.metadata["Name"] or ""):
-            return distribution.version
+    for name in _NCCL_PACKAGES:
+        if version := _package_version(name):
+            return version
     for directory in _NCCL_FILES:
         library = Path(directory, "libnccl.so.2")
         if library.exists():
