@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import write_json
+from deadpool_megatron.cluster.run_directory import RunDirectory, write_json
 from deadpool_megatron.preflight import stream
 from deadpool_megatron.preflight.board import Announcement, Board, State
 from deadpool_megatron.preflight.conductor import GRACE_SECONDS, Conductor
 from deadpool_megatron.preflight.facts import Wanted
 from deadpool_megatron.preflight.follower import (
+    CheckError,
     ConductorLost,
     Identity,
     NotConducting,
@@ -170,8 +171,13 @@ class _Attendance:
             )
             conductor.gather(self._until, options.wait_seconds, self._lost)
             self._server.on_join = None
-            result = options.directory / "check.json"
-            result.unlink(missing_ok=True)  # of an earlier attempt, whatever comes now
+            result = RunDirectory(options.directory).check
+            if result.exists() and len(roster.seats()) < options.wanted.nodes:
+                raise CheckError(
+                    f"only {len(roster.seats())} of {options.wanted.total} nodes came, and {result}"
+                    " has a verdict: this node came too late, or remove it to check anew"
+                )
+            result.unlink(missing_ok=True)
             conductor.measure()
             verdict, content = conductor.judge()
             write_json(result, content)

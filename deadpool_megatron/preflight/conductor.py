@@ -21,7 +21,7 @@ from deadpool_megatron.wire.auth import AuthenticationError
 from deadpool_megatron.wire.framing import WireError
 
 # For nodes that have announced themselves, but have not joined when the wait is over.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 15.0
 _MEASURE_SECONDS = 30.0
 _IN_TIME = "it is there, but did not join in time"
 _POLL_SECONDS = 0.05

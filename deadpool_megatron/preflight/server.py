@@ -15,7 +15,7 @@ from deadpool_megatron.wire.framing import WireError
 
 # Of the handshakes of the check; there may be no run yet, and so no run id.
 RUN_ID = "check"
-PROBE_SECONDS = 5.0
+PROBE_SECONDS = 10.0
 # All nodes of a large cluster may ask at once; more than that are strangers.
 _MOST_CONNECTIONS = 4096
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.preflight.board import Board
 from tests.cluster.running import PATIENCE_SECONDS, environment
 
 PROGRAM = "tests.preflight.made_up_node"
@@ -35,7 +37,6 @@ class Check:
         spares: int = 2,
         made_up: Mapping[int, Any] | None = None,
         faults: Collection[dict[str, Any]] = (),
-        wait_seconds: float = 20.0,
     ) -> None:
         self.directory = directory / "run"
         self._made_up = directory / "made-up.json"
@@ -44,7 +45,7 @@ class Check:
         self._faults.write_text(json.dumps(list(faults)))
         self._options = [
             *("--run-dir", str(self.directory), "--nodes", str(nodes), "--spares", str(spares)),
-            *("--nproc-per-node", "1", "--wait-seconds", str(wait_seconds), *options),
+            *("--nproc-per-node", "1", *options),
         ]
         self._processes: dict[int, subprocess.Popen[str]] = {}
 
@@ -53,19 +54,20 @@ class Check:
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes.values():
-            process.kill()
-            process.communicate()
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
-    def start(self, *nodes: int, secret: str = "", number: int | None = None) -> None:
-        """Start nodes; ``number``: the id that they say, where it is not their own."""
+    def start(self, *nodes: int, secret: str = "", wait_seconds: float = PATIENCE_SECONDS) -> None:
+        """Start nodes, with the patience that they have for those that have not come."""
         extra = {"DEADPOOL_FAULTS": str(self._faults)}
         if secret:
             extra["DEADPOOL_SECRET"] = secret
         for node in nodes:
-            said = ("--node-id", str(node if number is None else number))
-            place = (*said, "--host", f"127.0.0.{node + 1}")
+            place = ("--node-id", str(node), "--host", f"127.0.0.{node + 1}")
+            wait = ("--wait-seconds", str(wait_seconds))
             self._processes[node] = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, str(self._made_up), *self._options, *place],
+                [sys.executable, "-m", PROGRAM, str(self._made_up), *self._options, *place, *wait],
                 env=environment(extra),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -73,13 +75,24 @@ class Check:
                 text=True,
             )
 
+    def wait_there(self, *nodes: int) -> None:
+        """Until these nodes have announced themselves."""
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while set(nodes) - Board(self.directory / "check", "").read().keys():
+            assert time.monotonic() < limit, f"not all of nodes {nodes} came"
+            time.sleep(0.02)
+
+    def end_of(self, *nodes: int) -> dict[int, Ended]:
+        """Wait for these; the others are killed at the end of the test."""
+        ended = {}
+        for node in nodes:
+            output, errors = self._processes[node].communicate(timeout=PATIENCE_SECONDS)
+            ended[node] = Ended(self._processes[node].returncode, output, errors)
+        return ended
+
     def end(self) -> dict[int, Ended]:
         """Wait for all of them."""
-        ended = {}
-        for node, process in self._processes.items():
-            output, errors = process.communicate(timeout=PATIENCE_SECONDS)
-            ended[node] = Ended(process.returncode, output, errors)
-        return ended
+        return self.end_of(*self._processes)
 
     def verdict(self) -> dict[str, Any]:
         """The content of check.json."""

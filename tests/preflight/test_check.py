@@ -42,20 +42,20 @@ def test_each_kind_of_bad_node_is_found_and_named(tmp_path: Path) -> None:
         3: {"facts": {"shm_free_bytes": 2 * 10**9}},
     }
     options = ("--shm-gb", "50", "--domain", "rack0")
-    with Check(tmp_path, *options, nodes=3, spares=5, made_up=made_up, wait_seconds=1.5) as check:
-        check.start(0, 1, 2, 3, 4, 5)
+    with Check(tmp_path, *options, nodes=3, spares=5, made_up=made_up) as check:
+        check.start(1, 2, 3, 4, 5)
         check.start(6, secret="of another run")
-        ended = check.end()  # node 7 never comes
-    assert [ended[node].status for node in range(7)] == [0, 0, 0, 0, 0, 0, 2]
+        check.wait_there(1, 2, 3, 4, 5, 6)
+        check.start(0, wait_seconds=0.5)  # node 7 never comes
+        ended = check.end_of(0, 1, 2, 3, 4, 5)
+    assert {end.status for end in ended.values()} == {0}
     assert check.standings() == [GOOD, LEFT_OUT, SPARE, LEFT_OUT, GOOD, GOOD, LEFT_OUT, LEFT_OUT]
     assert check.ids() == [0, None, 3, None, 1, 2, None, None]
     assert "torch is 2.12.1, on most nodes it is" in check.reasons(1)
     assert "its link carries 0.30 GB/s, the median is 1.00 GB/s" in check.reasons(2)
     assert "/dev/shm has 2.0 GB free, 50.0 GB are needed" in check.reasons(3)
     assert "it has another run secret" in check.reasons(6)
-    assert check.reasons(7) == "it did not come within 1.5 s"
-    assert "6 of 7 nodes cannot be reached from here, one is node 0 (it has an" in ended[6].errors
-    assert len(ended[6].errors.splitlines()) == 1
+    assert check.reasons(7) == "it did not come within 0.5 s"
     lines = ended[0].output.splitlines()
     assert lines[2].split()[:3] == ["0", "host0", "rack0"]
     assert lines[2].split()[-2:] == ["good", "0"]
@@ -103,16 +103,41 @@ def test_when_the_conductor_is_killed_the_next_one_begins_anew(tmp_path: Path) -
 
 
 def test_without_node_0_the_lowest_conducts(tmp_path: Path) -> None:
-    with Check(tmp_path, spares=1, wait_seconds=1.0) as check:
+    with Check(tmp_path, spares=1) as check:
         # What a killed process of an earlier check has left behind disturbs nobody.
         stale = Announcement(0, "gone", "127.0.0.1", 1, "dead", "", State.CONDUCTS, {})
         Board(check.directory / "check", "").post(stale)
-        check.start(2, 1)
+        check.start(2)
+        check.wait_there(2)
+        check.start(1, wait_seconds=0.5)
         ended = check.end()
     assert {end.status for end in ended.values()} == {0}
     assert check.reasons(0) == "its process has ended"
     assert "ok: 2 nodes" in ended[1].output
     assert ended[2].output == ""
+
+
+def test_a_node_with_another_secret_gives_no_verdict(tmp_path: Path) -> None:
+    with Check(tmp_path, spares=0) as check:
+        check.start(0)
+        check.wait_there(0)
+        check.start(1, secret="of another run", wait_seconds=0.1)
+        ended = check.end_of(1)
+        assert not (check.directory / "check.json").exists()
+    assert (ended[1].status, ended[1].output) == (2, "")
+    assert "1 of 2 nodes cannot be reached from here, one is node 0 (it has an" in ended[1].errors
+    assert len(ended[1].errors.splitlines()) == 1
+
+
+def test_a_node_that_comes_too_late_leaves_the_verdict_alone(tmp_path: Path) -> None:
+    with Check(tmp_path) as check:
+        check.directory.mkdir()
+        (check.directory / "check.json").write_text("{}")
+        check.start(3, wait_seconds=0.1)
+        ended = check.end()
+    assert (ended[3].status, ended[3].output) == (2, "")
+    assert "only 1 of 4 nodes came, and" in ended[3].errors
+    assert check.verdict() == {}
 
 
 def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
