@@ -211,7 +211,9 @@ def _checked_node(run: RunDirectory, node: int) -> int:
     except FileNotFoundError:
         return node
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(f"{run.check} cannot be read: {error!r}") from error
+        raise CommandError(
+            f"{run.check} is damaged: {error!r}; check again, or remove it"
+        ) from error
     if isinstance(found, LeftOut):
         raise CommandError(f"deadpool check has left this node out: {found.reason}")
     return found
