@@ -1,7 +1,7 @@
 """``deadpool check`` on a node with made-up facts: ``made_up_node.py FACTS.json ARGUMENTS``.
 
-FACTS.json: node id -> {"facts": fields of NodeFacts, "rate": bytes per second of its link}. Bytes
-really flow; what is reported does not depend on how busy the machine is.
+FACTS.json: node id -> {"facts": fields of NodeFacts, "rate": bytes per second of its link}. Some
+bytes really flow; what is reported does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from deadpool_megatron.cli import check
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.preflight import stream
 from deadpool_megatron.preflight.facts import NodeFacts
 from deadpool_megatron.preflight.machine import Instruments, RealInstruments
 
@@ -49,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     check.add_parser(parser.add_subparsers())
     args = parser.parse_args(["check", *sys.argv[2:]])
+    stream.MOST_BYTES = 4 << 20
     made_up = json.loads(Path(sys.argv[1]).read_text())
     try:
         return check.check(args, MadeUp(args.node_id, made_up))

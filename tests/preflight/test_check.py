@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli import check as command
+from deadpool_megatron.cli import check_table
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.preflight.board import Announcement, Board, State
+from tests.preflight.made_up_node import MadeUp
 from tests.preflight.nodes import Check, Ended
 
 GOOD, SPARE, LEFT_OUT = "good", "spare", "left out"
 
 
-def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(tmp_path: Path) -> None:
+def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Check(tmp_path, "--json", spares=1) as check:
         check.start(2, 1, 0)
         ended = check.end()
@@ -33,6 +40,13 @@ def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(tmp_path: Path) ->
     assert oct((check.directory / "secret").stat().st_mode)[-3:] == "600"
     # Whoever looks for nodes of a later check there finds none that still seems to wait.
     assert Board(check.directory / "check", "").read() == {}
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    check_table.show(check.verdict())
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[:3] == ["node", "host", "rack"]
+    assert said[1].split()[:2] == ["0", "host0"]
+    assert said[-1] == "ok: 2 nodes to train on, 1 spare, 0 left out"
 
 
 def test_each_kind_of_bad_node_is_found_and_named(tmp_path: Path) -> None:
@@ -202,6 +216,17 @@ def test_a_plan_for_another_cluster_is_refused(
     size = ("--nodes", "2", "--nproc-per-node", "8", "--node-id", "0")
     said = complain(capsys, "--run-dir", str(tmp_path / "run"), *size, "--plan", str(plan))
     assert "is for 64 nodes of 8 GPUs, not for --nodes 2 --nproc-per-node 8" in said
+
+
+def test_a_plan_says_how_much_memory_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
+    args = parser.parse_args(["check", "--plan", str(plan)])
+    assert command.check(args, MadeUp(0, {"0": {"facts": {"shm_free_bytes": 40 * 10**9}}})) == 1
+    said = capsys.readouterr().out
+    assert "problem: /dev/shm has 40.0 GB free, 50.3 GB are needed" in said
+    assert command.check(args, MadeUp(0, {})) == 0
 
 
 def test_one_machine_alone(capsys: pytest.CaptureFixture[str]) -> None:
