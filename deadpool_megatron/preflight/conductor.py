@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,7 @@ from deadpool_megatron.preflight.board import Announcement, Board
 from deadpool_megatron.preflight.facts import Missing, Rate, Wanted
 from deadpool_megatron.preflight.follower import REACH_THREADS, CheckError, reason_of
 from deadpool_megatron.preflight.judge import Verdict, judge, slow_or_unknown
-from deadpool_megatron.preflight.roster import Roster
+from deadpool_megatron.preflight.roster import Roster, Seat
 from deadpool_megatron.preflight.schedule import Pair
 from deadpool_megatron.preflight.server import PROBE_SECONDS, connect
 from deadpool_megatron.wire.auth import AuthenticationError
@@ -74,31 +75,34 @@ class Conductor:
             )
 
     def _more_are_coming(self, lost: Collection[str]) -> bool:
+        absent = self._announced_but_absent().values()
+        waited_for = [announced for announced in absent if announced.instance not in lost]
+        return any(reason == _IN_TIME for reason, _ in self._why_absent(waited_for))
+
+    def _announced_but_absent(self) -> dict[int, Announcement]:
         seats = self._roster.seats()
-        return any(
-            self._why_absent(announced)[0] == _IN_TIME
-            for announced in self._board.read().values()
-            if announced.node not in seats and announced.instance not in lost
-        )
+        return {node: found for node, found in self._board.read().items() if node not in seats}
 
     def _look_for_others(self, wait_seconds: float) -> dict[int, str]:
         """Why nodes have not joined; answers those whose processes may be alive."""
+        absent = self._announced_but_absent()
         elsewhere = {}
-        announcements = self._board.read()
-        for node in set(range(self._wanted.total)) - self._roster.seats().keys():
-            announced = announcements.get(node)
-            if announced is None:
-                reason = f"it did not come within {wait_seconds:g} s"
-            else:
-                reason, living = self._why_absent(announced)
-                if living:
-                    elsewhere[node] = reason
-            hostname = announced.hostname if announced else ""
-            self._missing[node] = Missing(node, reason, hostname)
+        for node in set(range(self._wanted.total)) - self._roster.seats().keys() - absent.keys():
+            self._missing[node] = Missing(node, f"it did not come within {wait_seconds:g} s")
+        for announced, (reason, living) in zip(
+            absent.values(), self._why_absent(list(absent.values())), strict=True
+        ):
+            self._missing[announced.node] = Missing(announced.node, reason, announced.hostname)
+            if living:
+                elsewhere[announced.node] = reason
         return elsewhere
 
-    def _why_absent(self, announced: Announcement) -> tuple[str, bool]:
-        """A few words, and whether its process may be alive."""
+    def _why_absent(self, absent: Sequence[Announcement]) -> list[tuple[str, bool]]:
+        """For each a few words, and whether its process may be alive."""
+        with ThreadPoolExecutor(max_workers=REACH_THREADS) as pool:
+            return list(pool.map(self._why_one_is_absent, absent))
+
+    def _why_one_is_absent(self, announced: Announcement) -> tuple[str, bool]:
         try:
             with connect(announced.address, self._secret) as connection:
                 stream.echo(connection, announced.node)
@@ -134,8 +138,11 @@ class Conductor:
             if seat.lost:
                 self._missing[seat.node] = Missing(seat.node, seat.lost, seat.facts.hostname)
         reports = [seat.report() for seat in self._roster.present()]
+        # One that joined at the last moment can have been looked for already.
+        present = {report.node for report in reports}
+        missing = [absent for node, absent in self._missing.items() if node not in present]
         failpoints.hit("check.judge")
-        verdict = judge(reports, self._missing.values(), self._wanted)
+        verdict = judge(reports, missing, self._wanted)
         nodes = []
         for entry in verdict.nodes:
             seat_of = seats.get(entry.node)
@@ -168,10 +175,13 @@ class Conductor:
         self._roster.tell(self._roster.present(), {"t": "verdict", "ok": ok})
 
     def _measure_clocks(self) -> None:
-        for seat in self._roster.present():
-            # A node that cannot be reached is found when all connect to all.
-            with suppress(OSError, WireError), connect(seat.address, self._secret) as connection:
-                _, seat.clock = stream.echo(connection, seat.node)
+        with ThreadPoolExecutor(max_workers=REACH_THREADS) as pool:
+            list(pool.map(self._measure_clock, self._roster.present()))
+
+    def _measure_clock(self, seat: Seat) -> None:
+        # A node that cannot be reached is found when all connect to all.
+        with suppress(OSError, WireError), connect(seat.address, self._secret) as connection:
+            _, seat.clock = stream.echo(connection, seat.node)
 
     def _measure_reach(self) -> None:
         present = self._roster.present()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -42,8 +43,9 @@ def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(
     assert Board(check.directory / "check", "").read() == {}
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
     check_table.show(check.verdict())
-    said = capsys.readouterr().out.splitlines()
+    said = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert said[0].split()[:3] == ["node", "host", "rack"]
     assert said[1].split()[:2] == ["0", "host0"]
     assert said[-1] == "ok: 2 nodes to train on, 1 spare, 0 left out"
