@@ -13,7 +13,12 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cli import check_table
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.sizes import add_size
-from deadpool_megatron.cli.slurm_environment import address_of, slurm_environment
+from deadpool_megatron.cli.slurm_environment import (
+    INTERFACE_VARIABLE,
+    host_address,
+    interface_address,
+    slurm_environment,
+)
 from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.planning.assess import assess, busiest
 from deadpool_megatron.planning.file import read_plan
@@ -63,9 +68,12 @@ def add_parser(subparsers: Any) -> None:
     place.add_argument("--node-id", type=int, metavar="I", help="0 to N + S - 1")
     place.add_argument("--from-slurm", action="store_true", help="node id and rack from Slurm")
     add_size(parser, required=False)
-    parser.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
-    parser.add_argument(
-        "--interface", default="", metavar="NAME", help="network interface with that address"
+    address = parser.add_mutually_exclusive_group()
+    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
+    address.add_argument(
+        "--interface",
+        metavar="NAME",
+        help=f"or the network interface that has it (default: the variable {INTERFACE_VARIABLE})",
     )
     parser.add_argument("--domain", default="", help="failure domain (rack) of this node")
     parser.add_argument(
@@ -120,7 +128,7 @@ def check(args: argparse.Namespace, instruments: Instruments) -> int:
 def _check_machine(args: argparse.Namespace, instruments: Instruments) -> int:
     wanted = Wanted(nodes=1, shm_bytes=_shm_bytes(args)[0])
     try:
-        host = args.host or address_of(args.interface, socket.gethostname())
+        host = _address(args, socket.gethostname())
     except CommandError:
         if args.interface:
             raise
@@ -187,7 +195,7 @@ def _options(args: argparse.Namespace, wanted: Wanted, pairs: list[Pair] | None)
             f" are 0 to {wanted.total - 1}"
         )
     hostname = socket.gethostname() if slurm is None else slurm.host
-    host = args.host or address_of(args.interface, hostname)
+    host = _address(args, hostname)
     try:
         args.run_dir.mkdir(parents=True, exist_ok=True)
         if auth.ENVIRONMENT_NAME not in os.environ:
@@ -205,6 +213,13 @@ def _options(args: argparse.Namespace, wanted: Wanted, pairs: list[Pair] | None)
         attempt=attempt_name(),
         pairs=pairs,
     )
+
+
+def _address(args: argparse.Namespace, hostname: str) -> str:
+    if args.host is not None:
+        return str(args.host)
+    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    return interface_address(interface) if interface else host_address(hostname)
 
 
 def _domain(args: argparse.Namespace, node: int) -> str:

@@ -178,12 +178,6 @@ def _limit(kind: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def own_address() -> str:
-    """What this host's name resolves to. Raises OSError when it does not."""
-    found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-    return str(found[0][4][0])
-
-
 def attempt_name() -> str:
     """What all processes of one Slurm step have in common; empty elsewhere."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
