@@ -43,7 +43,7 @@ def describe_machine(facts: NodeFacts, problems: Sequence[str]) -> list[str]:
     ]
     width = max(len(title) for title, _ in rows)
     lines = [f"{title.ljust(width)}  {text}" for title, text in rows]
-    return [*lines, *(f"problem: {text}" for text in problems)] if problems else [*lines, "ok"]
+    return [*lines, *([f"problem: {text}" for text in problems] or ["ok"])]
 
 
 def _with_middle(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -172,12 +172,7 @@ class _Attendance:
             conductor.gather(self._until, options.wait_seconds, self._lost)
             self._server.on_join = None
             result = RunDirectory(options.directory).check
-            if result.exists() and len(roster.seats()) < options.wanted.nodes:
-                raise CheckError(
-                    f"only {len(roster.seats())} of {options.wanted.total} nodes came, and {result}"
-                    " has a verdict: this node came too late, or remove it to check anew"
-                )
-            result.unlink(missing_ok=True)
+            self._give_way(result, len(roster.seats()))
             conductor.measure()
             verdict, content = conductor.judge()
             write_json(result, content)
@@ -187,6 +182,16 @@ class _Attendance:
             self._server.on_join = None
             roster.close()
             own.join(GRACE_SECONDS)
+
+    def _give_way(self, result: Path, came: int) -> None:
+        """Remove an earlier verdict, unless it may be that of a check that this node has missed."""
+        wanted = self._options.wanted
+        if result.exists() and (came < wanted.nodes or 2 * came <= wanted.total):
+            raise CheckError(
+                f"only {came} of {wanted.total} nodes came, and {result} has a verdict: this node"
+                " came too late, or remove it to check anew"
+            )
+        result.unlink(missing_ok=True)
 
     def _follow_oneself(self) -> None:
         """The conductor is examined the same way as all others, over a connection to itself."""
