@@ -156,6 +156,28 @@ def test_a_node_that_comes_too_late_leaves_the_verdict_alone(tmp_path: Path) -> 
     assert check.verdict() == {}
 
 
+def test_slurm_says_which_node_and_which_rack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "1",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_TOPOLOGY_ADDR": "core.rack3.node1",
+        "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node",
+    }.items():
+        monkeypatch.setenv(name, value)
+    size = ("--nodes", "1", "--spares", "1", "--nproc-per-node", "1", "--wait-seconds", "0.1")
+    place = ("--from-slurm", "--host", "127.0.0.1", "--run-dir", str(tmp_path))
+    cli.main(["check", *place, *size, "--json"])
+    missing, this = json.loads(capsys.readouterr().out)["nodes"]
+    assert missing["reasons"] == ["it did not come within 0.1 s"]
+    assert (this["node"], this["facts"]["domain"]) == (1, "rack3")
+    announced = json.loads((tmp_path / "check" / "node-1.json").read_text())
+    assert announced["attempt"].startswith("7.0")
+
+
 def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert cli.main(["check", *arguments]) == 2
     said = capsys.readouterr()
