@@ -110,7 +110,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
-    node = None if args.node_id is None else _checked_node(run, args.node_id)
+    if args.node_id is not None:
+        args.node_id = _checked_node(run, args.node_id)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     shared = fixed is None or (run.path / "run.json").exists()
     if not (run.path / "run.json").exists():
@@ -129,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    place = Place(node, args.host or info.settings.interface, args.domain)
+    place = Place(args.node_id, args.host or info.settings.interface, args.domain)
     return _serve(run, info, args, place, fixed, modules, standby=shared and not args.no_standby)
 
 
