@@ -32,6 +32,7 @@ COMMANDS = {
     "clean": "clean",
     "patch": "patch",
     "plan": "plan",
+    "check": "check",
     "coordinator": "coordinate",
     "agent": "node",
     "standby": "coordinate",

@@ -21,13 +21,13 @@ from deadpool_megatron.cluster.run_directory import (
     RunInfo,
 )
 from deadpool_megatron.layout.domains import DomainsError, parse_domains
+from deadpool_megatron.preflight.machine import available_memory
 
 _MIB = 1 << 20
 # What a process needs besides its model: interpreter, imports that are not shared, buffers.
 PROCESS_BYTES = 100 * _MIB
 # Header pages and the smallest useful slots of one role's generations, per copy.
 COPY_BYTES = 1 * _MIB
-_CGROUP_FILES = ("memory.max", "memory.current")
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -156,18 +156,3 @@ def check_memory(info: RunInfo) -> None:
             f"{free // _MIB} MiB of memory are free, {processes} processes need at least"
             f" {needed // _MIB} MiB: use fewer nodes or processes"
         )
-
-
-def available_memory() -> int | None:
-    """Bytes that can be had without swapping, by the machine and by the own cgroup."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in _CGROUP_FILES)
-        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free

@@ -87,9 +87,12 @@ def _coordinator(args: argparse.Namespace) -> int:
 
 
 def _standby(args: argparse.Namespace) -> int:
-    from deadpool_megatron.cluster import posix
+    # Warm: nothing is left to import in a takeover.
+    from deadpool_megatron.cluster import coordinator, posix
     from deadpool_megatron.cluster.standby import Standby, StandbyOptions
+    from deadpool_megatron.recovery import plan
 
+    del coordinator, plan
     posix.set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)
     info = run.read_run()
@@ -99,6 +102,7 @@ def _standby(args: argparse.Namespace) -> int:
     options = StandbyOptions(
         run=run,
         info=info,
+        secret=auth.load_secret(run.path),
         node=args.node_id,
         host=args.host,
         listen=lambda: listen(args.host, args.port),

@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.agent import EXIT_FENCED, AgentOptions, NodeTaken
 from deadpool_megatron.cluster.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout import domains
+from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
 from deadpool_megatron.wire.framing import WireError
@@ -109,6 +110,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
+    if args.node_id is not None:
+        args.node_id = _checked_node(run, args.node_id)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     shared = fixed is None or (run.path / "run.json").exists()
     if not (run.path / "run.json").exists():
@@ -197,6 +200,24 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             if run.final.exists() or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
         time.sleep(_ATTACH_PAUSE_SECONDS)
+
+
+def _checked_node(run: RunDirectory, node: int) -> int:
+    """The node id that ``deadpool check`` has given to this host, if there was a check.
+
+    Raises CommandError where the check has left this host out.
+    """
+    try:
+        found = assignment(read_json(run.check), socket.gethostname(), node)
+    except FileNotFoundError:
+        return node
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CommandError(
+            f"{run.check} is damaged: {error!r}; check again, or remove it"
+        ) from error
+    if isinstance(found, LeftOut):
+        raise CommandError(f"deadpool check has left this node out: {found.reason}")
+    return found
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:

@@ -471,7 +471,9 @@ class Agent:
         if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
             await self._members.kill_all(reason, self._settings.close_seconds)
         self._members.close()
-        await self._link.flush(_FLUSH_SECONDS if self._link.connected else 0.0)
+        # Even of a node that is not wanted any more the steps on the kept line count.
+        heard = self._link.connected or (self._standby is not None and self._exit_code)
+        await self._link.flush(_FLUSH_SECONDS if heard else 0.0)
         if self._serving is not None:
             self._serving.cancel()
         self._link.close()

@@ -108,10 +108,10 @@ class CoordinatorLink:
     async def flush(self, deadline_seconds: float) -> None:
         """Wait until all reports are acknowledged, or the time is over."""
         limit = time.monotonic() + deadline_seconds
-        # A beat is what the coordinator answers with the number of the last report.
-        self.beat({"t": "beat", "members": {}, "vault": {}})
-        while self._unacknowledged and self._session is not None and time.monotonic() < limit:
-            await asyncio.sleep(0.01)
+        while self._unacknowledged and time.monotonic() < limit:
+            # A beat is what the coordinator answers with the number of the last report.
+            self.beat({"t": "beat", "members": {}, "vault": {}})
+            await asyncio.sleep(0.05)
 
     def close(self) -> None:
         """Leave: the coordinator takes it for the end of this node."""
@@ -156,13 +156,27 @@ class CoordinatorLink:
             await asyncio.wait_for(handshake, greeting_seconds)
             sent_at = time.monotonic()
             writer.write(framing.encode(self._join()))
-            welcome = await asyncio.wait_for(framing.read_frame(reader), limit)
+            welcome = await asyncio.wait_for(self._welcome(reader, address), limit)
         except BaseException:
             writer.close()
             raise
         if welcome.get("t") == "welcome":
             self._heard(sent_at, int(welcome["term"]))
         return _Session(reader, writer, address, welcome)
+
+    async def _welcome(
+        self, reader: asyncio.StreamReader, address: tuple[str, int]
+    ) -> dict[str, Any]:
+        """The answer to the join; raises ConnectionError when another coordinator takes over."""
+        reading = asyncio.create_task(framing.read_frame(reader))
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=self._settings.fence_seconds / 12)
+                if not reading.done() and self._address() not in (None, address):
+                    raise ConnectionError("the coordinator was superseded while it greeted")
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _serve(self, session: _Session) -> None:
         """Until the connection ends. While it is silent, or another coordinator is the newest, a

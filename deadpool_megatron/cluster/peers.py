@@ -149,8 +149,6 @@ class Peers:
                 await self._bounded(writer.drain())
             else:
                 raise WireError(f"unknown first message {str(first.get('t'))[:40]!r}")
-        except ConnectionClosed:
-            pass  # a standby that asks whether anybody listens here, or a scanner of ports
         except (WireError, KeyError, TypeError, ValueError) as error:
             self._refuse(who, f"{type(error).__name__}: {error}")
         except TimeoutError:

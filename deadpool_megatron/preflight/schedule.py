@@ -1,0 +1,59 @@
+"""Which links are measured, and when: no node takes part in two measurements at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from deadpool_megatron.layout.placement import CopyPlacement
+
+Pair = tuple[int, int]
+
+
+def buddy_pairs(nodes: int, total: int, domains: Mapping[int, str]) -> list[Pair]:
+    """Each training node with the node that would hold its copies.
+
+    Nodes 0 to ``nodes`` - 1 train, those up to ``total`` - 1 are spares; ``domains`` names the live
+    ones. Without a model no data-parallel groups are known, so all training nodes count as peers.
+    """
+    seats = {node: node for node in range(nodes) if node in domains}
+    spares = [node for node in range(nodes, total) if node in domains]
+    placement = CopyPlacement(seats, domains, spares, replicas=1)
+    pairs = set()
+    for node in seats:
+        for buddy in placement.buddies(node, (node,)):
+            pairs.add((min(node, buddy), max(node, buddy)))
+    return sorted(pairs)
+
+
+def second_look(
+    doubtful: Sequence[int], nodes: Iterable[int], measured: Iterable[Pair]
+) -> list[Pair]:
+    """Each doubtful node with another partner than before, one that is not doubtful if possible.
+
+    A slow link has two ends: the end that is slow with a good partner too is the weak one. Doubtful
+    nodes are dealt out to the partners one after another; where all are doubtful, to each other.
+    """
+    known = {frozenset(pair) for pair in measured}
+    everyone = sorted(nodes)
+    partners = [node for node in everyone if node not in doubtful]
+    pairs = []
+    for place, node in enumerate(doubtful):
+        order = [*partners[place % max(1, len(partners)) :], *partners, *everyone]
+        partner = next((p for p in order if p != node and frozenset((node, p)) not in known), None)
+        if partner is not None:
+            pairs.append((node, partner))
+    return pairs
+
+
+def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
+    """The pairs in rounds that are measured one after another; each node is once in a round."""
+    found: list[list[Pair]] = []
+    busy: list[set[int]] = []
+    for pair in pairs:
+        place = next((i for i, taken in enumerate(busy) if not taken & set(pair)), len(busy))
+        if place == len(busy):
+            found.append([])
+            busy.append(set())
+        found[place].append(pair)
+        busy[place].update(pair)
+    return found
