@@ -1,14 +1,16 @@
-"""Which machines can run these tests, and who asked for them."""
+"""Which machines can run these tests, who asked for them, and what they measured."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
 from tests.netns.hosts import missing
 
 ENVIRONMENT_NAME = "DEADPOOL_TEST_NETNS"
+_MEASURED: list[str] = []
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -17,3 +19,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("netns") and reason:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _MEASURED:
+        terminalreporter.section("measured on hosts made of namespaces")
+    for line in _MEASURED:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def measured() -> Callable[[str, str], None]:
+    """Note a row ``fault | what happened`` for the end of the session."""
+    return lambda fault, happened: _MEASURED.append(f"{fault} | {happened}")

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster import posix
@@ -133,6 +133,16 @@ class Host:
                 continue  # ended just now
         return found
 
+    def running(self) -> list[str]:
+        """Names of all processes."""
+        names = []
+        for pid in self.processes().values():
+            try:
+                names.append(Path(f"/proc/{pid}/comm").read_text().strip())
+            except OSError:
+                continue  # ended just now
+        return names
+
     # Faults.
 
     def power_off(self) -> None:
@@ -218,6 +228,9 @@ class Hosts:
 
     def __getitem__(self, index: int) -> Host:
         return self._hosts[index]
+
+    def __iter__(self) -> Iterator[Host]:
+        return iter(self._hosts)
 
     def __len__(self) -> int:
         return len(self._hosts)

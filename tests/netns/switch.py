@@ -75,7 +75,7 @@ class Switch:
         self._set(f"lose {port}", f'iifname "{port}" {chance}', f'oifname "{port}" {chance}')
 
     def slow(self, port: str, one_way_seconds: float) -> None:
-        """All frames of a host arrive later by so much, in each direction. Cannot be mended."""
+        """All frames of a host arrive later by so much, in each direction."""
         inner, outer, bridge = f"{port}-i", f"{port}-o", f"{port}-b"
         self._ip(
             f"link add {bridge} type bridge",
@@ -93,8 +93,16 @@ class Switch:
         with wire.stdout:
             assert wire.stdout.readline() == b"up\n", "the wire does not come up"
 
+    def hasten(self, port: str) -> None:
+        """Undo :meth:`slow`; what is under way is lost."""
+        wire = self._wires.pop(port)
+        wire.kill()
+        wire.wait()
+        ends = [f"link del {port}-{end}" for end in "iob"]
+        self._ip(f"link set {port} master br0", *ends)
+
     def clear(self) -> None:
-        """Drop nothing any more (cut cables and wires stay)."""
+        """Drop nothing any more (cut and slow cables stay)."""
         self._rules.clear()
         self._load()
 

@@ -190,6 +190,9 @@ def test_slow_cable(three: Hosts, tmp_path: Path) -> None:
     three.switch.slow("host1", 0.1)
     talk = Conversation(three[0], three[1], tmp_path)
     assert talk.trip_seconds() >= 0.2
+    three.switch.hasten("host1")
+    talk.trip_seconds()
+    assert min(talk.trip_seconds() for _ in range(10)) < 0.2
 
 
 def test_reset_reaches_both_ends(three: Hosts, tmp_path: Path) -> None:
