@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run every cell of the full fault matrix as well"
     )
+    parser.addoption(
+        "--netns", action="store_true", help="run the tests on hosts made of namespaces (root)"
+    )
     parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
 

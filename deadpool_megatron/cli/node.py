@@ -145,7 +145,7 @@ def _serve(
     standby: bool,
 ) -> int:
     """One agent after the other: each comes back as another node than the one that was fenced."""
-    node = place.node
+    node, secret = place.node, auth.load_secret(run.path)
     for _ in range(max(0, args.rejoin) + 1):
         if node is None:
             node = _attach(run, info, fixed)
@@ -153,7 +153,7 @@ def _serve(
             node=node,
             run=run,
             info=info,
-            secret=auth.load_secret(run.path),
+            secret=secret,
             # The file names the newest coordinator, wherever it was started again.
             address=lambda: coordinator_address(run) or fixed,
             host=place.host,
@@ -166,7 +166,7 @@ def _serve(
             status = run_agent(options)
         except NodeTaken as error:
             raise CommandError(f"{error}: choose another --node-id") from error
-        if status != EXIT_FENCED or run.final.exists():
+        if status != EXIT_FENCED or _is_over(run):
             break
         node = None
     try:
@@ -196,8 +196,9 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
             else:
                 answer = ask(run, message)
             return int(answer["node"])
-        except RunNotReachable as error:
-            if run.final.exists() or time.monotonic() > limit:
+        except (RunNotReachable, OSError) as error:
+            # A node that was cut off may be without the shared run directory for as long.
+            if _is_over(run) or time.monotonic() > limit:
                 raise CommandError(f"cannot attach: {error}") from error
         time.sleep(_ATTACH_PAUSE_SECONDS)
 
@@ -218,6 +219,13 @@ def _checked_node(run: RunDirectory, node: int) -> int:
     if isinstance(found, LeftOut):
         raise CommandError(f"deadpool check has left this node out: {found.reason}")
     return found
+
+
+def _is_over(run: RunDirectory) -> bool:
+    try:
+        return run.final.exists()
+    except OSError:
+        return False  # not reachable just now
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:

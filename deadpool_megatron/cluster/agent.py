@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Agent:
                 self._options.standby,
                 str(self._options.run.path),
                 self._options.info.run_id,
-                str(self._options.run.log(f"node{self._node}-standby")),
+                self._options.run.log(f"node{self._node}-standby"),
                 on_look=self._cut_limit.looked,
                 on_over=self._run_over,
             )
@@ -436,12 +437,17 @@ class Agent:
 
     def _write_listing(self) -> None:
         members = self._members.by_slot.values()
-        write_listing(
-            self._options.run.node(self._node),
-            self._vault.pid,
-            {member.slot: (member.pid, member.incarnation) for member in members},
-            self._segments,
-        )
+        listed = {member.slot: (member.pid, member.incarnation) for member in members}
+        path = self._options.run.node(self._node)
+        self._files(partial(write_listing, path, self._vault.pid, listed, self._segments))
+
+    def _files(self, change: Callable[[], None]) -> None:
+        """Change this node's listing; a run directory that is away for a while ends no node."""
+        try:
+            change()
+        except OSError as error:
+            text = f"agent of node {self._node}: its listing is not up to date: {error}"
+            print(text, file=sys.stderr, flush=True)
 
     def _launcher_gone(self) -> None:
         assert self._options.lifeline_fd is not None
@@ -480,7 +486,7 @@ class Agent:
         await self._vault.shut_down(remove)
         if remove:
             remove_segments(self._segments)
-        self._options.run.node(self._node).unlink(missing_ok=True)
+        self._files(self._options.run.node(self._node).unlink)
         if self._standby is not None:
             grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
             await self._standby.close(grace)

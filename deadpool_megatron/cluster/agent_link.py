@@ -43,6 +43,11 @@ class _Session:
     address: tuple[str, int]
     welcome: Mapping[str, Any]
 
+    @property
+    def term(self) -> int:
+        """Of the coordinator at the other end; 0 when it refused."""
+        return int(self.welcome.get("term", 0))
+
 
 class CoordinatorLink:
     """One task runs :meth:`run`; ``send`` and ``beat`` may be called from any callback of the loop.
@@ -196,11 +201,21 @@ class CoordinatorLink:
                     except (OSError, TimeoutError, WireError):
                         continue  # the present one may still come back
                     reading.cancel()
-                    if self._session is not None:
-                        self._session.writer.close()
+                    self._leave(fresh)
                     reading = self._begin(fresh)
         finally:
             reading.cancel()
+
+    def _leave(self, fresh: _Session) -> None:
+        """Close the connection that a fresh one replaces. To a coordinator that does not know of
+        its successor this would look like the death of this node, so it is told.
+        """
+        if self._session is None:
+            return
+        if fresh.term > self._session.term:
+            farewell = {"t": "superseded", "term": fresh.term}
+            self._session.writer.write(framing.encode(farewell))
+        self._session.writer.close()
 
     def _begin(self, session: _Session) -> asyncio.Task[None]:
         self._session = session
@@ -227,7 +242,7 @@ class CoordinatorLink:
             message = await asyncio.wait_for(framing.read_frame(session.reader), silence)
             if message.get("t") == "ack":
                 self._acknowledge(int(message["n"]))
-                self._heard(float(message["beat"]), int(session.welcome.get("term", 0)))
+                self._heard(float(message["beat"]), session.term)
             else:
                 self._on_message(message)
 

@@ -330,6 +330,10 @@ class Coordinator:
         """Report what was not accepted."""
         self._emit(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
 
+    def superseded(self, why: str) -> None:
+        """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
+        self._step_down(why)
+
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
         name = message.get("command")

@@ -8,6 +8,7 @@ wins.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -83,7 +84,8 @@ class DirectoryJournal(Journal):
         except OSError as error:
             raise JournalError(f"cannot write {final}: {error.strerror}") from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone with its file system, or never made
+                temporary.unlink()
 
     @staticmethod
     def _link(temporary: Path, final: Path, entry: Mapping[str, Any]) -> None:

@@ -78,6 +78,9 @@ class PeerEvents(Protocol):
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The connection of a node that was not dropped has ended."""
 
+    def superseded(self, why: str) -> None:
+        """Another coordinator holds a newer term."""
+
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Answer to a command of a user."""
 
@@ -206,6 +209,9 @@ class Peers:
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])
             peer.send({"t": "ack", "n": self.taken(peer), "beat": float(message["b"])})
+            return
+        if message.get("t") == "superseded":
+            self._events.superseded(f"node {peer.node} went over to term {int(message['term'])}")
             return
         number = int(message["n"])
         if number <= self.taken(peer):

@@ -76,13 +76,13 @@ class Standby:
         """
         os.set_blocking(0, False)
         while True:
-            if self._options.run.final.exists():
-                self._report({"over": True})
-                return None
             try:
+                if self._options.run.final.exists():
+                    self._report({"over": True})
+                    return None
                 self._look()
                 claimed = self._consider()
-            except JournalError as error:
+            except (JournalError, OSError) as error:
                 self._complain(str(error))
                 claimed = None
             if claimed is not None:

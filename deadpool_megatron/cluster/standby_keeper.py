@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster import posix
@@ -31,14 +32,15 @@ class StandbyKeeper:
         command: tuple[str, ...],
         run_dir: str,
         run_id: str,
-        log: str,
+        log: Path,
         on_look: Callable[[int, str, float], None],
         on_over: Callable[[], None],
     ) -> None:
         self._command = command
         names = {ENVIRONMENT_DIRECTORY: run_dir, ENVIRONMENT_RUN_ID: run_id}
         self._environment = {**os.environ, **names}
-        self._log = log
+        # Opened once: the run directory may be away when the next standby starts.
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._on_look = on_look
         self._on_over = on_over
         self._watcher: ChildWatch | None = None
@@ -63,17 +65,16 @@ class StandbyKeeper:
         self._reports, reports = os.pipe()
         os.set_blocking(self._reports, False)
         parent = os.getpid()
-        with open(self._log, "ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, *self._command, "--report-fd", str(reports)],
-                pass_fds=(reports,),
-                stdin=orders,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                preexec_fn=lambda: posix.die_with_parent(parent),
-                process_group=0,
-            )
+        process = subprocess.Popen(
+            [sys.executable, *self._command, "--report-fd", str(reports)],
+            pass_fds=(reports,),
+            stdin=orders,
+            stdout=self._log,
+            stderr=self._log,
+            env=self._environment,
+            preexec_fn=lambda: posix.die_with_parent(parent),
+            process_group=0,
+        )
         os.close(orders)
         os.close(reports)
         self._unread = b""
@@ -101,6 +102,7 @@ class StandbyKeeper:
             except TimeoutError:
                 coordinator.kill()
                 await coordinator.ended.wait()
+        os.close(self._log)
 
     def _readable(self) -> None:
         try:

@@ -109,3 +109,13 @@ def test_newest_and_sign_of_life(tmp_path: Path) -> None:
     journal.beat("2 8")
     assert DirectoryJournal(tmp_path).last_beat() == "2 8"
     assert list(journal.entries("epoch")) == [9]
+
+
+def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path: Path) -> None:
+    journal = DirectoryJournal(tmp_path / "journal")
+    (tmp_path / "journal").rmdir()
+    (tmp_path / "journal").touch()  # every use of the directory fails now, cleaning up too
+    with pytest.raises(JournalError, match="cannot write"):
+        journal.write("epoch", 1, {})
+    with pytest.raises(JournalError, match="cannot read"):
+        journal.newest("epoch")

@@ -1,0 +1,249 @@
+"""A run on hosts of its own: one ``deadpool agent`` each, on a run directory that all share."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.leadership import Term, newest_term
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.counting_member import expected_sha256
+from tests.netns.hosts import Host, Hosts
+
+COUNTING_MEMBER = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
+_ROOT = Path(__file__).parents[2]
+# Deadlines are for hangs only: no test waits this long to pass.
+PATIENCE_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a cluster runs. ``command`` stands behind the ``--``, ``settings`` are its flags."""
+
+    command: tuple[str, ...]
+    nodes: int
+    spares: int
+    settings: tuple[str, ...] = ()
+    preload: str | None = None
+
+
+class Obituary:
+    """When a process ended: learned from the kernel, at once, whoever its parent is."""
+
+    def __init__(self, pid: int) -> None:
+        self.wall_seconds: float | None = None
+        self._handle = os.pidfd_open(pid)
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        select.select([self._handle], [], [], PATIENCE_SECONDS)
+        self.wall_seconds = time.time()
+        os.close(self._handle)
+
+
+class Cluster:
+    """A context manager; the hosts end the processes. Node i is started on host i."""
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        directory: Path,
+        job: Job,
+        faults: Sequence[dict[str, Any]] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.hosts = hosts
+        self.run = RunDirectory(directory)
+        self.job = job
+        self.agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._plan = directory.with_suffix(".faults")
+        self._environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("DEADPOOL_") or name == "DEADPOOL_TEST_SESSION"
+        }
+        self._environment |= {"PYTHONPATH": str(_ROOT), **(environment or {})}
+        if faults:
+            self._plan.write_text(json.dumps(list(faults)))
+            self._environment[failpoints.ENVIRONMENT_NAME] = str(self._plan)
+
+    def __enter__(self) -> Cluster:
+        for node in range(self.job.nodes + self.job.spares):
+            self.start(node)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.show()
+
+    def start(self, node: int, *flags: str) -> None:
+        """Start the agent of a node on its host."""
+        job, host = self.job, self.hosts[node]
+        size = ("--nodes", str(job.nodes), "--spares", str(job.spares), "--nproc-per-node", "1")
+        preload = () if job.preload is None else ("--preload", job.preload)
+        self.agents[node] = host.start(
+            [
+                *(sys.executable, "-m", "deadpool_megatron", "agent"),
+                *("--run-dir", str(self.run.path), "--node-id", str(node), "--host", host.address),
+                *(*size, *preload, *flags, *job.settings, "--", *job.command),
+            ],
+            self._output(node),
+            self._environment,
+        )
+
+    def _output(self, node: int) -> Path:
+        return self.run.path.with_name(f"{self.run.path.name}-agent{node}.out")
+
+    def output(self, node: int) -> str:
+        """What the agent of a node has printed."""
+        return self._output(node).read_text(errors="replace")
+
+    def show(self) -> None:
+        """Print what a failed test needs to be understood."""
+        for event in self.events()[-80:]:
+            print(json.dumps(event.to_dict()))
+        outputs = self.run.path.parent.glob(f"{self.run.path.name}-agent*.out")
+        for log in sorted([*outputs, *(self.run.path / "logs").glob("*.log")]):
+            text = log.read_text(errors="replace").strip()
+            if text:
+                print(f"== {log.name}\n{text[-3000:]}")
+
+    # What has happened so far.
+
+    def events(self, *kinds: Kind) -> list[Event]:
+        """Events of all coordinators, by time."""
+        found = sorted(read_events(self.run.events), key=lambda event: event.wall_seconds)
+        return [event for event in found if not kinds or event.kind in kinds]
+
+    def first_term(self) -> list[Event]:
+        """What the first coordinator wrote."""
+        return [Event.from_dict(json.loads(line)) for line in self.run.events.open()]
+
+    @property
+    def faults_fired(self) -> Path:
+        """Holds a file for each planned fault that has fired."""
+        return Path(f"{self._plan}.fired")
+
+    def happened(self, kind: Kind, since: float) -> list[Event]:
+        """Events of a kind after a moment of the wall clock."""
+        return [event for event in self.events(kind) if event.wall_seconds >= since]
+
+    def iteration(self) -> int:
+        """Newest one that was reported."""
+        return max((e.iteration or 0 for e in self.events(Kind.STEP)), default=0)
+
+    def longest_pause(self, since: float) -> float:
+        """Longest time between two finished iterations from about a moment on, in seconds."""
+        times = [e.wall_seconds for e in self.events(Kind.STEP) if e.wall_seconds > since - 1]
+        return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+    def epoch(self) -> int:
+        """Number of the newest record."""
+        return max((e.epoch for e in self.events(Kind.EPOCH_OPENED)), default=0)
+
+    def record(self) -> EpochRecord:
+        """The newest record."""
+        newest = max(self.run.journal.glob("epoch-*.json"))
+        return EpochRecord.from_dict(read_json(newest))
+
+    def term(self) -> Term:
+        """Who coordinates now, as the journal says."""
+        found = newest_term(DirectoryJournal(self.run.journal))
+        assert found is not None, "nobody has coordinated yet"
+        return found
+
+    def coordinator_host(self) -> Host:
+        """Where the newest coordinator runs."""
+        (host,) = [host for host in self.hosts if host.name == self.term().hostname]
+        return host
+
+    def coordinator_pid(self) -> int:
+        """Its process number here."""
+        return self.coordinator_host().processes()[self.term().pid]
+
+    def members(self, node: int) -> list[int]:
+        """Process numbers here of a node's members."""
+        inside = self.hosts[node].processes()
+        listing = read_json(self.run.node(node))
+        return [inside[int(pid)] for pid in listing["members"].values()]
+
+    # Waiting.
+
+    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+        """Poll until ``ready()`` is true; fail when the patience is over or the run is."""
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            over = self.run.final.exists()
+            if found := ready():
+                return found
+            assert not over, f"the run ended before: {what}"
+            assert time.monotonic() < limit, f"waited too long for: {what}"
+            assert any(a.poll() is None for a in self.agents.values()), f"no agent left: {what}"
+            time.sleep(0.02)
+
+    def wait_progress(self, steps: int = 1) -> int:
+        """Until so many more iterations were reported; answers the newest."""
+        wanted = self.iteration() + steps
+        self.wait_for(f"iteration {wanted}", lambda: self.iteration() >= wanted)
+        return self.iteration()
+
+    def wait_event(self, kind: Kind, since: float = 0.0, count: int = 1) -> Event:
+        """Until the ``count``-th event of a kind after a moment of the wall clock."""
+        found = self.wait_for(
+            f"{count} x {kind}",
+            lambda: (events := self.happened(kind, since))[count - 1 :] and events,
+        )
+        return found[count - 1]
+
+    def wait_term(self, number: int) -> Event:
+        """Until the coordinator of this term, or a later one, says that it coordinates."""
+        found: list[Event] = self.wait_for(
+            f"a coordinator of term {number}",
+            lambda: [e for e in self.events(Kind.COORDINATOR) if e.data["term"] >= number],
+        )
+        return found[0]
+
+    def wait_end(self) -> dict[str, Any]:
+        """Until the run is over, every agent has ended and no host has anything of it left."""
+        limit = time.monotonic() + PATIENCE_SECONDS
+        while not self.run.final.exists():
+            assert time.monotonic() < limit, "the run does not end"
+            time.sleep(0.02)
+        while left := self._left():
+            assert time.monotonic() < limit, f"the run is over, but there is left: {left}"
+            time.sleep(0.1)
+        return read_json(self.run.final)
+
+    def _left(self) -> list[str]:
+        """What is there on the hosts besides the two processes that make a host."""
+        return [
+            f"{host.name}: {' '.join(names)}"
+            for host in self.hosts
+            if host.is_on and len(names := host.running()) > 2
+        ]
+
+    def finish(self) -> dict[str, Any]:
+        """Let an endless run of counting members end well; every role's state is exact."""
+        (self.run.path / "finish").touch()
+        final = self.wait_end()
+        iterations = int((self.run.path / "finish-after").read_text())
+        assert final["exit_status"] == 0, final["reason"]
+        assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
+        for role in range(self.job.nodes):
+            assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
+        return final

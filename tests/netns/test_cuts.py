@@ -1,0 +1,105 @@
+"""A node's cable is cut, or half cut, or bad: who is taken for lost, and that it stops in time.
+
+The counting member trains nothing, but is committed over the network like any other, and its state
+is known in advance for every iteration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.events import Kind
+from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
+from tests.netns.hosts import Hosts
+
+pytestmark = pytest.mark.netns
+_VICTIM = 1
+Measured = Callable[[str, str], None]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    job = Job((COUNTING_MEMBER, "--step-seconds", "0.05"), nodes=2, spares=1, preload="")
+    with Hosts(3, tmp_path) as hosts, Cluster(hosts, tmp_path / "run", job) as built:
+        built.wait_progress(5)
+        yield built
+
+
+def unbroken(cluster: Cluster) -> None:
+    """No node was lost, no epoch was closed, nobody else coordinates."""
+    assert cluster.events(Kind.NODE_LOST) == []
+    assert cluster.epoch() == 1
+    assert cluster.term().number == 1
+
+
+def test_cuts_of_some_seconds_lose_nothing(cluster: Cluster, measured: Measured) -> None:
+    cluster.hosts[_VICTIM].cut()
+    time.sleep(3)
+    cluster.hosts[_VICTIM].mend()
+    mended = time.time()
+    after = cluster.wait_progress()
+    (step,) = [e for e in cluster.events(Kind.STEP) if e.iteration == after]
+    measured("cable cut for 3 s", f"goes on {step.wall_seconds - mended:.1f} s after the mend")
+    unbroken(cluster)
+    cluster.hosts[_VICTIM].cut()
+    time.sleep(5)  # so near to the limit of the fence that it may be reached on a busy machine
+    cluster.hosts[_VICTIM].mend()
+    cluster.wait_progress(20)
+    recoveries = cluster.finish()["recoveries"]
+    measured("cable cut for 5 s", f"{len(recoveries)} recoveries")
+    assert len(recoveries) <= 1
+
+
+def test_bad_cables_change_nothing(cluster: Cluster, measured: Measured) -> None:
+    for _ in range(3):
+        host, port = cluster.coordinator_host(), cluster.term().port
+        assert cluster.hosts[_VICTIM].reset_connections(host, port) == 1
+        cluster.wait_progress(20)
+    unbroken(cluster)
+    cluster.hosts.switch.lose("host1", 2)
+    cluster.wait_progress(40)
+    cluster.hosts.switch.clear()
+    unbroken(cluster)
+    cluster.hosts.switch.slow("host1", 0.1)
+    cluster.wait_progress(5)  # those under way when the cable was changed
+    began = time.time()
+    cluster.wait_progress(5)
+    measured("round trip of 200 ms to one node", f"{(time.time() - began) / 5:.2f} s a step")
+    unbroken(cluster)
+    assert cluster.finish()["recoveries"] == []
+
+
+@pytest.mark.parametrize("fault", ["cut", "mute", "deafen"])
+def test_node_that_is_cut_off_stops_before_its_role_is_given_away(
+    cluster: Cluster, measured: Measured, fault: str
+) -> None:
+    (member,) = [Obituary(pid) for pid in cluster.members(_VICTIM)]
+    getattr(cluster.hosts.switch, fault)("host1")
+    began = time.time()
+    lost = cluster.wait_event(Kind.NODE_LOST)
+    decided = cluster.wait_event(Kind.EPOCH_DECIDED, since=began)
+    opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
+    assert lost.node == _VICTIM
+    assert member.wall_seconds is not None, "its member still runs"
+    assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
+    assert "cut off" in cluster.output(_VICTIM)
+    cluster.wait_progress()
+
+    cluster.hosts.switch.clear()
+    cluster.hosts.switch.mend("host1")
+    mended = time.time()
+    joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
+    assert joined.node == 3
+    assert joined.data["spare"]
+    (recovery,) = cluster.finish()["recoveries"]
+    assert recovery["seats_changed"][str(_VICTIM)][1][0] == 2
+    measured(
+        f"cable of a node: {fault}",
+        f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
+        f" {lost.wall_seconds - began:.1f} s, training after {opened.wall_seconds - began:.1f} s;"
+        f" a spare again {joined.wall_seconds - mended:.1f} s after the mend",
+    )

@@ -1,0 +1,253 @@
+"""The hosts do what their names say: else every test that stands on them proves nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster import posix
+from tests.netns import hosts
+from tests.netns.hosts import Host, Hosts
+
+pytestmark = pytest.mark.netns
+_PORT = 7000
+_ECHO = """
+import socket, sys
+listener = socket.create_server(("", int(sys.argv[1])))
+print("listening", flush=True)
+connection, _ = listener.accept()
+try:
+    while piece := connection.recv(100):
+        connection.sendall(piece)
+    print("end of stream", flush=True)
+except OSError as error:
+    print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Hosts]:
+    with Hosts(3, tmp_path) as built:
+        yield built
+
+
+def wait_for(text: str, path: Path) -> None:
+    limit = time.monotonic() + 20
+    while text not in (path.read_text() if path.exists() else ""):
+        assert time.monotonic() < limit, f"{text!r} is not in {path}"
+        time.sleep(0.01)
+
+
+class Conversation:
+    """A TCP connection from one host to an echo on another; its near end is a socket of ours."""
+
+    def __init__(self, near: Host, far: Host, folder: Path, port: int = _PORT) -> None:
+        self.output = folder / f"echo-{far.name}-{port}"
+        self.echo = far.start([sys.executable, "-c", _ECHO, str(port)], self.output)
+        wait_for("listening", self.output)
+        self.socket = socket_on(near)
+        self.socket.settimeout(20)
+        self.socket.connect((far.address, port))
+
+    def trip_seconds(self) -> float:
+        """A byte there and back."""
+        began = time.monotonic()
+        self.socket.sendall(b"x")
+        assert self.socket.recv(1) == b"x"
+        return time.monotonic() - began
+
+    def is_silent(self) -> bool:
+        """A byte does not come back, and nobody says why."""
+        self.socket.settimeout(0.5)
+        try:
+            self.socket.sendall(b"x")
+            self.socket.recv(1)
+        except TimeoutError:
+            return True
+        finally:
+            self.socket.settimeout(20)
+        return False
+
+    def has_ended(self) -> bool:
+        """The far end is known to be gone: closed, or reset."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+def socket_on(host: Host, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """A socket belongs for ever to the network namespace in which it was made."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    own, other = Path("/proc/self/ns/net"), Path("/run/netns") / host.namespace
+    with open(own) as here, open(other) as there:
+        assert libc.setns(there.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        try:
+            return socket.socket(type=kind)
+        finally:
+            libc.setns(here.fileno(), 0)
+
+
+def test_each_host_is_its_own(three: Hosts) -> None:
+    host = three[1]
+    assert host.run("hostname").stdout == "host1\n"
+    assert host.run("getent", "hosts", "host2").stdout.split() == ["10.77.0.3", "host2"]
+    assert host.run("bash", "-c", "echo $$; ls /dev/shm").stdout.split()[0] != str(os.getpid())
+    host.run("touch", "/dev/shm/deadpool-mine")
+    assert three[0].run("ls", "/dev/shm").stdout == ""
+    assert not Path("/dev/shm/deadpool-mine").exists()
+    assert 1 in host.processes()
+
+
+def test_start_reports_the_exit_status_and_the_output(three: Hosts, tmp_path: Path) -> None:
+    child = three[0].start(["bash", "-c", "echo $WHO; exit 7"], tmp_path / "out", {"WHO": "me"})
+    assert child.wait(20) == 7
+    assert (tmp_path / "out").read_text() == "me\n"
+
+
+def test_orphans_are_reaped(three: Hosts) -> None:
+    three[0].run("bash", "-c", "(sleep 0.01 & exec true) & wait")
+    limit = time.monotonic() + 20
+    while len(three[0].processes()) > 2:  # process 1 and its sleep
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def test_power_off_is_silence_and_kill_is_not(three: Hosts, tmp_path: Path) -> None:
+    killed = Conversation(three[0], three[1], tmp_path)
+    off = Conversation(three[0], three[2], tmp_path)
+    pid = next(iter(three[2].processes().values()))
+    three[1].kill()
+    three[2].power_off()
+    assert killed.has_ended()
+    assert off.is_silent()
+    assert not posix.is_alive(pid)
+    assert not three[2].is_on
+
+
+def test_cut_cable_delays_and_loses_nothing(three: Hosts, tmp_path: Path) -> None:
+    talk = Conversation(three[0], three[1], tmp_path)
+    three[1].cut()
+    assert talk.is_silent()
+    three[1].mend()
+    assert talk.socket.recv(1) == b"x"
+
+
+def test_mute_host_hears_and_deaf_host_speaks(three: Hosts) -> None:
+    ends = [socket_on(three[index], socket.SOCK_DGRAM) for index in (0, 1)]
+    for end in ends:
+        end.bind(("", _PORT))
+        end.settimeout(0.5)
+
+    def arrives(sender: int) -> bool:
+        receiver = 1 - sender
+        ends[sender].sendto(b"x", (three[receiver].address, _PORT))
+        try:
+            return ends[receiver].recv(1) == b"x"
+        except TimeoutError:
+            return False
+
+    assert (arrives(0), arrives(1)) == (True, True)
+    three.switch.mute("host1")
+    assert (arrives(0), arrives(1)) == (True, False)
+    three.switch.clear()
+    three.switch.deafen("host1")
+    assert (arrives(0), arrives(1)) == (False, True)
+    three.switch.clear()
+    assert (arrives(0), arrives(1)) == (True, True)
+    for end in ends:
+        end.close()
+
+
+def test_parted_pair_reaches_everybody_else(three: Hosts, tmp_path: Path) -> None:
+    one = Conversation(three[0], three[1], tmp_path, 7001)
+    two = Conversation(three[0], three[2], tmp_path, 7002)
+    three.switch.part("host0", "host1")
+    assert one.is_silent()
+    assert two.trip_seconds() < 20
+
+
+def test_lossy_cable_loses_some_and_tcp_repairs_it(three: Hosts, tmp_path: Path) -> None:
+    talk = Conversation(three[0], three[1], tmp_path)
+    three.switch.lose("host1", 20)
+    for _ in range(25):
+        talk.trip_seconds()
+    counters = three[0].run("nstat", "-az", "TcpRetransSegs").stdout
+    assert int(counters.split()[-2]) > 0
+
+
+def test_slow_cable(three: Hosts, tmp_path: Path) -> None:
+    three.switch.slow("host1", 0.1)
+    talk = Conversation(three[0], three[1], tmp_path)
+    assert talk.trip_seconds() >= 0.2
+    three.switch.hasten("host1")
+    talk.trip_seconds()
+    assert min(talk.trip_seconds() for _ in range(10)) < 0.2
+
+
+def test_reset_reaches_both_ends(three: Hosts, tmp_path: Path) -> None:
+    talk = Conversation(three[0], three[1], tmp_path)
+    assert three[0].reset_connections(three[1], _PORT) == 1
+    assert talk.has_ended()
+    wait_for("ConnectionResetError", talk.output)
+
+
+def test_hidden_directory_fails_or_hangs_on_one_host_only(three: Hosts, tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "file").write_text("here")
+    three[0].hide(shared, "fail")
+    failed = three[0].run("cat", str(shared / "file"))
+    assert os.strerror(errno.ENOTCONN) in failed.stderr
+    assert three[1].run("cat", str(shared / "file")).stdout == "here"
+    three[0].reveal(shared)
+    assert three[0].run("cat", str(shared / "file")).stdout == "here"
+    three[0].hide(shared, "hang")
+    reader = three[0].start(["cat", str(shared / "file")])
+    with pytest.raises(subprocess.TimeoutExpired):
+        reader.wait(0.5)
+    three[0].reveal(shared)
+    assert reader.wait(20) == 1
+    assert three[0].run("cat", str(shared / "file")).stdout == "here"
+
+
+def test_killed_session_leaves_nothing(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import sys, time
+        from pathlib import Path
+        from tests.netns.hosts import Hosts
+        with Hosts(2, Path(sys.argv[1])) as hosts:
+            print(" ".join(map(str, [*hosts[0].processes().values()])), flush=True)
+            time.sleep(600)
+    """)
+    session = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert session.stdout is not None
+    with session.stdout:
+        pids = [int(pid) for pid in session.stdout.readline().split()]
+    assert pids
+    session.kill()
+    session.wait()
+    assert posix.wait_gone(pids, 20) == []
+    hosts.remove_leftovers()
+    assert not list(Path("/run/netns").glob(f"deadpool-test-{session.pid}-*"))
+
+
+def test_two_sets_of_hosts_stand_side_by_side(three: Hosts, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    with Hosts(2, other) as two:
+        assert two[0].run("hostname").stdout == "host0\n"
+        assert len(two) == 2
+    assert three[0].run("hostname").stdout == "host0\n"

@@ -1,0 +1,124 @@
+"""Real training over real sockets through chains of faults ends in the bits of a quiet run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.events import Kind
+from tests.faults import jobs, layouts
+from tests.netns import paced
+from tests.netns.cluster import Cluster, Job, Obituary
+from tests.netns.hosts import Hosts
+
+pytestmark = pytest.mark.netns
+_NODES, _SPARES = 4, 2
+_ITERATIONS = 70
+_STEP_SECONDS = "0.25"
+Measured = Callable[[str, str], None]
+
+
+@contextmanager
+def training(tmp_path: Path) -> Iterator[Cluster]:
+    """Six hosts; at the end the run has ended well and exact."""
+    program = jobs.trainer(layouts.PP2_DP2, _ITERATIONS)
+    wanted = jobs.undisturbed(program)
+    command = ("-m", paced.__name__, *program.command[2:])
+    job = Job(command, _NODES, _SPARES, ("--deadpool-hash-interval", "1"))
+    with (
+        Hosts(_NODES + _SPARES, tmp_path) as hosts,
+        Cluster(hosts, tmp_path / "run", job, (), {paced.VARIABLE: _STEP_SECONDS}) as cluster,
+    ):
+        cluster.wait_progress(3)
+        cluster.wait_event(Kind.NODE_JOINED, count=_NODES + _SPARES)
+        yield cluster
+        final = cluster.wait_end()
+        assert final["exit_status"] == 0, final["reason"]
+        comparison = compare_results(read_result(wanted.directory), read_result(cluster.run.path))
+        assert comparison.identical, "\n".join(map(str, comparison.differences))
+        assert comparison.compared["hashes"] >= _NODES
+
+
+def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: Measured) -> None:
+    with training(tmp_path) as cluster:
+        hosts = cluster.hosts
+        cluster.wait_progress(5)
+        hosts[1].cut()
+        time.sleep(3)
+        hosts[1].mend()
+        mended = time.time()
+        cluster.wait_progress()
+        measured("training: cable cut for 3 s", f"a step after {time.time() - mended:.1f} s")
+        assert hosts[2].reset_connections(cluster.coordinator_host(), cluster.term().port) == 1
+        cluster.wait_progress(3)
+        hosts.switch.lose("host3", 2)
+        cluster.wait_progress(10)
+        hosts.switch.clear()
+        hosts.switch.slow("host0", 0.1)
+        cluster.wait_progress(2)
+        began = time.time()
+        cluster.wait_progress(3)
+        measured("training: round trip of 200 ms", f"{(time.time() - began) / 3:.1f} s a step")
+        hosts.switch.hasten("host0")
+        cluster.wait_progress(3)
+        assert cluster.epoch() == 1
+        assert cluster.events(Kind.NODE_LOST) == []
+        assert cluster.term().number == 1
+
+
+def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Measured) -> None:
+    with training(tmp_path) as cluster:
+        cluster.coordinator_host().power_off()
+        began = time.time()
+        taken = cluster.wait_term(2)
+        before = cluster.wait_progress(10)
+        assert cluster.epoch() == 1
+        measured(
+            "training: coordinator's host (a spare) off",
+            f"the next one after {taken.wall_seconds - began:.1f} s, longest pause between two"
+            f" steps {cluster.longest_pause(began):.1f} s",
+        )
+        (member,) = [Obituary(pid) for pid in cluster.members(1)]
+        cluster.hosts[1].cut()
+        began = time.time()
+        lost = cluster.wait_event(Kind.NODE_LOST, since=began)
+        assert lost.node == 1
+        decided = cluster.wait_event(Kind.EPOCH_DECIDED, since=began)
+        assert member.wall_seconds is not None, "its member still runs"
+        assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
+        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
+        assert cluster.iteration() >= before
+        time.sleep(max(0.0, began + 20 - time.time()))
+        cluster.hosts[1].mend()
+        mended = time.time()
+        joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
+        assert joined.data["spare"]
+        measured(
+            "training: cable of a node cut for 20 s",
+            f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
+            f" {lost.wall_seconds - began:.1f} s, training after"
+            f" {opened.wall_seconds - began:.1f} s; a spare again"
+            f" {joined.wall_seconds - mended:.1f} s after the mend",
+        )
+
+
+def test_coordinator_and_a_training_node_are_lost_together(
+    tmp_path: Path, measured: Measured
+) -> None:
+    with training(tmp_path) as cluster:
+        cluster.coordinator_host().power_off()
+        cluster.hosts[0].power_off()
+        began = time.time()
+        taken = cluster.wait_term(2)
+        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
+        measured(
+            "training: coordinator's host and a training node off",
+            f"the next one after {taken.wall_seconds - began:.1f} s, training after"
+            f" {opened.wall_seconds - began:.1f} s",
+        )
