@@ -30,7 +30,8 @@ class Kind(StrEnum):
     NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid
     MEMBER_WARM = "member-warm"  # slot, incarnation, seconds
-    MEMBER_LOST = "member-lost"  # slot, incarnation, cause, kind, exit_code or signal
+    # slot, incarnation, cause, exit_code or signal; kind unless it was killed on purpose
+    MEMBER_LOST = "member-lost"
     VAULT_STARTED = "vault-started"  # pid, slots_found
     VAULT_LOST = "vault-lost"  # cause
     # slot, incarnation, log, frames (of the main thread, innermost first), threads, missing (why
@@ -45,6 +46,9 @@ class Kind(StrEnum):
     RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds
     STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
     NONFINITE = "nonfinite"  # loss (nan, inf, -inf), policy (stop or rollback)
+    # per iteration without waiting: seconds of its slowest role, peer_seconds (median), factor;
+    # over: it is as fast as its peers again
+    SLOW_NODE = "slow-node"
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
