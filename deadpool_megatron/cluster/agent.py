@@ -42,6 +42,7 @@ from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
+from deadpool_megatron.cluster.telling import RecordKeeper
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.vault.errors import VaultError
@@ -88,6 +89,7 @@ class Agent:
         self._node = options.node
         self._settings = options.info.settings
         self._segments = options.run.segments(options.info.run_id, options.node)
+        self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
@@ -184,6 +186,7 @@ class Agent:
             "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
+            "told": self._records.epoch,
             "closed": self._closed,
             "restored": {
                 str(m.slot): m.said["restored"]["epoch"]
@@ -201,7 +204,7 @@ class Agent:
         elif kind == "close":
             self._orders.put_nowait(self._close(int(message["epoch"]), str(message["cause"])))
         elif kind == "record":
-            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(message["record"])))
+            self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
@@ -220,12 +223,14 @@ class Agent:
             for member in self._members.by_slot.values():
                 for said in member.said_since(self._closed):
                     self._report(member, said)
-        record = message.get("record")
+        told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
             self._orders.put_nowait(self._close(closed, str(message.get("cause", ""))))
-        if record is not None and int(record["epoch"]) > closed:
-            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(record)))
+        if told is not None:
+            record = self._records.take(told)
+            if record.epoch > closed:
+                self._orders.put_nowait(self._adopt(record))
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""

@@ -46,6 +46,7 @@ from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.status import describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.telling import RecordTeller
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
@@ -80,6 +81,7 @@ class Coordinator:
         self._exit_status: int | None = None
         self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._teller: RecordTeller | None = None
         self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             options.secret,
@@ -197,7 +199,7 @@ class Coordinator:
                 self._spawn(self._write_record(record))
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._peers.send_all({"t": "record", "record": record.to_dict()})
+                self._announce(record)
             case actions.Welcome(node, record):
                 self._welcome(node, record)
             case actions.DropNode(node, cause):
@@ -237,12 +239,28 @@ class Coordinator:
             "boot": self._boot,
             "term": self._options.term.number,
             "seen": self._peers.taken(peer),
-            "record": None if record is None else record.to_dict(),
+            "record": None if record is None else self._told(peer, record),
             "closed": epoch if not is_open else epoch - 1,
             "cause": "" if record is None else record.cause,
         }
         peer.welcomed = True
         peer.send(message)
+
+    def _announce(self, record: EpochRecord) -> None:
+        before = None if self._teller is None else self._teller.record
+        self._teller = RecordTeller(record, before)
+        for peer in self._peers.listening():
+            told = self._told(peer, record)
+            if told is not None:
+                peer.send({"t": "record", "record": told})
+
+    def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
+        """What the agent lacks of the record; it is counted as told from here on."""
+        if self._teller is None or self._teller.record is not record:
+            self._teller = RecordTeller(record, None)
+        parts = self._teller.parts(peer.node, peer.told)
+        peer.told = record.epoch
+        return parts
 
     def _drop(self, node: int, cause: str) -> None:
         peer = self._peers.agents.get(node)
@@ -295,6 +313,7 @@ class Coordinator:
         if int(message.get("term", 0)) > self._options.term.number:
             self._step_down(f"node {joined.node} has heard of term {message['term']}")
             return
+        peer.told = int(message.get("told", 0))
         if again:
             self._welcome(peer.node, self._state.record)
         else:

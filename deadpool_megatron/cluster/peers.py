@@ -26,7 +26,9 @@ MAXIMUM_PENDING_BYTES = 256 << 20
 
 @dataclass
 class AgentPeer:
-    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation."""
+    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation. ``told``:
+    epoch of the newest record the agent has been sent, by an earlier coordinator perhaps.
+    """
 
     node: int
     pid: int
@@ -35,6 +37,7 @@ class AgentPeer:
     heard_at: float
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
+    told: int = 0
     welcomed: bool = False
     dropped: bool = False
     probed: bool = False
@@ -57,9 +60,13 @@ class AgentPeer:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message; an agent that takes nothing any more is cut off."""
+        self.send_frame(framing.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """The same for a message that was encoded before."""
         if self.writer.is_closing():
             return
-        self.writer.write(framing.encode(message))
+        self.writer.write(frame)
         if self.writer.transport.get_write_buffer_size() > MAXIMUM_PENDING_BYTES:
             self.writer.transport.abort()
 
@@ -111,9 +118,13 @@ class Peers:
 
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send to every agent that has been welcomed and not been dropped."""
-        for peer in list(self.agents.values()):
-            if peer.welcomed and not peer.dropped:
-                peer.send(message)
+        frame = framing.encode(message)
+        for peer in self.listening():
+            peer.send_frame(frame)
+
+    def listening(self) -> list[AgentPeer]:
+        """Agents that have been welcomed and not been dropped."""
+        return [peer for peer in self.agents.values() if peer.welcomed and not peer.dropped]
 
     def taken(self, peer: AgentPeer) -> int:
         """Number of the newest report taken from this agent process."""
