@@ -36,7 +36,6 @@ from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
-from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
@@ -99,7 +98,6 @@ class Agent:
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
-        self._contact_seconds = Rhythm.of(self._settings).gap
         self._cut_limit = Fence(self._settings)
         self._standby: StandbyKeeper | None = None
         self._environment = {
@@ -388,12 +386,13 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self._members.check()
-            beats = {
-                str(m.slot): {"incarnation": m.incarnation, **m.beat}
-                for m in self._members.by_slot.values()
-                if m.beat
-            }
-            self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
+            if self._link.beat_is_due:
+                beats = {
+                    str(m.slot): {"incarnation": m.incarnation, **m.beat}
+                    for m in self._members.by_slot.values()
+                    if m.beat
+                }
+                self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
             self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
 
@@ -413,7 +412,7 @@ class Agent:
     def _look_for_cut(self, now: float) -> None:
         silent = self._cut_limit.silent_seconds(now)
         if self._standby is not None:
-            self._standby.contact(self._link.connected and silent <= self._contact_seconds)
+            self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
         verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:
             self._fence(verdict)

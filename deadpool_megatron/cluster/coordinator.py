@@ -40,6 +40,12 @@ from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import Phase, State
+from deadpool_megatron.cluster.pacing import (
+    Pace,
+    acknowledge_seconds,
+    beat_seconds,
+    hang_look_seconds,
+)
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
@@ -91,6 +97,7 @@ class Coordinator:
             join_credit_seconds=max(
                 0.0, self._settings.rejoin_seconds - self._settings.node_silence_seconds
             ),
+            acknowledge_seconds=acknowledge_seconds(self._settings),
         )
         self._state = self._first_state()
 
@@ -234,6 +241,7 @@ class Coordinator:
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training go on until all agents are back.
         is_open = self._state.open_epoch == epoch or self._state.phase is Phase.GATHERING
+        agents = self._options.info.nodes + self._options.info.spares
         message = {
             "t": "welcome",
             "boot": self._boot,
@@ -241,6 +249,7 @@ class Coordinator:
             "seen": self._peers.taken(peer),
             "record": None if record is None else self._told(peer, record),
             "closed": epoch if not is_open else epoch - 1,
+            "beat_seconds": beat_seconds(agents, self._settings),
             "cause": "" if record is None else record.cause,
         }
         peer.welcomed = True
@@ -457,6 +466,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         interval = self._settings.beat_interval_seconds
+        hang_look = Pace(hang_look_seconds(self._settings))
         last = time.monotonic()
         while True:
             await asyncio.sleep(interval)
@@ -465,7 +475,8 @@ class Coordinator:
                 self._peers.forgive(now)
             last = now
             self._look_for_silence(now)
-            self._look_for_hang(now)
+            if hang_look.is_due(now):
+                self._look_for_hang(now)
             self.feed(inputs.Tick())
 
     def _look_for_silence(self, now: float) -> None:

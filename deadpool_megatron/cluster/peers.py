@@ -26,8 +26,10 @@ MAXIMUM_PENDING_BYTES = 256 << 20
 
 @dataclass
 class AgentPeer:
-    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation. ``told``:
-    epoch of the newest record the agent has been sent, by an earlier coordinator perhaps.
+    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation.
+
+    ``told``: epoch of the newest record that the agent has been sent, by an earlier coordinator
+    perhaps. ``acknowledged``: newest report and time of the last acknowledgement.
     """
 
     node: int
@@ -38,6 +40,7 @@ class AgentPeer:
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
     told: int = 0
+    acknowledged: tuple[int, float] = (-1, 0.0)
     welcomed: bool = False
     dropped: bool = False
     probed: bool = False
@@ -93,7 +96,9 @@ class PeerEvents(Protocol):
 
 
 class Peers:
-    """All connections. Used from the coordinator's loop only."""
+    """All connections. Used from the coordinator's loop only. ``acknowledge_seconds``: beats that
+    come sooner after an acknowledgement get none of their own, unless reports came, too.
+    """
 
     def __init__(
         self,
@@ -102,6 +107,7 @@ class Peers:
         connect_seconds: float,
         events: PeerEvents,
         join_credit_seconds: float = 0.0,
+        acknowledge_seconds: float = 0.0,
     ) -> None:
         """``join_credit_seconds``: by which the silence after a join may be longer than others, as
         the agent may not know that it is in.
@@ -111,6 +117,7 @@ class Peers:
         self._secret = secret
         self._run_id = run_id
         self._connect_seconds = connect_seconds
+        self._acknowledge_seconds = acknowledge_seconds
         self._events = events
         self._join_credit_seconds = join_credit_seconds
         # Newest report taken from each agent process, kept beyond the end of its connection.
@@ -212,13 +219,20 @@ class Peers:
                 del self.agents[node]
                 self._events.agent_left(peer, cause)
 
+    def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
+        """Answer a beat, unless an answer a moment ago said nearly the same."""
+        taken, (last, at) = self.taken(peer), peer.acknowledged
+        if taken != last or peer.heard_at - at >= self._acknowledge_seconds:
+            peer.acknowledged = (taken, peer.heard_at)
+            peer.send({"t": "ack", "n": taken, "beat": sent_at})
+
     async def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])
-            peer.send({"t": "ack", "n": self.taken(peer), "beat": float(message["b"])})
+            self._acknowledge(peer, float(message["b"]))
             return
         number = int(message["n"])
         if number <= self.taken(peer):
