@@ -43,6 +43,7 @@ from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.cluster.telling import RecordKeeper
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
@@ -266,7 +267,7 @@ class Agent:
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
-        self._inventory = (await self._vault.inventory(epoch)).to_dict()
+        self._inventory = pack_inventory(await self._vault.inventory(epoch))
         failpoints.hit("agent.inventory", epoch=epoch)
         self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 

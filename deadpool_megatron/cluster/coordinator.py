@@ -340,7 +340,7 @@ class Coordinator:
                 event = Event.from_dict(message["event"])
             elif message["t"] == "member":
                 event = self._member_event(peer.node, message)
-            item = translate.from_agent(peer.node, message)
+            item = translate.from_agent(peer.node, message, self._state.layouts)
         except (KeyError, TypeError, ValueError) as error:
             self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
             return

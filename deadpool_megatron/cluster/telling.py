@@ -38,7 +38,7 @@ class RecordTeller:
             return None
         base = known_epoch if known_epoch in self._bases else 0
         if base not in self._changes:
-            self._changes[base] = _pack(change(self._bases.get(base), self.record))
+            self._changes[base] = pack(change(self._bases.get(base), self.record))
         return {"change": self._changes[base], "sources": self._sources.get(node, {})}
 
 
@@ -58,21 +58,21 @@ class RecordKeeper:
         the next connect the agent is told everything it lacks.
         """
         try:
-            self._record = apply(self._record, _unpack(str(parts["change"])), parts["sources"])
+            self._record = apply(self._record, unpack(str(parts["change"])), parts["sources"])
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             self._record = None
             raise WireError(f"a record that cannot be used: {error!r}") from error
         return self._record
 
 
-def _pack(values: Mapping[str, Any]) -> str:
+def pack(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, separators=(",", ":"))
     if len(text) < _COMPRESSED_FROM_BYTES:
         return text
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()
 
 
-def _unpack(text: str) -> dict[str, Any]:
+def unpack(text: str) -> dict[str, Any]:
     if not text.startswith("{"):
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAXIMUM_FRAME_BYTES)
