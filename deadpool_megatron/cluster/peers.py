@@ -17,9 +17,10 @@ from typing import Any, Protocol
 
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import accept_stream
-from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.framing import WireError
 
 _REPORTED_REFUSALS = 100
+_PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
 
@@ -203,10 +204,10 @@ class Peers:
         cause = "connection closed"
         try:
             self._events.agent_joined(peer, first, again)
-            while True:
-                await self._take(peer, await framing.read_frame(reader))
-        except ConnectionClosed:
-            pass  # the ordinary end
+            frames = framing.FrameBuffer()
+            while piece := await reader.read(_PIECE_BYTES):
+                for message in frames.feed(piece):
+                    self._take(peer, message)
         except OSError as error:
             cause = f"connection lost: {error.strerror or error}"
             # Something between has cut it: an agent that lives comes again at once.
@@ -226,7 +227,7 @@ class Peers:
             peer.acknowledged = (taken, peer.heard_at)
             peer.send({"t": "ack", "n": taken, "beat": sent_at})
 
-    async def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":

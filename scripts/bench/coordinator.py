@@ -20,14 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from measuring import ROOT, machine_facts, write_facts
 from simulated import Cluster, until
 
+from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.run_directory import RunDirectory
-from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.events import Kind
 from deadpool_megatron.wire.auth import load_secret
 
 NPROC_PER_NODE = 8
@@ -47,7 +49,8 @@ class Measured:
     is reported each second. ``loss_to_decision``: from the end of a node's connection until the
     new record is durable; ``decision_to_informed``: from there until the last agent has it;
     ``informed_to_open``: until every role was counted as restored. ``restart_to_all_back``: from
-    the start of the second coordinator, whose interpreter has to load, until it has welcomed all.
+    the start of the second coordinator, whose interpreter has to load, until it has welcomed all;
+    the epoch stays open, and ``restart_to_steps_taken`` is until it has taken new steps.
     """
 
     agents: int
@@ -64,7 +67,7 @@ class Measured:
     loss_cpu_seconds: float
     told_bytes_per_agent: float
     restart_to_all_back_seconds: float
-    restart_to_open_seconds: float
+    restart_to_steps_taken_seconds: float
     restart_cpu_seconds: float
     memory_peak_bytes: int
 
@@ -82,6 +85,8 @@ class Service:
             *("--deadpool-connect-seconds", "60", "--", "-m", "deadpool_megatron.trainer"),
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._events = EventTail(self.run.events)
+        self._opened_at: dict[int, float] = {}
 
     def start(self) -> None:
         """A new process."""
@@ -118,9 +123,12 @@ class Service:
         assert self._process is not None
         return Path(f"/proc/{self._process.pid}/{name}").read_text()
 
-    def epochs(self, kind: Kind) -> list[Event]:
-        """Events of one kind, of all coordinators."""
-        return [event for event in read_events(self.run.events) if event.kind is kind]
+    def opened_at(self, epoch: int) -> float | None:
+        """When every role was counted as restored, by the wall clock; None: not yet."""
+        for event in self._events.poll():
+            if event.kind is Kind.EPOCH_OPENED:
+                self._opened_at[event.epoch] = event.wall_seconds
+        return self._opened_at.get(epoch)
 
     def decided_at(self, epoch: int) -> float:
         """When the record was linked to its name, by the wall clock."""
@@ -142,10 +150,6 @@ async def measure(size: int, seconds: float, directory: Path) -> Measured:
 async def _measure(
     service: Service, size: int, spares: int, seconds: float, began: float
 ) -> Measured:
-    def opened(count: int) -> bool:
-        service.check()
-        return service.run.events.exists() and len(service.epochs(Kind.EPOCH_OPENED)) >= count
-
     await until("the coordinator", lambda: service.check() or service.run.coordinator.exists(), 60)
     run_id = service.run.read_run().run_id
     secret = load_secret(service.run.path)
@@ -154,7 +158,7 @@ async def _measure(
         agent.start()
     stepping = asyncio.create_task(_step(cluster))
     try:
-        await _until(lambda: opened(1), "epoch 1")
+        await _until(lambda: service.opened_at(1), "epoch 1")
         start_seconds, start_cpu = time.monotonic() - began, service.cpu_seconds()
 
         await asyncio.sleep(2.0)  # what the start left in queues
@@ -168,8 +172,9 @@ async def _measure(
         await _until(lambda: cluster.moments.count("record", 2) == size - 1, "the second record")
         informed = cluster.moments.last("record", 2)
         told = (cluster.bytes_received - received) / (size - 1)
-        await _until(lambda: opened(2), "epoch 2")
-        (open_at,) = (e.wall_seconds for e in service.epochs(Kind.EPOCH_OPENED) if e.epoch == 2)
+        await _until(lambda: service.opened_at(2), "epoch 2")
+        open_at = service.opened_at(2)
+        assert open_at is not None
         loss_cpu, memory = service.cpu_seconds() - before, service.memory_peak_bytes()
 
         await asyncio.sleep(2.0)
@@ -179,7 +184,9 @@ async def _measure(
         await asyncio.sleep(0.1)
         await _until(lambda: all(a.welcomed for a in cluster.agents if a.alive), "all agents back")
         back = time.monotonic() - restarted
-        await _until(lambda: opened(3), "epoch 3")
+        # It leaves the epoch open: training goes on.
+        caught_up = cluster.iteration + 2
+        await _until(lambda: cluster.agents[0].acknowledged_step >= caught_up, "steps taken again")
         return Measured(
             agents=size,
             roles=cluster.world_size,
@@ -195,7 +202,7 @@ async def _measure(
             loss_cpu_seconds=loss_cpu,
             told_bytes_per_agent=told,
             restart_to_all_back_seconds=back,
-            restart_to_open_seconds=time.monotonic() - restarted,
+            restart_to_steps_taken_seconds=time.monotonic() - restarted,
             restart_cpu_seconds=service.cpu_seconds(),
             memory_peak_bytes=max(memory, service.memory_peak_bytes()),
         )
@@ -205,9 +212,10 @@ async def _measure(
             agent.kill()
 
 
-async def _until(ready: object, what: str) -> None:
-    assert callable(ready)
+async def _until(ready: Callable[[], object], what: str) -> None:
+    began = time.monotonic()
     await until(what, ready, _LIMIT_SECONDS)
+    print(f"  {what}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
 
 async def _step(cluster: Cluster) -> None:

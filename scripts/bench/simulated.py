@@ -151,6 +151,8 @@ class Agent(asyncio.Protocol):
         self._frames = FrameBuffer()
         self._number = 0
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self.acknowledged_step = 0
+        self._steps: deque[tuple[int, int]] = deque()
         self._incarnations: dict[int, int] = {}
         self._said: dict[int, dict[str, dict[str, Any]]] = {}
         self._boot = ""
@@ -290,6 +292,8 @@ class Agent(asyncio.Protocol):
     def _acknowledge(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
             self._unacknowledged.popleft()
+        while self._steps and self._steps[0][0] <= number:
+            self.acknowledged_step = self._steps.popleft()[1]
 
     def _record(self, parts: Mapping[str, Any]) -> None:
         record = self._cluster.take(parts)
@@ -348,6 +352,7 @@ class Agent(asyncio.Protocol):
         loss = {"loss": float(iteration).hex()}
         clocks = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
         self._report({"t": "event", "event": {**event, "data": loss, **clocks}})
+        self._steps.append((self._number, iteration))
 
 
 async def until(what: str, ready: Callable[[], Any], limit_seconds: float) -> None:
