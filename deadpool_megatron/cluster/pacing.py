@@ -6,6 +6,7 @@ from deadpool_megatron.settings import Settings
 
 # Of all agents together; measured, a coordinator spends a small part of one core on so many.
 _BEATS_PER_SECOND = 4000.0
+_ROUTINE_EVENTS_PER_ITERATION = 512
 # Who asks at about the same period would else miss every other time by a hair.
 _EARLY = 0.95
 # Of the fence limit: contact is in doubt. Two beats fit in it, and it fits three times and more
@@ -34,6 +35,14 @@ def contact_seconds(beat_seconds: float, settings: Settings) -> float:
 def hang_look_seconds(settings: Settings) -> float:
     """The time between two looks for a hang: a small part of the limit that is looked for."""
     return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 5.0))
+
+
+def is_told(role: int, iteration: int, world_size: int) -> bool:
+    """Whether a routine event (sealed, committed) of a role goes to the coordinator: always in a
+    small run; in a large one each iteration that of other roles, about 512 in all.
+    """
+    share = -(-world_size // _ROUTINE_EVENTS_PER_ITERATION)
+    return (role + iteration) % share == 0
 
 
 class Pace:

@@ -59,7 +59,7 @@ records = st.builds(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(found=st.lists(records, min_size=1, max_size=5), node=nodes, data=st.data())
 def test_a_node_has_its_part_of_the_newest_record(
     found: list[EpochRecord], node: int, data: st.DataObject
