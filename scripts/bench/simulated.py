@@ -268,6 +268,7 @@ class Agent(asyncio.Protocol):
             "epoch": self._told,
             "told": self._told,
             "closed": self._closed,
+            "restored": {str(slot): self._told for slot in self._incarnations},
         }
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
