@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import random
 import signal
 import socket
 import sys
@@ -218,10 +219,10 @@ class Agent:
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
         if boot != self._boot:
+            # What was said before the first one is kept by the link until it is acknowledged.
+            if self._boot:
+                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
             self._boot = boot
-            for member in self._members.by_slot.values():
-                for said in member.said_since(self._closed):
-                    self._report(member, said)
         told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
@@ -230,6 +231,16 @@ class Agent:
             record = self._records.take(told)
             if record.epoch > closed:
                 self._orders.put_nowait(self._adopt(record))
+
+    def _repeat_within(self, seconds: float) -> None:
+        """Tell a new coordinator what the members have said; all agents at once may be too many."""
+        if seconds:
+            moment = random.uniform(0, seconds)
+            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
+            return
+        for member in self._members.by_slot.values():
+            for said in member.said_since(self._closed):
+                self._report(member, said)
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""

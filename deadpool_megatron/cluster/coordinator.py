@@ -9,6 +9,7 @@ and the events, and the agents come to it. One that finds a newer term than its 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import secrets
@@ -45,6 +46,7 @@ from deadpool_megatron.cluster.pacing import (
     acknowledge_seconds,
     beat_seconds,
     hang_look_seconds,
+    repeat_seconds,
 )
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
@@ -58,6 +60,7 @@ from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 EXIT_INTERRUPTED = 130
+_GARBAGE_OBJECTS = 200_000
 EXIT_SUPERSEDED = 71
 _CONTROL_COMMANDS = ("status", "drain", "stop", "info", "attach")
 
@@ -250,6 +253,7 @@ class Coordinator:
             "record": None if record is None else self._told(peer, record),
             "closed": epoch if not is_open else epoch - 1,
             "beat_seconds": beat_seconds(agents, self._settings),
+            "repeat_seconds": repeat_seconds(self._options.info.world_size),
             "cause": "" if record is None else record.cause,
         }
         peer.welcomed = True
@@ -577,6 +581,9 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     posix.set_process_name("dp-coordinator")
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    # Inventories and records are millions of objects without a cycle among them: at the usual
+    # threshold most of the time of a decision goes into looking for one.
+    gc.set_threshold(_GARBAGE_OBJECTS)
     return asyncio.run(Coordinator(options).run())
 
 

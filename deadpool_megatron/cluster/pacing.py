@@ -7,6 +7,8 @@ from deadpool_megatron.settings import Settings
 # Of all agents together; measured, a coordinator spends a small part of one core on so many.
 _BEATS_PER_SECOND = 4000.0
 _ROUTINE_EVENTS_PER_ITERATION = 512
+_ROLES_AT_ONCE = 512
+_ROLES_REPEATED_PER_SECOND = 2000.0
 # Who asks at about the same period would else miss every other time by a hair.
 _EARLY = 0.95
 # Of the fence limit: contact is in doubt. Two beats fit in it, and it fits three times and more
@@ -30,6 +32,13 @@ def acknowledge_seconds(settings: Settings) -> float:
 def contact_seconds(beat_seconds: float, settings: Settings) -> float:
     """An agent that has heard nothing for longer tries a second connection beside the present."""
     return max(_DOUBT * settings.fence_seconds, 2 * beat_seconds)
+
+
+def repeat_seconds(roles: int) -> float:
+    """The time over which agents spread what a new coordinator has to hear again. In a large run
+    that is more than it can take at once, and it must first welcome every agent.
+    """
+    return 0.0 if roles <= _ROLES_AT_ONCE else roles / _ROLES_REPEATED_PER_SECOND
 
 
 def hang_look_seconds(settings: Settings) -> float:

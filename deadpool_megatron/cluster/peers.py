@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import accept_stream
-from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 _REPORTED_REFUSALS = 100
 _PIECE_BYTES = 1 << 18
@@ -159,8 +159,9 @@ class Peers:
         address = writer.get_extra_info("peername")
         who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         try:
-            await self._bounded(accept_stream(reader, writer, self._secret, self._run_id))
-            first = await self._bounded(framing.read_frame(reader))
+            async with asyncio.timeout(self._connect_seconds):
+                await accept_stream(reader, writer, self._secret, self._run_id)
+                first = await framing.read_frame(reader)
             if first.get("t") == "join":
                 await self._serve_agent(reader, writer, first)
             elif first.get("t") == "control":

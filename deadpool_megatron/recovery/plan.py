@@ -107,8 +107,10 @@ class _Shelf:
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
         self._layouts: dict[int, RoleLayout] = {}
+        unknown = {role for role in range(query.world_size) if role not in query.layouts}
+        found = _usual_layouts(unknown, query.inventories.values())
         for role in range(query.world_size):
-            layout = query.layouts.get(role) or _usual_layout(role, query.inventories.values())
+            layout = query.layouts.get(role) or found.get(role)
             if layout is not None:
                 self._layouts[role] = layout
         # Generation, part, role -> nodes. One key of all three would be hashed a million times.
@@ -202,11 +204,19 @@ class _Shelf:
                     nodes.append(node)
 
 
-def _usual_layout(role: int, inventories: Iterable[Inventory]) -> RoleLayout | None:
-    """The layout of a role that most nodes name; layouts of copies travel with the copies."""
-    found = [layout for inv in inventories for layout in inv.layouts if layout.role == role]
-    counts = Counter(layout.layout_hash for layout in found)
-    return max(found, key=lambda one: (counts[one.layout_hash], one.layout_hash), default=None)
+def _usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
+    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
+    found: dict[int, list[RoleLayout]] = {}
+    if roles:
+        for layout in (layout for inventory in inventories for layout in inventory.layouts):
+            if layout.role in roles:
+                found.setdefault(layout.role, []).append(layout)
+    return {role: _most_named(layouts) for role, layouts in found.items()}
+
+
+def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
+    counts = Counter(layout.layout_hash for layout in layouts)
+    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

@@ -82,7 +82,9 @@ class Service:
             *(sys.executable, "-m", "deadpool_megatron", "coordinator", *size),
             *("--nproc-per-node", str(NPROC_PER_NODE), "--run-dir", str(directory)),
             *("--host", "127.0.0.1", "--deadpool-start-seconds", str(_LIMIT_SECONDS)),
-            *("--deadpool-connect-seconds", "60", "--", "-m", "deadpool_megatron.trainer"),
+            # This process answers for all agents, on cores that both share: give it time.
+            *("--deadpool-connect-seconds", "60", "--deadpool-rejoin-seconds", "120"),
+            *("--", "-m", "deadpool_megatron.trainer"),
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._events = EventTail(self.run.events)

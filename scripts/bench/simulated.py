@@ -279,9 +279,9 @@ class Agent(asyncio.Protocol):
             self._write(data)
         if message["boot"] != self._boot:
             first, self._boot = not self._boot, str(message["boot"])
-            for slot, said in self._said.items() if not first else ():
-                for one in list(said.values()):
-                    self._say(slot, one)
+            if not first:
+                moment = random.uniform(0, float(message["repeat_seconds"]))
+                asyncio.get_running_loop().call_later(moment, self._repeat)
         if 0 < self._told <= int(message["closed"]):
             self._close(int(message["closed"]))
         if message["record"] is not None:
@@ -289,6 +289,11 @@ class Agent(asyncio.Protocol):
         self._cluster.moments.note("welcome " + self._boot, 0)
         loop = asyncio.get_running_loop()
         self._beating = loop.call_later(random.uniform(0, self._beat_seconds), self._beat)
+
+    def _repeat(self) -> None:
+        for slot, said in self._said.items():
+            for one in list(said.values()):
+                self._say(slot, one)
 
     def _acknowledge(self, number: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= number:
