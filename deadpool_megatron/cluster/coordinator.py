@@ -52,12 +52,12 @@ from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
-from deadpool_megatron.cluster.status import describe, role_beats
+from deadpool_megatron.cluster.status import PacedStatus, describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
 from deadpool_megatron.cluster.telling import RecordTeller
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, without_details
 
 EXIT_INTERRUPTED = 130
 _GARBAGE_OBJECTS = 200_000
@@ -102,13 +102,18 @@ class Coordinator:
             ),
             acknowledge_seconds=acknowledge_seconds(self._settings),
         )
+        self._status = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._state = self._first_state()
 
     def _first_state(self) -> State:
         records = self._journal.entries("epoch")
         if not records:
             return self._machine.start(time.monotonic())
-        kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
+        newest_epoch = max(records)
+        kept = [
+            EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
+            for epoch, values in sorted(records.items())
+        ]
         durable = self._chronicle.newest_durable()
         state = self._machine.resume(kept, durable, time.monotonic())
         newest = max(state.newest, self._results.last_iteration)
@@ -366,7 +371,7 @@ class Coordinator:
         """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
         name = message.get("command")
         if name == "status":
-            return {"ok": True, "status": describe(self._state, self._peers, self._results)}
+            return {"ok": True, "status": self._status.newest()}
         if name == "info":
             return {"ok": True, "info": self._options.info.to_dict()}
         if name == "attach":
