@@ -83,12 +83,17 @@ class Event:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON object without empty keys."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None and v != {}}
+        # Not by asdict(), which copies all data deeply: this is done for every event of a run.
+        values = ((name, getattr(self, name)) for name in _FIELDS)
+        return {name: value for name, value in values if value is not None and value != {}}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Event:
         """Inverse of :meth:`to_dict`. Raises ValueError or TypeError for anything else."""
         return Event(**{**values, "kind": Kind(values["kind"])})
+
+
+_FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
 
 
 class EventLog:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import random
 import signal
 import socket
 import sys
@@ -37,13 +38,14 @@ from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
-from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
+from deadpool_megatron.cluster.telling import RecordKeeper
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
@@ -89,6 +91,7 @@ class Agent:
         self._node = options.node
         self._settings = options.info.settings
         self._segments = options.run.segments(options.info.run_id, options.node)
+        self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
@@ -98,7 +101,6 @@ class Agent:
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
-        self._contact_seconds = Rhythm.of(self._settings).gap
         self._cut_limit = Fence(self._settings)
         self._standby: StandbyKeeper | None = None
         self._environment = {
@@ -185,6 +187,7 @@ class Agent:
             "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
+            "told": self._records.epoch,
             "closed": self._closed,
             "restored": {
                 str(m.slot): m.said["restored"]["epoch"]
@@ -202,7 +205,7 @@ class Agent:
         elif kind == "close":
             self._orders.put_nowait(self._close(int(message["epoch"]), str(message["cause"])))
         elif kind == "record":
-            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(message["record"])))
+            self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
@@ -217,16 +220,28 @@ class Agent:
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
         if boot != self._boot:
+            # What was said before the first one is kept by the link until it is acknowledged.
+            if self._boot:
+                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
             self._boot = boot
-            for member in self._members.by_slot.values():
-                for said in member.said_since(self._closed):
-                    self._report(member, said)
-        record = message.get("record")
+        told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
             self._orders.put_nowait(self._close(closed, str(message.get("cause", ""))))
-        if record is not None and int(record["epoch"]) > closed:
-            self._orders.put_nowait(self._adopt(EpochRecord.from_dict(record)))
+        if told is not None:
+            record = self._records.take(told)
+            if record.epoch > closed:
+                self._orders.put_nowait(self._adopt(record))
+
+    def _repeat_within(self, seconds: float) -> None:
+        """Tell a new coordinator what the members have said; all agents at once may be too many."""
+        if seconds:
+            moment = random.uniform(0, seconds)
+            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
+            return
+        for member in self._members.by_slot.values():
+            for said in member.said_since(self._closed):
+                self._report(member, said)
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""
@@ -264,7 +279,7 @@ class Agent:
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
-        self._inventory = (await self._vault.inventory(epoch)).to_dict()
+        self._inventory = pack_inventory(await self._vault.inventory(epoch))
         failpoints.hit("agent.inventory", epoch=epoch)
         self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
@@ -384,12 +399,13 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self._members.check()
-            beats = {
-                str(m.slot): {"incarnation": m.incarnation, **m.beat}
-                for m in self._members.by_slot.values()
-                if m.beat
-            }
-            self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
+            if self._link.beat_is_due:
+                beats = {
+                    str(m.slot): {"incarnation": m.incarnation, **m.beat}
+                    for m in self._members.by_slot.values()
+                    if m.beat
+                }
+                self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
             self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
 
@@ -409,7 +425,7 @@ class Agent:
     def _look_for_cut(self, now: float) -> None:
         silent = self._cut_limit.silent_seconds(now)
         if self._standby is not None:
-            self._standby.contact(self._link.connected and silent <= self._contact_seconds)
+            self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
         verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:
             self._fence(verdict)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.pacing import Pace, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
@@ -77,6 +78,7 @@ class CoordinatorLink:
         self._session: _Session | None = None
         self._heard_at = 0.0
         self._number = 0
+        self._pace = Pace(settings.beat_interval_seconds)
         self._unacknowledged: deque[tuple[int, bytes]] = deque(maxlen=MAXIMUM_UNACKNOWLEDGED)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
@@ -101,6 +103,18 @@ class CoordinatorLink:
                 self._retained.popleft()
         if self._session is not None:
             self._session.writer.write(data)
+
+    @property
+    def contact_seconds(self) -> float:
+        """With an older newest acknowledged beat than this, contact is in doubt."""
+        return contact_seconds(self._pace.seconds, self._settings)
+
+    @property
+    def beat_is_due(self) -> bool:
+        """Whether the time between beats that the coordinator asked for is over; asking starts the
+        next one.
+        """
+        return self._pace.is_due(time.monotonic())
 
     def beat(self, message: Mapping[str, Any]) -> None:
         """Send a sign of life, or nothing while there is no connection."""
@@ -188,10 +202,10 @@ class CoordinatorLink:
         second one is tried beside it: a fresh greeting gets through a mended network at once, where
         an old connection waits for its next retransmission.
         """
-        retry = self._settings.fence_seconds / 6
         reading = self._begin(session)
         try:
             while True:
+                retry = self.contact_seconds
                 done, _ = await asyncio.wait({reading}, timeout=retry)
                 if done:
                     reading.result()
@@ -221,6 +235,8 @@ class CoordinatorLink:
         self._session = session
         self._refused = session.welcome.get("t") == "refused"
         self._acknowledge(int(session.welcome.get("seen", 0)))
+        asked = float(session.welcome.get("beat_seconds", 0.0))
+        self._pace = Pace(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
         if boot and boot != self._boot:
             waiting = {number for number, _ in self._unacknowledged}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.pacing import is_told
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
@@ -30,6 +31,8 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _BACKLOG = 512
+# Of every role in every iteration.
+_ROUTINE = (Kind.SEALED, Kind.COMMITTED)
 _ERRORS = (VaultError, OSError, TimeoutError)
 
 
@@ -252,6 +255,10 @@ class VaultKeeper:
         self._event(Event(Kind.VAULT_LOST, data={"cause": f"{ending}: {line}".rstrip(": ")}))
 
     def _event(self, event: Event) -> None:
+        if event.kind in _ROUTINE and not is_told(
+            event.role or 0, event.iteration or 0, self._info.world_size
+        ):
+            return
         epoch = event.epoch or (0 if self._record is None else self._record.epoch)
         values = {**event.to_dict(), "node": self._node, "epoch": epoch}
         self._report({"t": "event", "event": values})

@@ -9,6 +9,7 @@ and the events, and the agents come to it. One that finds a newer term than its 
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import secrets
@@ -40,18 +41,27 @@ from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import Phase, State
+from deadpool_megatron.cluster.pacing import (
+    Pace,
+    acknowledge_seconds,
+    beat_seconds,
+    hang_look_seconds,
+    repeat_seconds,
+)
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.slow_nodes import SlowNodes, slow_event
-from deadpool_megatron.cluster.status import describe, role_beats
+from deadpool_megatron.cluster.status import PacedStatus, describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.telling import RecordTeller
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, without_details
 
 EXIT_INTERRUPTED = 130
+_GARBAGE_OBJECTS = 200_000
 EXIT_SUPERSEDED = 71
 _CONTROL_COMMANDS = ("status", "drain", "stop", "info", "attach")
 
@@ -82,6 +92,7 @@ class Coordinator:
         self._exit_status: int | None = None
         self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._teller: RecordTeller | None = None
         self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             options.secret,
@@ -91,14 +102,20 @@ class Coordinator:
             join_credit_seconds=max(
                 0.0, self._settings.rejoin_seconds - self._settings.node_silence_seconds
             ),
+            acknowledge_seconds=acknowledge_seconds(self._settings),
         )
+        self._status = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._state = self._first_state()
 
     def _first_state(self) -> State:
         records = self._journal.entries("epoch")
         if not records:
             return self._machine.start(time.monotonic())
-        kept = [EpochRecord.from_dict(records[epoch]) for epoch in sorted(records)]
+        newest_epoch = max(records)
+        kept = [
+            EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
+            for epoch, values in sorted(records.items())
+        ]
         durable = self._chronicle.newest_durable()
         state = self._machine.resume(kept, durable, time.monotonic())
         newest = max(state.newest, self._results.last_iteration)
@@ -199,7 +216,7 @@ class Coordinator:
                 self._spawn(self._write_record(record))
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._peers.send_all({"t": "record", "record": record.to_dict()})
+                self._announce(record)
             case actions.Welcome(node, record):
                 self._welcome(node, record)
             case actions.DropNode(node, cause):
@@ -234,17 +251,36 @@ class Coordinator:
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training go on until all agents are back.
         is_open = self._state.open_epoch == epoch or self._state.phase is Phase.GATHERING
+        agents = self._options.info.nodes + self._options.info.spares
         message = {
             "t": "welcome",
             "boot": self._boot,
             "term": self._options.term.number,
             "seen": self._peers.taken(peer),
-            "record": None if record is None else record.to_dict(),
+            "record": None if record is None else self._told(peer, record),
             "closed": epoch if not is_open else epoch - 1,
+            "beat_seconds": beat_seconds(agents, self._settings),
+            "repeat_seconds": repeat_seconds(self._options.info.world_size),
             "cause": "" if record is None else record.cause,
         }
         peer.welcomed = True
         peer.send(message)
+
+    def _announce(self, record: EpochRecord) -> None:
+        before = None if self._teller is None else self._teller.record
+        self._teller = RecordTeller(record, before)
+        for peer in self._peers.listening():
+            told = self._told(peer, record)
+            if told is not None:
+                peer.send({"t": "record", "record": told})
+
+    def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
+        """What the agent lacks of the record; it is counted as told from here on."""
+        if self._teller is None or self._teller.record is not record:
+            self._teller = RecordTeller(record, None)
+        parts = self._teller.parts(peer.node, peer.told)
+        peer.told = record.epoch
+        return parts
 
     def _drop(self, node: int, cause: str) -> None:
         peer = self._peers.agents.get(node)
@@ -297,6 +333,7 @@ class Coordinator:
         if int(message.get("term", 0)) > self._options.term.number:
             self._step_down(f"node {joined.node} has heard of term {message['term']}")
             return
+        peer.told = int(message.get("told", 0))
         if again:
             self._welcome(peer.node, self._state.record)
         else:
@@ -314,7 +351,7 @@ class Coordinator:
                 event = Event.from_dict(message["event"])
             elif message["t"] == "member":
                 event = self._member_event(peer.node, message)
-            item = translate.from_agent(peer.node, message)
+            item = translate.from_agent(peer.node, message, self._state.layouts)
         except (KeyError, TypeError, ValueError) as error:
             self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
             return
@@ -340,8 +377,8 @@ class Coordinator:
         """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
         name = message.get("command")
         if name == "status":
-            shown = describe(self._state, self._peers, self._results)
-            return {"ok": True, "status": {**shown, "slow": self._slow_nodes.describe()}}
+            slow = {"slow": self._slow_nodes.describe()}
+            return {"ok": True, "status": {**self._status.newest(), **slow}}
         if name == "info":
             return {"ok": True, "info": self._options.info.to_dict()}
         if name == "attach":
@@ -445,6 +482,7 @@ class Coordinator:
 
     async def _tick(self) -> None:
         interval = self._settings.beat_interval_seconds
+        hang_look = Pace(hang_look_seconds(self._settings))
         last = time.monotonic()
         while True:
             await asyncio.sleep(interval)
@@ -453,8 +491,9 @@ class Coordinator:
                 self._peers.forgive(now)
             last = now
             self._look_for_silence(now)
-            self._look_for_hang(now)
-            self._look_for_slow_nodes(now)
+            if hang_look.is_due(now):
+                self._look_for_hang(now)
+                self._look_for_slow_nodes(now)
             self.feed(inputs.Tick())
 
     def _look_for_silence(self, now: float) -> None:
@@ -556,6 +595,9 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     posix.set_process_name("dp-coordinator")
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    # Inventories and records are millions of objects without a cycle among them: at the usual
+    # threshold most of the time of a decision goes into looking for one.
+    gc.set_threshold(_GARBAGE_OBJECTS)
     return asyncio.run(Coordinator(options).run())
 
 

@@ -75,8 +75,8 @@ class DirectoryJournal(Journal):
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             with os.fdopen(handle, "w") as file:
-                json.dump(entry, file, separators=(",", ":"))
-                file.write("\n")
+                # At once: json.dump() writes piece by piece, in Python, and holds everything up.
+                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             self._link(temporary, final, entry)

@@ -20,13 +20,18 @@ from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 _REPORTED_REFUSALS = 100
+_PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
 
 
 @dataclass
 class AgentPeer:
-    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation."""
+    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation.
+
+    ``told``: epoch of the newest record that the agent has been sent, by an earlier coordinator
+    perhaps. ``acknowledged``: newest report and time of the last acknowledgement.
+    """
 
     node: int
     pid: int
@@ -35,6 +40,8 @@ class AgentPeer:
     heard_at: float
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     vault: dict[str, Any] = field(default_factory=dict)
+    told: int = 0
+    acknowledged: tuple[int, float] = (-1, 0.0)
     welcomed: bool = False
     dropped: bool = False
     probed: bool = False
@@ -57,9 +64,13 @@ class AgentPeer:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Queue a message; an agent that takes nothing any more is cut off."""
+        self.send_frame(framing.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """The same for a message that was encoded before."""
         if self.writer.is_closing():
             return
-        self.writer.write(framing.encode(message))
+        self.writer.write(frame)
         if self.writer.transport.get_write_buffer_size() > MAXIMUM_PENDING_BYTES:
             self.writer.transport.abort()
 
@@ -89,7 +100,9 @@ class PeerEvents(Protocol):
 
 
 class Peers:
-    """All connections. Used from the coordinator's loop only."""
+    """All connections. Used from the coordinator's loop only. ``acknowledge_seconds``: beats that
+    come sooner after an acknowledgement get none of their own, unless reports came, too.
+    """
 
     def __init__(
         self,
@@ -98,6 +111,7 @@ class Peers:
         connect_seconds: float,
         events: PeerEvents,
         join_credit_seconds: float = 0.0,
+        acknowledge_seconds: float = 0.0,
     ) -> None:
         """``join_credit_seconds``: by which the silence after a join may be longer than others, as
         the agent may not know that it is in.
@@ -107,6 +121,7 @@ class Peers:
         self._secret = secret
         self._run_id = run_id
         self._connect_seconds = connect_seconds
+        self._acknowledge_seconds = acknowledge_seconds
         self._events = events
         self._join_credit_seconds = join_credit_seconds
         # Newest report taken from each agent process, kept beyond the end of its connection.
@@ -114,9 +129,13 @@ class Peers:
 
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send to every agent that has been welcomed and not been dropped."""
-        for peer in list(self.agents.values()):
-            if peer.welcomed and not peer.dropped:
-                peer.send(message)
+        frame = framing.encode(message)
+        for peer in self.listening():
+            peer.send_frame(frame)
+
+    def listening(self) -> list[AgentPeer]:
+        """Agents that have been welcomed and not been dropped."""
+        return [peer for peer in self.agents.values() if peer.welcomed and not peer.dropped]
 
     def taken(self, peer: AgentPeer) -> int:
         """Number of the newest report taken from this agent process."""
@@ -143,8 +162,9 @@ class Peers:
         address = writer.get_extra_info("peername")
         who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
         try:
-            await self._bounded(accept_stream(reader, writer, self._secret, self._run_id))
-            first = await self._bounded(framing.read_frame(reader))
+            async with asyncio.timeout(self._connect_seconds):
+                await accept_stream(reader, writer, self._secret, self._run_id)
+                first = await framing.read_frame(reader)
             if first.get("t") == "join":
                 await self._serve_agent(reader, writer, first)
             elif first.get("t") == "control":
@@ -186,10 +206,10 @@ class Peers:
         cause = "connection closed"
         try:
             self._events.agent_joined(peer, first, again)
-            while True:
-                await self._take(peer, await framing.read_frame(reader))
-        except ConnectionClosed:
-            pass  # the ordinary end
+            frames = framing.FrameBuffer()
+            while piece := await reader.read(_PIECE_BYTES):
+                for message in frames.feed(piece):
+                    self._take(peer, message)
         except OSError as error:
             cause = f"connection lost: {error.strerror or error}"
             # Something between has cut it: an agent that lives comes again at once.
@@ -202,13 +222,20 @@ class Peers:
                 del self.agents[node]
                 self._events.agent_left(peer, cause)
 
-    async def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
+        """Answer a beat, unless an answer a moment ago said nearly the same."""
+        taken, (last, at) = self.taken(peer), peer.acknowledged
+        if taken != last or peer.heard_at - at >= self._acknowledge_seconds:
+            peer.acknowledged = (taken, peer.heard_at)
+            peer.send({"t": "ack", "n": taken, "beat": sent_at})
+
+    def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])
-            peer.send({"t": "ack", "n": self.taken(peer), "beat": float(message["b"])})
+            self._acknowledge(peer, float(message["b"]))
             return
         if message.get("t") == "superseded":
             self._events.superseded(f"node {peer.node} went over to term {int(message['term'])}")

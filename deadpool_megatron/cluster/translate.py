@@ -13,7 +13,8 @@ from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
+from deadpool_megatron.layout.inventories import unpack_inventory
+from deadpool_megatron.layout.records import Generation, RoleLayout
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
@@ -35,11 +36,16 @@ def join(message: Message) -> inputs.NodeJoined:
     )
 
 
-def from_agent(node: int, message: Message) -> inputs.Input | None:
-    """A report of an agent about its node; None when the machine has no use for it."""
+def from_agent(
+    node: int, message: Message, layouts: Mapping[int, RoleLayout] | None = None
+) -> inputs.Input | None:
+    """A report of an agent about its node; None when the machine has no use for it.
+
+    ``layouts``: of the roles, as far as they are known already.
+    """
     kind = message["t"]
     if kind == "inventory":
-        return inputs.NodeInventory(Inventory.from_dict(message["inventory"]))
+        return inputs.NodeInventory(unpack_inventory(message["inventory"], layouts))
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")

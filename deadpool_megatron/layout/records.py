@@ -267,6 +267,12 @@ class Restore:
         )
 
 
+def without_details(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON form of a record of the past: what was restored, but not who played and from where."""
+    restore = {**record["restore"], "sources": {}}
+    return {**record, "seats": {}, "nodes": {}, "restore": restore}
+
+
 @dataclass(frozen=True)
 class EpochRecord:
     """One decision of the coordinator: immutable, journalled before anybody hears of it.

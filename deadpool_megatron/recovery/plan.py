@@ -107,19 +107,21 @@ class _Shelf:
     def __init__(self, query: RestoreQuery) -> None:
         self._query = query
         self._layouts: dict[int, RoleLayout] = {}
+        unknown = {role for role in range(query.world_size) if role not in query.layouts}
+        found = _usual_layouts(unknown, query.inventories.values())
         for role in range(query.world_size):
-            layout = query.layouts.get(role) or _usual_layout(role, query.inventories.values())
+            layout = query.layouts.get(role) or found.get(role)
             if layout is not None:
                 self._layouts[role] = layout
-        self._holders: dict[tuple[int, Generation, str], set[int]] = {}
+        # Generation, part, role -> nodes. One key of all three would be hashed a million times.
+        self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
         for node, inventory in query.inventories.items():
-            for role, generation, part in self._usable(node, inventory):
-                self._holders.setdefault((role, generation, part), set()).add(node)
+            self._add(node, inventory)
 
     @property
     def generations(self) -> set[Generation]:
         """Every generation of which any usable part exists."""
-        return {generation for _, generation, _ in self._holders}
+        return {generation for generation, parts in self._holders.items() if parts}
 
     def produce(self, generation: Generation) -> Restore | str:
         """The restore of one generation, or what is missing for it."""
@@ -129,10 +131,11 @@ class _Shelf:
             if layout is None:
                 return f"the layout of role {role}"
             sources[role] = {}
+            shard_parts = layout.shard_parts
             for part in layout.parts:
-                if part.name in layout.shard_parts:
-                    sources[role][part.name] = self._sources(role, part, generation)
-                    if not sources[role][part.name]:
+                if part.name in shard_parts:
+                    found = sources[role][part.name] = self._sources(role, part, generation)
+                    if not found:
                         return f"part {part.name} of role {role}"
         return self._at_latest_boundary(generation, sources)
 
@@ -142,22 +145,26 @@ class _Shelf:
         lacking = ""
         for boundary in reversed(BOUNDARIES):
             part = PartInfo(extras_part(boundary), 0, ())
-            extras = {role: self._sources(role, part, generation) for role in shards}
-            without = [role for role, found in extras.items() if not found]
-            if not without:
-                sources = {role: {**shards[role], part.name: extras[role]} for role in shards}
+            sources: dict[int, dict[str, tuple[Source, ...]]] = {}
+            for role, found in shards.items():
+                extras = self._sources(role, part, generation)
+                if not extras:
+                    lacking = f"part {part.name} of role {role}"
+                    break
+                sources[role] = {**found, part.name: extras}
+            else:
                 return Restore("memory", generation, boundary, sources=sources)
-            lacking = f"part {part.name} of role {without[0]}"
         return lacking
 
     def _sources(self, role: int, part: PartInfo, generation: Generation) -> tuple[Source, ...]:
         """New seat's node, previous owner's node, buddies, then the same of each replica role."""
-        return tuple(
-            Source(node, holder)
-            for holder in (role, *(r for r in part.replicas if r != role))
-            if holder == role or self._same_bytes(part, holder)
-            for node in self._nearest(role, self._holders.get((holder, generation, part.name), ()))
-        )
+        holders = self._holders[generation].get(part.name, {})
+        found = [Source(node, role) for node in self._nearest(role, holders.get(role, []))]
+        for other in part.replicas:
+            if other != role and self._same_bytes(part, other):
+                nodes = self._nearest(role, holders.get(other, []))
+                found += [Source(node, other) for node in nodes]
+        return tuple(found)
 
     def _same_bytes(self, part: PartInfo, holder: int) -> bool:
         layout = self._layouts.get(holder)
@@ -165,8 +172,10 @@ class _Shelf:
             theirs.name == part.name and theirs.nbytes == part.nbytes for theirs in layout.parts
         )
 
-    def _nearest(self, role: int, nodes: Iterable[int]) -> list[int]:
+    def _nearest(self, role: int, nodes: list[int]) -> list[int]:
         """Own node, previous owner's, then others cyclically, so that not all ask the same one."""
+        if len(nodes) < 2:
+            return nodes
         own, owner = self._query.seats.get(role), self._query.owners.get(role)
         start = owner.node if owner is not None else role
 
@@ -175,7 +184,7 @@ class _Shelf:
 
         return sorted(nodes, key=rank)
 
-    def _usable(self, node: int, inventory: Inventory) -> Iterable[tuple[int, Generation, str]]:
+    def _add(self, node: int, inventory: Inventory) -> None:
         """Holdings on the kept line, of the right layout, without parts that are known bad."""
         hashes = {layout.role: layout.layout_hash for layout in inventory.layouts}
         query = self._query
@@ -186,16 +195,28 @@ class _Shelf:
                 continue
             if generation in query.bad_generations or not is_kept(query.kept, generation):
                 continue
+            holders = self._holders.setdefault(generation, {})
             for part in holding.parts:
-                if BadPart(node, role, generation, part) not in query.bad_parts:
-                    yield role, generation, part
+                if query.bad_parts and BadPart(node, role, generation, part) in query.bad_parts:
+                    continue
+                nodes = holders.setdefault(part, {}).setdefault(role, [])
+                if node not in nodes:
+                    nodes.append(node)
 
 
-def _usual_layout(role: int, inventories: Iterable[Inventory]) -> RoleLayout | None:
-    """The layout of a role that most nodes name; layouts of copies travel with the copies."""
-    found = [layout for inv in inventories for layout in inv.layouts if layout.role == role]
-    counts = Counter(layout.layout_hash for layout in found)
-    return max(found, key=lambda one: (counts[one.layout_hash], one.layout_hash), default=None)
+def _usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
+    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
+    found: dict[int, list[RoleLayout]] = {}
+    if roles:
+        for layout in (layout for inventory in inventories for layout in inventory.layouts):
+            if layout.role in roles:
+                found.setdefault(layout.role, []).append(layout)
+    return {role: _most_named(layouts) for role, layouts in found.items()}
+
+
+def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
+    counts = Counter(layout.layout_hash for layout in layouts)
+    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

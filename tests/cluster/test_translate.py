@@ -10,6 +10,7 @@ from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster import translate
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import Generation, Inventory
 
 
@@ -57,7 +58,7 @@ def said(**m: Any) -> dict[str, Any]:
             inputs.MemberSuspected(7, 1, 2, "frozen", 3.0),
         ),
         (
-            {"t": "inventory", "epoch": 3, "inventory": Inventory(7, 3).to_dict()},
+            {"t": "inventory", "epoch": 3, "inventory": pack_inventory(Inventory(7, 3))},
             inputs.NodeInventory(Inventory(7, 3)),
         ),
         (

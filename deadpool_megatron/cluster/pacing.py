@@ -1,0 +1,69 @@
+"""How often things are done that cost more the larger the cluster is. Pure."""
+
+from __future__ import annotations
+
+from deadpool_megatron.settings import Settings
+
+# Of all agents together; measured, a coordinator spends a small part of one core on so many.
+_BEATS_PER_SECOND = 4000.0
+_ROUTINE_EVENTS_PER_ITERATION = 512
+_ROLES_AT_ONCE = 512
+_ROLES_REPEATED_PER_SECOND = 2000.0
+# Who asks at about the same period would else miss every other time by a hair.
+_EARLY = 0.95
+# Of the fence limit: contact is in doubt. Two beats fit in it, and it fits three times and more
+# into what is left for trying other connections.
+_DOUBT = 1 / 6
+
+
+def beat_seconds(agents: int, settings: Settings) -> float:
+    """The time between two beats of an agent: settings.beat_interval_seconds in a small cluster,
+    more in a large one, but never so much that one late beat looks like a cut-off node.
+    """
+    longest = _DOUBT * settings.fence_seconds
+    return max(settings.beat_interval_seconds, min(agents / _BEATS_PER_SECOND, longest))
+
+
+def acknowledge_seconds(settings: Settings) -> float:
+    """The time in which one acknowledgement is enough, however many beats arrive."""
+    return _DOUBT * settings.fence_seconds / 4
+
+
+def contact_seconds(beat_seconds: float, settings: Settings) -> float:
+    """An agent that has heard nothing for longer tries a second connection beside the present."""
+    return max(_DOUBT * settings.fence_seconds, 2 * beat_seconds)
+
+
+def repeat_seconds(roles: int) -> float:
+    """The time over which agents spread what a new coordinator has to hear again. In a large run
+    that is more than it can take at once, and it must first welcome every agent.
+    """
+    return 0.0 if roles <= _ROLES_AT_ONCE else roles / _ROLES_REPEATED_PER_SECOND
+
+
+def hang_look_seconds(settings: Settings) -> float:
+    """The time between two looks for a hang: a small part of the limit that is looked for."""
+    return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 5.0))
+
+
+def is_told(role: int, iteration: int, world_size: int) -> bool:
+    """Whether a routine event (sealed, committed) of a role goes to the coordinator: always in a
+    small run; in a large one each iteration that of other roles, about 512 in all.
+    """
+    share = -(-world_size // _ROUTINE_EVENTS_PER_ITERATION)
+    return (role + iteration) % share == 0
+
+
+class Pace:
+    """Answers whether it is time again. Not thread-safe."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._last = float("-inf")
+
+    def is_due(self, now: float) -> bool:
+        """Whether the last time is long enough ago; if so, this is the last time from now on."""
+        if now - self._last < _EARLY * self.seconds:
+            return False
+        self._last = now
+        return True

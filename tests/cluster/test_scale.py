@@ -1,0 +1,57 @@
+"""The real coordinator with simulated agents, as scripts/bench/coordinator.py measures it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from deadpool_megatron.cluster.status import PacedStatus
+
+ROOT = Path(__file__).parents[2]
+AGENTS = 24
+
+
+def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> None:
+    """The bench ends well only if every agent hears of each decision and is back after a kill."""
+    bench = ROOT / "scripts" / "bench" / "coordinator.py"
+    found = tmp_path / "found.json"
+    done = subprocess.run(
+        [sys.executable, bench, "--agents", str(AGENTS), "--seconds", "0.5", "--json", found],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (size,) = json.loads(found.read_text())["sizes"]
+    assert size["agents"] == AGENTS
+    assert size["roles"] == (AGENTS - 2) * 8
+    # A change and the close, not a record of all roles.
+    assert size["told_bytes_per_agent"] < 4000
+
+
+def test_too_many_agents_for_the_open_files_are_refused_in_one_line() -> None:
+    bench = ROOT / "scripts" / "bench" / "coordinator.py"
+    done = subprocess.run(
+        [sys.executable, bench, "--agents", "1000000000"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "need 1000000256 open files, the hard limit is" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_costly_status_is_not_made_for_every_question() -> None:
+    made = []
+
+    def make() -> dict[str, int]:
+        made.append(sum(range(300_000)))
+        return {"number": len(made)}
+
+    status = PacedStatus(make)
+    assert [status.newest()["number"] for _ in range(3)] == [1, 1, 1]
