@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     checks.check_sizes(info)
     checks.check_domains(info)
     checks.check_run_directory(directory)
+    checks.check_journal(directory, info)
     checks.check_modules(modules)
     checks.check_shared_memory(info)
     checks.check_memory(info)
