@@ -126,9 +126,7 @@ class EtcdClient:
     def delete(self, prefix: str) -> None:
         """Remove all keys that start with ``prefix``."""
         start = prefix.encode()
-        self._call(
-            "/v3/kv/deleterange", {"key": _text(start), "range_end": _text(_end_of(start))}
-        )
+        self._call("/v3/kv/deleterange", {"key": _text(start), "range_end": _text(_end_of(start))})
 
     def _call(
         self, path: str, message: Mapping[str, Any], limit_seconds: float | None = None

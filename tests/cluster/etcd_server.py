@@ -59,7 +59,9 @@ class EtcdServer:
             try:
                 probe.get("/ready")
                 return
-            except EtcdError:
+            except EtcdError as error:
+                if "refuses" in str(error):  # it has users of its own by now
+                    return
                 assert time.monotonic() < limit, (self._directory / "etcd.log").read_text()
 
     def signal(self, number: signal.Signals) -> None:

@@ -50,7 +50,10 @@ def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
     journal.write("epoch", 2, {"b": 2})
     journal.write("epoch", 1, {"a": [1, "x", None, 2.5]})
     journal.write("closed", 1, {})
-    assert list(opener().entries("epoch").items()) == [(1, {"a": [1, "x", None, 2.5]}), (2, {"b": 2})]
+    assert list(opener().entries("epoch").items()) == [
+        (1, {"a": [1, "x", None, 2.5]}),
+        (2, {"b": 2}),
+    ]
     assert journal.entries("closed") == {1: {}}
 
 
