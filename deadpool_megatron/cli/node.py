@@ -33,7 +33,7 @@ from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_
 from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import auth
+from deadpool_megatron.wire import auth, tls
 from deadpool_megatron.wire.framing import WireError
 
 _EXAMPLES = """\
@@ -267,7 +267,8 @@ def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, 
 def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
     """Fail at once for a wrong address or secret, rather than after the whole patience."""
     try:
-        auth.connect(address, secret, info.run_id, info.settings.connect_seconds).close()
+        limit, contexts = info.settings.connect_seconds, tls.contexts(info.settings)
+        auth.connect(address, secret, info.run_id, limit, contexts).close()
     except auth.AuthenticationError:
         raise
     except (OSError, WireError) as error:
