@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.journal import Journal, JournalError
 from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import Term, claim_term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory
-from deadpool_megatron.wire import auth
+from deadpool_megatron.wire import auth, tls
 
 _EXAMPLES = """\
 Agents that share a run directory need no such command: one of their standbys coordinates.
@@ -68,7 +68,9 @@ def _coordinator(args: argparse.Namespace) -> int:
             raise CommandError("a new run needs --nodes, --nproc-per-node and -- COMMAND")
         check_command(args.command)
         scripts.adopt(args)
-        run.create(make_info(args, arguments.settings_from(args)))
+        settings = arguments.settings_from(args)
+        tls.contexts(settings)
+        run.create(make_info(args, settings))
         auth.create_secret(run.path)
     info = run.read_run()
     host = args.host or info.settings.interface
