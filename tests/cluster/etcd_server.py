@@ -5,8 +5,10 @@ from __future__ import annotations
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -23,12 +25,16 @@ def free_port() -> int:
 
 
 class EtcdServer:
-    """One member of its own cluster. Skips the test where there is no ``etcd``."""
+    """One member of its own cluster. Skips the test where there is no ``etcd``.
 
-    def __init__(self, directory: Path) -> None:
+    ``tls``: certificate, key and authority, which clients have to show certificates of as well.
+    """
+
+    def __init__(self, directory: Path, tls: Mapping[str, str] | None = None) -> None:
         if shutil.which("etcd") is None:
             pytest.skip("needs the program etcd (Debian: apt install etcd-server)")
         self._directory = directory
+        self._tls = tls
         self.port = free_port()
         self._peer_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
@@ -39,7 +45,15 @@ class EtcdServer:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        client, peer = f"http://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
+        scheme, secure = "http", []
+        if self._tls is not None:
+            scheme = "https"
+            secure = [
+                *("--cert-file", self._tls["tls_certificate"]),
+                *("--key-file", self._tls["tls_key"]),
+                *("--trusted-ca-file", self._tls["tls_authority"], "--client-cert-auth"),
+            ]
+        client, peer = f"{scheme}://{self.endpoint}", f"http://127.0.0.1:{self._peer_port}"
         with open(self._directory / "etcd.log", "ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -49,11 +63,12 @@ class EtcdServer:
                     *("--initial-cluster", f"default={peer}", "--log-level", "error"),
                     # A single member need not wait for the votes of others.
                     *("--heartbeat-interval", "10", "--election-timeout", "50"),
+                    *secure,
                 ],
                 stdout=log,
                 stderr=log,
             )
-        probe = EtcdClient([("127.0.0.1", self.port)], Credentials(), 1.0)
+        probe = EtcdClient([("127.0.0.1", self.port)], self._probing(), 1.0)
         limit = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -63,6 +78,13 @@ class EtcdServer:
                 if "refuses" in str(error):  # it has users of its own by now
                     return
                 assert time.monotonic() < limit, (self._directory / "etcd.log").read_text()
+
+    def _probing(self) -> Credentials:
+        if self._tls is None:
+            return Credentials()
+        context = ssl.create_default_context(cafile=self._tls["tls_authority"])
+        context.load_cert_chain(self._tls["tls_certificate"], self._tls["tls_key"])
+        return Credentials(context)
 
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
