@@ -7,7 +7,8 @@ that names their number and the digest of the whole. A writer killed before its 
 that nobody reads.
 
 A request whose answer was lost may have been carried out. It is repeated; the head found then
-carries its writer's token, drawn for each write, and tells our own success from another's.
+carries its writer's token, drawn for each write, or the digest of the very entry, where an earlier
+write of ours had failed and was carried out all the same. Both tell our own success from another's.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ class EtcdJournal(Journal):
         """See :class:`Journal`."""
         key, token = self._key(kind, number), secrets.token_hex(16)
         text = json.dumps(entry, separators=(",", ":")).encode()
+        digest = hashlib.sha256(text).hexdigest()
         body = zlib.compress(text, 1)  # a recovery waits for this
         chunks = [body[at : at + CHUNK_BYTES] for at in range(0, len(body), CHUNK_BYTES)]
         in_head = len(chunks) == 1
         head = {
             "writer": token,
             "bytes": len(text),
-            "sha256": hashlib.sha256(text).hexdigest(),
+            "sha256": digest,
             "chunks": 0 if in_head else len(chunks),
         }
         try:
@@ -58,10 +60,13 @@ class EtcdJournal(Journal):
             found = self._client.put_if_absent(key, line + body if in_head else line)
         except EtcdError as error:
             raise JournalError(f"cannot write {key}: {error}") from error
-        if found is not None and _head(key, found)[0].get("writer") != token:
-            if not in_head:
-                with contextlib.suppress(EtcdError):  # they are in nobody's way
-                    self._client.delete(self._chunk_prefix(token))
+        known = None if found is None else _head(key, found)[0]
+        if known is None or known.get("writer") == token:
+            return
+        if not in_head:
+            with contextlib.suppress(EtcdError):  # they are in nobody's way
+                self._client.delete(self._chunk_prefix(token))
+        if known.get("sha256") != digest:
             raise LostRace(f"{key} was written by another coordinator")
 
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:

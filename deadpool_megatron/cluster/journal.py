@@ -65,6 +65,8 @@ class DirectoryJournal(Journal):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        # Entries that have their name, of which it is not known that they are durable.
+        self._uncertain: dict[Path, str] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:

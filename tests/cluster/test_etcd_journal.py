@@ -47,7 +47,7 @@ class LossyProxy:
     """Passes connections on to etcd; the answers of the first ``lost`` requests never arrive."""
 
     def __init__(self, target: int, lost: int) -> None:
-        self._target, self._lost = target, lost
+        self._target, self.lost = target, lost
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._serve)
@@ -84,8 +84,8 @@ class LossyProxy:
         answer = b""
         while piece := far.recv(65536):
             answer += piece
-        if self._lost:
-            self._lost -= 1
+        if self.lost:
+            self.lost -= 1
             return
         near.sendall(answer)
 
@@ -100,8 +100,21 @@ def test_lost_answers_are_found_out(
     with LossyProxy(etcd.port, lost) as proxy:
         journal(tmp_path, proxy.port).write("epoch", 1, entry)
         with pytest.raises(LostRace):
-            journal(tmp_path, proxy.port).write("epoch", 1, entry)
+            journal(tmp_path, proxy.port).write("epoch", 1, {"text": "another"})
     assert journal(tmp_path, etcd.port).entries("epoch") == {1: entry}
+
+
+def test_a_write_that_failed_may_be_tried_again(etcd: EtcdServer, tmp_path: Path) -> None:
+    """All its answers were lost and it was given up, though it had been carried out."""
+    with LossyProxy(etcd.port, 1000) as proxy:
+        ours = journal(tmp_path, proxy.port, seconds=0.1)
+        with pytest.raises(JournalError, match="cannot write"):
+            ours.write("epoch", 1, {"by": "first"})
+        proxy.lost = 0
+        with pytest.raises(LostRace):
+            ours.write("epoch", 1, {"by": "first, with another mind"})
+        ours.write("epoch", 1, {"by": "first"})
+    assert journal(tmp_path, etcd.port).entries("epoch") == {1: {"by": "first"}}
 
 
 def test_a_lost_race_is_found_out_behind_lost_answers(etcd: EtcdServer, tmp_path: Path) -> None:
