@@ -127,8 +127,12 @@ class Door:
             except ssl.SSLError as error:
                 self._visitors.refuse(who, f"TLS: {error.reason or error}")
                 return
-            except (WireError, OSError) as error:
+            except WireError as error:
                 self._visitors.refuse(who, f"{type(error).__name__}: {error}")
+                return
+            except OSError as error:
+                why = error.strerror or type(error).__name__
+                self._visitors.refuse(who, f"gone before its greeting was complete: {why}")
                 return
             finally:
                 self._strangers.pop(stranger, None)
