@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -86,9 +87,16 @@ class EtcdServer:
         context.load_cert_chain(self._tls["tls_certificate"], self._tls["tls_key"])
         return Credentials(context)
 
-    def signal(self, number: signal.Signals) -> None:
+    def stop(self) -> None:
+        """SIGSTOP; returns when all its threads stand still."""
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         assert self._process is not None
