@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.tls import Tls
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
@@ -179,9 +179,16 @@ async def connect_stream(
 async def accept_stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, realm: str
 ) -> None:
-    """Asyncio form of the accepting side; the caller bounds the time."""
+    """Asyncio form of the accepting side; the caller bounds the time.
+
+    Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
+    """
     handshake = Handshake(secret, realm)
     hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.challenge(hello)))
     await writer.drain()
-    handshake.verify(await framing.read_frame(reader, _HANDSHAKE_BYTES))
+    try:
+        answer = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    except ConnectionClosed as error:
+        raise AuthenticationError("peer left without an answer") from error
+    handshake.verify(answer)

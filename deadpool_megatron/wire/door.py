@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from deadpool_megatron.wire.auth import accept_stream
-from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.tls import Tls, accepted_stream
 
 # In a crowd the oldest stranger has at least this long; a handshake takes milliseconds.
@@ -124,15 +124,17 @@ class Door:
                 limit = f"{self._lock.seconds:g} s"
                 self._visitors.refuse(who, f"no complete greeting within {limit}")
                 return
-            except ssl.SSLError as error:
-                self._visitors.refuse(who, f"TLS: {error.reason or error}")
-                return
             except WireError as error:
-                self._visitors.refuse(who, f"{type(error).__name__}: {error}")
+                # A standby knocks to learn whether anybody listens, and scanners of ports do.
+                if type(error) is not ConnectionClosed:
+                    self._visitors.refuse(who, f"{type(error).__name__}: {error}")
                 return
             except OSError as error:
-                why = error.strerror or type(error).__name__
-                self._visitors.refuse(who, f"gone before its greeting was complete: {why}")
+                # Of a handshake of TLS that fails we may see no more than its end. Without TLS it
+                # is a reset: somebody was in a hurry, or its host is gone.
+                if self._lock.tls is not None:
+                    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+                    self._visitors.refuse(who, f"TLS: {reason or 'not completed'}")
                 return
             finally:
                 self._strangers.pop(stranger, None)

@@ -58,7 +58,7 @@ def damaged(frames: Sequence[bytes], random_: random.Random) -> bytes:
         for _ in range(random_.randrange(1, 20)):
             data[random_.randrange(len(data))] ^= 1 << random_.randrange(8)
     elif kind == 5:
-        del data[random_.randrange(len(data)) :]
+        del data[random_.randrange(1, len(data)) :]
     elif kind == 6:
         at = random_.randrange(len(data))
         data[at:at] = random_.randbytes(random_.randrange(1, 5000))
