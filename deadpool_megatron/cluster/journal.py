@@ -40,7 +40,7 @@ class Journal(ABC):
     @abstractmethod
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace when another one has that name already, and
-        JournalError when it cannot be known to be durable.
+        JournalError when it cannot be known to be durable; the same entry may be written again.
         """
 
     @abstractmethod

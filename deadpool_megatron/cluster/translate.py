@@ -39,7 +39,10 @@ def from_agent(node: int, message: Message) -> inputs.Input | None:
     """A report of an agent about its node; None when the machine has no use for it."""
     kind = message["t"]
     if kind == "inventory":
-        return inputs.NodeInventory(Inventory.from_dict(message["inventory"]))
+        inventory = Inventory.from_dict(message["inventory"])
+        if inventory.node != node:
+            raise ValueError(f"inventory of node {inventory.node}")
+        return inputs.NodeInventory(inventory)
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")
