@@ -89,8 +89,27 @@ class Event:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Event:
-        """Inverse of :meth:`to_dict`. Raises ValueError or TypeError for anything else."""
-        return Event(**{**values, "kind": Kind(values["kind"])})
+        """Inverse of :meth:`to_dict`. Raises KeyError, ValueError or TypeError for anything else:
+        whoever reads events relies on the types of their fields.
+        """
+        event = Event(**{**values, "kind": Kind(values["kind"])})
+        for name, types in _FIELD_TYPES.items():
+            value = getattr(event, name)
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise TypeError(f"event with {name} of type {type(value).__name__}")
+        return event
+
+
+_FIELD_TYPES: Mapping[str, Any] = {
+    "epoch": int,
+    "node": int | None,
+    "role": int | None,
+    "iteration": int | None,
+    "phase": str | None,
+    "data": dict,
+    "wall_seconds": int | float,
+    "monotonic_seconds": int | float,
+}
 
 
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 ENVIRONMENT_NAME = "DEADPOOL_SETTINGS"
@@ -116,6 +118,19 @@ class Settings:
         600.0, "how long crashes and restarts of a node's processes are held against it"
     )
 
+    journal: str = _setting(
+        "directory",
+        "where decisions are kept: directory (in the run directory), or"
+        " etcd://HOST:PORT,HOST:PORT/PREFIX (etcds:// with TLS)",
+    )
+    tls_certificate: str = _setting(
+        "", "file with this node's certificate (PEM): TLS for control and vault connections"
+    )
+    tls_key: str = _setting("", "file with the key of tls_certificate (PEM)")
+    tls_authority: str = _setting(
+        "", "file with the certificate authority (PEM) that every node's certificate comes from"
+    )
+
     def __post_init__(self) -> None:
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
@@ -136,6 +151,12 @@ class Settings:
         if not self.slow_factor > 1:
             raise SettingsError(f"--deadpool-slow-factor must be above 1, got {self.slow_factor}")
         self._check_choice("nonfinite", ("stop", "rollback", "ignore"))
+        if not _JOURNAL.fullmatch(self.journal):
+            raise SettingsError(
+                "--deadpool-journal must be directory or etcd://HOST:PORT,HOST:PORT/PREFIX,"
+                f" got {self.journal!r}"
+            )
+        self._check_tls()
         self._check_ladder()
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
@@ -144,6 +165,20 @@ class Settings:
                 f"{flag_name(name)} must be one of {', '.join(allowed)},"
                 f" got {getattr(self, name)!r}"
             )
+
+    def _check_tls(self) -> None:
+        """All three files or none; what is in them is looked at where they are used."""
+        names = ("tls_certificate", "tls_key", "tls_authority")
+        given = [name for name in names if getattr(self, name)]
+        if given and len(given) < len(names):
+            missing = ", ".join(flag_name(name) for name in names if name not in given)
+            raise SettingsError(f"{flag_name(given[0])} needs {missing} as well")
+        for name in given:
+            if not Path(getattr(self, name)).is_absolute():
+                raise SettingsError(
+                    f"{flag_name(name)} must be an absolute path (each node reads its own file),"
+                    f" got {getattr(self, name)!r}"
+                )
 
     def _check_ladder(self) -> None:
         """Each limit must be longer than what has to fit in it, or an inner wait never reports."""
@@ -172,6 +207,9 @@ class Settings:
         """The settings the launcher passed on, or the defaults."""
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
+
+_ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
+_JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 
 # (inner limit, outer limit, factor, why the outer one has to be longer)
 _LADDER: tuple[tuple[str, str, float, str], ...] = (

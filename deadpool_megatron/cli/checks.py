@@ -14,6 +14,8 @@ from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.cleanup import run_processes
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.run_directory import (
     SEGMENT_ROOT,
     RunDirectory,
@@ -130,6 +132,16 @@ def check_modules(modules: Sequence[str]) -> None:
                 f"Python module {name!r} is missing in {sys.executable}: install it, e.g."
                 " pip install deadpool-megatron"
             )
+
+
+def check_journal(run: RunDirectory, info: RunInfo) -> None:
+    """An etcd that is to keep the journal answers, and lets us in."""
+    if info.settings.journal == "directory":
+        return  # a part of the run directory, which has been looked at
+    try:
+        open_journal(info.settings, info.run_id, run.journal).newest("epoch")
+    except JournalError as error:
+        raise CommandError(f"--deadpool-journal {info.settings.journal}: {error}") from error
 
 
 def check_shared_memory(info: RunInfo) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
-from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
 
 EXIT_BAD_INPUT = 2
@@ -53,16 +54,20 @@ def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
     address = coordinator_address(run)
     if address is None:
         raise RunNotReachable(f"{run.path} has no coordinator yet")
-    return ask_at(address, run, info.run_id, message)
+    return ask_at(address, run, info.run_id, message, info.settings)
 
 
 def ask_at(
-    address: tuple[str, int], run: RunDirectory, run_id: str, message: Mapping[str, Any]
+    address: tuple[str, int],
+    run: RunDirectory,
+    run_id: str,
+    message: Mapping[str, Any],
+    settings: Settings,
 ) -> dict[str, Any]:
     """:func:`ask` at a known address."""
-    secret = auth.load_secret(run.path)
+    secret, contexts = auth.load_secret(run.path), tls.contexts(settings)
     try:
-        with auth.connect(address, secret, run_id, _ASK_SECONDS) as connection:
+        with auth.connect(address, secret, run_id, _ASK_SECONDS, contexts) as connection:
             framing.send(connection, {"t": "control", **message})
             answer = framing.receive(connection)
     except (OSError, WireError) as error:

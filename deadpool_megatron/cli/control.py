@@ -18,7 +18,8 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord
 
@@ -160,10 +161,14 @@ def _kill(args: argparse.Namespace) -> int:
 
 
 def _seat_of(run: RunDirectory, role: int) -> tuple[int, int]:
-    records = DirectoryJournal(run.journal).entries("epoch")
-    if not records:
+    info = run.read_run()
+    try:
+        newest = open_journal(info.settings, info.run_id, run.journal).newest("epoch")
+    except JournalError as error:
+        raise CommandError(str(error)) from error
+    if newest is None:
         raise CommandError("no roles have been given yet")
-    seats = EpochRecord.from_dict(records[max(records)]).seats
+    seats = EpochRecord.from_dict(newest[1]).seats
     if role not in seats:
         raise CommandError(f"there is no role {role} (there are 0 to {len(seats) - 1})")
     return seats[role].node, seats[role].slot

@@ -15,10 +15,11 @@ from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import CommandError, listen, raw
 from deadpool_megatron.cli.sizes import add_size, make_info
-from deadpool_megatron.cluster.journal import DirectoryJournal, Journal, JournalError
+from deadpool_megatron.cluster.journal import Journal, JournalError
+from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import Term, claim_term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory
-from deadpool_megatron.wire import auth
+from deadpool_megatron.wire import auth, tls
 
 _EXAMPLES = """\
 Agents that share a run directory need no such command: one of their standbys coordinates.
@@ -67,7 +68,9 @@ def _coordinator(args: argparse.Namespace) -> int:
             raise CommandError("a new run needs --nodes, --nproc-per-node and -- COMMAND")
         check_command(args.command)
         scripts.adopt(args)
-        run.create(make_info(args, arguments.settings_from(args)))
+        settings = arguments.settings_from(args)
+        tls.contexts(settings)
+        run.create(make_info(args, settings))
         auth.create_secret(run.path)
     info = run.read_run()
     host = args.host or info.settings.interface
@@ -76,8 +79,8 @@ def _coordinator(args: argparse.Namespace) -> int:
     else:
         listener = listen(host, args.port)
         print(f"coordinator of run {info.run_id} at {host}:{listener.getsockname()[1]}", flush=True)
-    journal = DirectoryJournal(run.journal)
     try:
+        journal = open_journal(info.settings, info.run_id, run.journal)
         last = newest_term(journal)
         number = 1 if last is None else last.number + 1
         term = claim_term(journal, number, host, listener.getsockname()[1], None)
@@ -98,7 +101,7 @@ def _standby(args: argparse.Namespace) -> int:
     info = run.read_run()
     failpoints.load()
     failpoints.set_context(run_dir=str(run.path), node=args.node_id, process="standby")
-    journal = DirectoryJournal(run.journal)
+    journal = open_journal(info.settings, info.run_id, run.journal)
     options = StandbyOptions(
         run=run,
         info=info,

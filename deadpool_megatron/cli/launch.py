@@ -24,7 +24,8 @@ from deadpool_megatron.cli.preloading import preload_modules
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.agent import AgentOptions, run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_run
-from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.liveness import Ending, last_line
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.cluster.starter import choose_method
@@ -219,11 +220,19 @@ class Launcher:
             self._coordinator.kill()
         if self._agents or self._stop_deadline or self._run.final.exists():
             return
-        if DirectoryJournal(self._run.journal).newest("epoch") is None:
+        if not self._came_up():
             line = last_line(self._run.log("node0-agent"))
             self.trouble = f"no node came up: {line}" if line else "no node came up"
             self._stop_deadline = now + self._info.settings.close_seconds
             self._coordinator.terminate()
+
+    def _came_up(self) -> bool:
+        """Whether an epoch was ever decided; True as well when the journal does not say."""
+        try:
+            journal = open_journal(self._info.settings, self._info.run_id, self._run.journal)
+            return journal.newest("epoch") is not None
+        except JournalError:
+            return True
 
     def _exit_status(self) -> int:
         if self.trouble:

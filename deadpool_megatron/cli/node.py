@@ -33,7 +33,7 @@ from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_
 from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import auth
+from deadpool_megatron.wire import auth, tls
 from deadpool_megatron.wire.framing import WireError
 
 _EXAMPLES = """\
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _create_run(run, args)
     info = _run_of(run, args)
+    tls.contexts(info.settings)  # this node's files are looked at before anything starts
     if fixed is not None:
         _probe(fixed, auth.load_secret(run.path), info)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
@@ -192,7 +193,7 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
     while True:
         try:
             if fixed is not None and not run.coordinator.exists():
-                answer = ask_at(fixed, run, info.run_id, message)
+                answer = ask_at(fixed, run, info.run_id, message, info.settings)
             else:
                 answer = ask(run, message)
             return int(answer["node"])
@@ -238,6 +239,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     check_command(args.command)
     scripts.adopt(args)
     info = make_info(args, arguments.settings_from(args))
+    tls.contexts(info.settings)
     run.path.mkdir(parents=True, exist_ok=True)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
@@ -268,14 +270,16 @@ def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, 
             f"{run.path} is no run directory: share the coordinator's, or give --run-id and"
             f" {auth.ENVIRONMENT_NAME}"
         )
-    answer = ask_at(address, run, args.run_id, {"command": "info"})
+    settings = arguments.settings_from(args)  # those of the run come with the answer
+    answer = ask_at(address, run, args.run_id, {"command": "info"}, settings)
     run.create(RunInfo.from_dict(answer["info"]))
 
 
 def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
     """Fail at once for a wrong address or secret, rather than after the whole patience."""
     try:
-        auth.connect(address, secret, info.run_id, info.settings.connect_seconds).close()
+        limit, contexts = info.settings.connect_seconds, tls.contexts(info.settings)
+        auth.connect(address, secret, info.run_id, limit, contexts).close()
     except auth.AuthenticationError:
         raise
     except (OSError, WireError) as error:

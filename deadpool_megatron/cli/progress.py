@@ -130,7 +130,11 @@ class Progress:
     def look(self) -> None:
         """Show what is new."""
         for event in self._tail.poll():
-            self._show(event)
+            try:
+                self._show(event)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                # Of an agent that has lost its mind; whoever watches must not end the run.
+                self._line(event, f"event {event.kind} cannot be shown: {error!r}", "red")
 
     def close(self) -> None:
         """Show the rest."""

@@ -17,6 +17,7 @@ from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_thread
 from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
 Starts a coordinator, N + S nodes (agent, vault, P training processes each) and follows the run.
@@ -82,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     checks.check_sizes(info)
     checks.check_domains(info)
     checks.check_run_directory(directory)
+    checks.check_journal(directory, info)
+    tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_shared_memory(info)
     checks.check_memory(info)

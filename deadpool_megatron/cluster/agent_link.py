@@ -19,6 +19,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.tls import contexts, open_stream
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -169,7 +170,8 @@ class CoordinatorLink:
         if address is None:
             raise OSError("the coordinator has not said where it listens")
         limit = self._settings.connect_seconds
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(*address), greeting_seconds)
+        tls = contexts(self._settings)
+        reader, writer = await asyncio.wait_for(open_stream(address, tls), greeting_seconds)
         try:
             handshake = connect_stream(reader, writer, self._secret, self._run_id)
             await asyncio.wait_for(handshake, greeting_seconds)

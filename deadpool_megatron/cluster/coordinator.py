@@ -59,6 +59,8 @@ from deadpool_megatron.cluster.telling import RecordTeller
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, without_details
+from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.tls import contexts
 
 EXIT_INTERRUPTED = 130
 _GARBAGE_OBJECTS = 200_000
@@ -95,8 +97,6 @@ class Coordinator:
         self._teller: RecordTeller | None = None
         self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
-            options.secret,
-            options.info.run_id,
             self._settings.connect_seconds,
             self,
             join_credit_seconds=max(
@@ -142,8 +142,13 @@ class Coordinator:
             self._spawn,
         )
         living = asyncio.create_task(self._sign.run())
-        server = await asyncio.start_server(self._peers.serve, sock=self._options.listener)
-        port = self._options.listener.getsockname()[1]
+        options, settings = self._options, self._settings
+        lock = Lock(
+            options.secret, options.info.run_id, contexts(settings), settings.connect_seconds
+        )
+        door = Door(options.listener, lock, self._peers)
+        port = options.listener.getsockname()[1]
+        self._spawn(door.run())
         pid = os.getpid()
         process = {
             "pid": pid,
@@ -178,7 +183,7 @@ class Coordinator:
             for task in self._tasks:
                 task.cancel()
             self._store.close()
-            server.close()
+            door.close()
             self._chronicle.close()
             if self._launcher_lost:
                 # Its part would have been to remove what killed agents have left.
@@ -352,7 +357,7 @@ class Coordinator:
             elif message["t"] == "member":
                 event = self._member_event(peer.node, message)
             item = translate.from_agent(peer.node, message, self._state.layouts)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
             return
         if event is not None:

@@ -41,7 +41,7 @@ class Journal(ABC):
     @abstractmethod
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """Make the entry durable. Raises LostRace when another one has that name already, and
-        JournalError when it cannot be known to be durable.
+        JournalError when it cannot be known to be durable; the same entry may be written again.
         """
 
     @abstractmethod
@@ -66,6 +66,8 @@ class DirectoryJournal(Journal):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        # Entries that have their name, of which it is not known that they are durable.
+        self._uncertain: dict[Path, str] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:

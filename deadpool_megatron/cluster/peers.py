@@ -1,7 +1,8 @@
 """The coordinator's connections: who is connected, what they said last, what they are told.
 
-A connection is authenticated before anything else is read from it. It is an agent's (first message
-``join``) or a command's (``control``). Strangers are refused, counted, and reported now and then.
+A connection has come through the door (:mod:`~deadpool_megatron.wire.door`). It is an agent's
+(first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
+and then.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 _REPORTED_REFUSALS = 100
 _PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
+# What comes of values of the wrong type or size; an infinite "integer" overflows.
+_MALFORMED = (WireError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass
@@ -106,8 +108,6 @@ class Peers:
 
     def __init__(
         self,
-        secret: bytes,
-        run_id: str,
         connect_seconds: float,
         events: PeerEvents,
         join_credit_seconds: float = 0.0,
@@ -118,8 +118,6 @@ class Peers:
         """
         self.agents: dict[int, AgentPeer] = {}
         self.refusals = 0
-        self._secret = secret
-        self._run_id = run_id
         self._connect_seconds = connect_seconds
         self._acknowledge_seconds = acknowledge_seconds
         self._events = events
@@ -157,13 +155,12 @@ class Peers:
             del self.agents[peer.node]
         peer.writer.close()
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, from accept to its end."""
-        address = writer.get_extra_info("peername")
-        who = f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+    async def serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str
+    ) -> None:
+        """One authenticated connection, to its end."""
         try:
             async with asyncio.timeout(self._connect_seconds):
-                await accept_stream(reader, writer, self._secret, self._run_id)
                 first = await framing.read_frame(reader)
             if first.get("t") == "join":
                 await self._serve_agent(reader, writer, first)
@@ -172,10 +169,12 @@ class Peers:
                 await self._bounded(writer.drain())
             else:
                 raise WireError(f"unknown first message {str(first.get('t'))[:40]!r}")
-        except (WireError, KeyError, TypeError, ValueError) as error:
-            self._refuse(who, f"{type(error).__name__}: {error}")
+        except ConnectionClosed:
+            pass  # who only wanted to know whether the greeting works
+        except _MALFORMED as error:
+            self.refuse(who, f"{type(error).__name__}: {error}")
         except TimeoutError:
-            self._refuse(who, f"no complete greeting within {self._connect_seconds:g} s")
+            self.refuse(who, f"no first message within {self._connect_seconds:g} s")
         except OSError:
             pass  # reset by the peer; an agent's end is reported where it was served
         finally:
@@ -184,7 +183,8 @@ class Peers:
     async def _bounded(self, awaitable: Awaitable[Any]) -> Any:
         return await asyncio.wait_for(awaitable, self._connect_seconds)
 
-    def _refuse(self, who: str, why: str) -> None:
+    def refuse(self, who: str, why: str) -> None:
+        """Count somebody or something that was not let in."""
         self.refusals += 1
         if self.refusals <= _REPORTED_REFUSALS:
             self._events.refused(who, why)
@@ -214,9 +214,9 @@ class Peers:
             cause = f"connection lost: {error.strerror or error}"
             # Something between has cut it: an agent that lives comes again at once.
             await asyncio.sleep(_RECONNECT_SECONDS)
-        except (WireError, KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             cause = f"agent sent garbage: {type(error).__name__}: {error}"
-            self._refuse(f"agent of node {node}", cause)
+            self.refuse(f"agent of node {node}", cause)
         finally:
             if self.agents.get(node) is peer:
                 del self.agents[node]

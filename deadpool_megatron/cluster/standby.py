@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.tls import contexts
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.
 _CALM_BEATS = 4
@@ -134,10 +135,10 @@ class Standby:
         return self._record
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:
-        options = self._options
-        run_id = options.info.run_id
+        info, limit = self._options.info, self._rhythm.beat
+        tls = contexts(info.settings)
         try:
-            with auth.connect(address, options.secret, run_id, self._rhythm.beat) as connection:
+            with auth.connect(address, self._options.secret, info.run_id, limit, tls) as connection:
                 framing.send(connection, {"t": "control", "command": "info"})
                 framing.receive(connection)
         except ConnectionRefusedError:

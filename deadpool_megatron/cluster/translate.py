@@ -45,7 +45,10 @@ def from_agent(
     """
     kind = message["t"]
     if kind == "inventory":
-        return inputs.NodeInventory(unpack_inventory(message["inventory"], layouts))
+        inventory = unpack_inventory(message["inventory"], layouts)
+        if inventory.node != node:
+            raise ValueError(f"inventory of node {inventory.node}")
+        return inputs.NodeInventory(inventory)
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")

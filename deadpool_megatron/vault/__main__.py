@@ -20,7 +20,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.transport import TcpTransport
-from deadpool_megatron.wire import auth
+from deadpool_megatron.wire import auth, tls
 
 
 def _die(details: threading.ExceptHookArgs) -> None:
@@ -50,11 +50,12 @@ def main() -> int:
         secret = auth.load_secret(given.run_dir)
         settings = Settings.from_environment(os.environ)
         run_id = os.environ["DEADPOOL_RUN_ID"]
+        contexts = tls.contexts(settings)
     except (auth.AuthenticationError, ValueError, KeyError) as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2
     listener = socket.socket(fileno=given.tcp_fd)
-    transport = TcpTransport(listener, secret, run_id, settings.connect_seconds)
+    transport = TcpTransport(listener, secret, run_id, settings.connect_seconds, contexts)
     local = socket.socket(fileno=given.unix_fd)
     vault = Vault(given.node, given.segment_dir, settings, transport, local)
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,11 +23,19 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
 from deadpool_megatron.vault.table import Place
-from deadpool_megatron.vault.transport import Channel, Transport
+from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transport
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
 _MOST_CONNECTIONS = 256
+# Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
+# next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
+_MOST_STRANGERS = 64
+_STRANGER_SECONDS = HANDSHAKE_SECONDS
+_CROWDED_SECONDS = 0.5
+_PAUSE_SECONDS = 0.02
+# What comes of values of the wrong type or size; an infinite "integer" overflows.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
 
 
 class Server:
@@ -38,6 +48,7 @@ class Server:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
+        self._strangers: dict[Channel, float] = {}  # since when, in order of arrival
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
@@ -58,6 +69,9 @@ class Server:
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
+            if not self._has_room():
+                self._stopping.wait(_PAUSE_SECONDS)
+                continue
             try:
                 channel = self._transport.accept(0.5)
             except OSError as error:  # no file descriptor left, for one
@@ -70,6 +84,7 @@ class Server:
                 full = len(self._channels) >= _MOST_CONNECTIONS
                 if not full:
                     self._channels.add(channel)
+                    self._strangers[channel] = time.monotonic()
             if full:
                 self._state.refuse("too many connections")
                 channel.close()
@@ -77,9 +92,32 @@ class Server:
             name = f"serve-{next(self._numbers)}"
             threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True).start()
 
-    def _serve(self, channel: Channel) -> None:
+    def _has_room(self) -> bool:
+        """Put out strangers who have had their time; False: too many of them are left."""
+        with self._lock:
+            crowded = len(self._strangers) >= _MOST_STRANGERS
+            limit = _CROWDED_SECONDS if crowded else _STRANGER_SECONDS
+            late = [c for c, since in self._strangers.items() if time.monotonic() - since > limit]
+            for channel in late:
+                del self._strangers[channel]
+                channel.shutdown()  # its thread counts it
+            return len(self._strangers) < _MOST_STRANGERS
+
+    def _authenticate(self, channel: Channel) -> bool:
         try:
             channel.authenticate()
+        except (OSError, WireError) as error:
+            self._state.refuse("connection", why_exactly=error)
+            return False
+        finally:
+            with self._lock:
+                self._strangers.pop(channel, None)
+        return True
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            if not self._authenticate(channel):
+                return
             connection = _Connection(self._state, channel)
             while not self._stopping.is_set():
                 if channel.readable(1.0):
@@ -88,7 +126,7 @@ class Server:
             pass
         except WireError as error:
             self._state.refuse("connection", why_exactly=error)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
+        except _MALFORMED as error:
             self._state.refuse("malformed message", why_exactly=repr(error))
         except (OSError, VaultError) as error:
             log.info("%s: %s", threading.current_thread().name, error)
@@ -206,6 +244,8 @@ class _Connection:
         seat = record.seats.get(role)
         if seat is None or seat.node != int(message["node"]):
             return "sender has no such role"
+        if not 0 <= generation.iteration < 1 << 63:
+            return "impossible iteration"
         if generation.lineage != epoch and generation != record.restore.generation:
             return "abandoned lineage"
         layout = self._layout

@@ -9,15 +9,22 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.tls import Tls
 
-# A stranger that connects and says nothing may hold a thread no longer than this.
+# No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
+
+
+def realm_of(run_id: str) -> str:
+    """What the handshake between vaults is about; not the coordinator's."""
+    return f"{run_id}/vault"
 
 
 class Channel(ABC):
@@ -25,7 +32,7 @@ class Channel(ABC):
 
     @abstractmethod
     def authenticate(self) -> None:
-        """Accepting side, before anything else. Raises AuthenticationError for a stranger."""
+        """Accepting side, before anything else. Raises WireError or OSError for a stranger."""
 
     @abstractmethod
     def send(self, message: Mapping[str, Any]) -> None:
@@ -73,21 +80,25 @@ class Transport(ABC):
 
 
 class SocketChannel(Channel):
-    """A channel over a connected stream socket; ``secret`` None leaves authentication out."""
+    """A channel over a connected stream socket, under TLS perhaps; ``secret`` None leaves
+    authentication out.
+    """
 
     def __init__(
-        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, run_id: str
+        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, realm: str
     ) -> None:
         self._socket = connection
         self._deadline_seconds = deadline_seconds
         self._secret = secret
-        self._run_id = run_id
+        self._realm = realm
         connection.settimeout(deadline_seconds)
 
     def authenticate(self) -> None:
         if self._secret is not None:
             self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
-            auth.accept(self._socket, self._secret, self._run_id)
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.do_handshake()
+            auth.accept(self._socket, self._secret, self._realm)
             self._socket.settimeout(self._deadline_seconds)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -103,6 +114,8 @@ class SocketChannel(Channel):
         framing.receive_into(self._socket, target)
 
     def readable(self, seconds: float) -> bool:
+        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
+            return True  # decrypted already: the descriptor knows nothing of it
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
@@ -111,33 +124,40 @@ class SocketChannel(Channel):
         return bool(poll.poll(seconds * 1000))
 
     def shutdown(self) -> None:
+        # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()
 
 
 class TcpTransport(Transport):
-    """TCP with the handshake of :mod:`deadpool_megatron.wire.auth`.
+    """TCP, or TLS over it, with the handshake of :mod:`deadpool_megatron.wire.auth`.
 
     The listening socket is made by the agent and inherited, so the address and the backlog of
     connections survive a restart of the vault.
     """
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, run_id: str, deadline_seconds: float
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        run_id: str,
+        deadline_seconds: float,
+        tls: Tls | None = None,
     ) -> None:
         self._listener = listener
         self._secret = secret
-        self._run_id = run_id
+        self._realm = realm_of(run_id)
         self._deadline_seconds = deadline_seconds
+        self._tls = tls
 
     def connect(self, host: str, port: int) -> Channel:
         connection = auth.connect(
-            (host, port), self._secret, self._run_id, timeout_seconds=self._deadline_seconds
+            (host, port), self._secret, self._realm, self._deadline_seconds, self._tls
         )
-        return SocketChannel(connection, self._deadline_seconds, self._secret, self._run_id)
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
 
     def accept(self, seconds: float) -> Channel | None:
         self._listener.settimeout(seconds)
@@ -147,7 +167,9 @@ class TcpTransport(Transport):
             return None
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        return SocketChannel(connection, self._deadline_seconds, self._secret, self._run_id)
+        if self._tls is not None:
+            connection = self._tls.wrap(connection, accepted=True)
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:
         self._listener.close()

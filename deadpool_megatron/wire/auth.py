@@ -1,9 +1,13 @@
 """Mutual challenge-response with the run secret, before any other message of a TCP connection.
 
-Each side proves that it knows the secret without sending it: HMAC-SHA256 over both nonces, both
-sides' announced purposes and a direction label, so that a recorded or reflected answer is useless.
-The run secret is made by the launcher (file ``secret`` in the run directory, mode 0600) or given in
+Each side proves that it knows the secret without sending it: HMAC-SHA256 over a direction label,
+the realm (the run, and which of its services is meant), and the nonces of both sides. So a recorded
+answer, one reflected to its sender, and one got from another service are useless. The run secret is
+made by the launcher (file ``secret`` in the run directory, mode 0600) or given in
 ``DEADPOOL_SECRET``.
+
+Nothing behind the handshake is authenticated or encrypted by it; where somebody may sit between two
+nodes, that takes TLS (:mod:`~deadpool_megatron.wire.tls`).
 """
 
 from __future__ import annotations
@@ -11,17 +15,21 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import re
 import secrets
 import socket
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.tls import Tls
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 # A stranger's first frame may be no larger than a challenge needs.
 _HANDSHAKE_BYTES = 4096
+_NONCE = re.compile(r"[0-9a-f]{32}")
+_LEAST_SECRET_BYTES = 16
 
 
 class AuthenticationError(WireError):
@@ -31,16 +39,18 @@ class AuthenticationError(WireError):
 def load_secret(run_directory: Path) -> bytes:
     """The run secret from the environment or the run directory.
 
-    Raises AuthenticationError when there is none or its file can be read by others.
+    Raises AuthenticationError when there is none, its file can be read by others, or it is so
+    short that it could be guessed. White space around it does not count.
     """
     text = os.environ.get(ENVIRONMENT_NAME)
     if text:
-        return text.encode()
+        return _checked(text.encode().strip(), ENVIRONMENT_NAME)
     path = run_directory / "secret"
     try:
-        if path.stat().st_mode & 0o077:
-            raise AuthenticationError(f"{path} can be read by others: chmod 600 it")
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_mode & 0o077:
+                raise AuthenticationError(f"{path} can be read by others: chmod 600 it")
+            return _checked(file.read().strip(), str(path))
     except OSError as error:
         raise AuthenticationError(
             f"no run secret: set {ENVIRONMENT_NAME} or make {path} readable ({error.strerror})"
@@ -61,59 +71,85 @@ def create_secret(run_directory: Path) -> None:
         temporary.unlink()
 
 
-def _proof(secret: bytes, label: str, run_id: str, ours: str, theirs: str) -> str:
-    return hmac.new(secret, f"{label}|{run_id}|{ours}|{theirs}".encode(), "sha256").hexdigest()
+def _checked(secret: bytes, place: str) -> bytes:
+    if len(secret) < _LEAST_SECRET_BYTES:
+        raise AuthenticationError(
+            f"the run secret in {place} has less than {_LEAST_SECRET_BYTES} characters: make one"
+            " with 'openssl rand -hex 32'"
+        )
+    return secret
+
+
+def _proof(secret: bytes, label: str, realm: str, ours: str, theirs: str) -> str:
+    return hmac.new(secret, f"{label}|{realm}|{ours}|{theirs}".encode(), "sha256").hexdigest()
+
+
+def _nonce_of(message: dict[str, Any]) -> str:
+    """The other side's nonce; anything but 16 bytes in hexadecimal is refused."""
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str) or not _NONCE.fullmatch(nonce):
+        raise AuthenticationError("peer sent no proper nonce")
+    return nonce
 
 
 class Handshake:
     """The three messages as pure data, shared by the blocking and the asyncio form."""
 
-    def __init__(self, secret: bytes, run_id: str) -> None:
+    def __init__(self, secret: bytes, realm: str) -> None:
         self._secret = secret
-        self._run_id = run_id
+        self._realm = realm
         self._nonce = secrets.token_hex(16)
         self._peer_nonce = ""
 
     def hello(self) -> dict[str, Any]:
         """First message, of the connecting side."""
-        return {"t": "hello", "run": self._run_id, "nonce": self._nonce}
+        return {"t": "hello", "run": self._realm, "nonce": self._nonce}
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Second message, of the accepting side: its nonce and its proof."""
-        if hello.get("t") != "hello" or hello.get("run") != self._run_id:
+        if hello.get("t") != "hello" or hello.get("run") != self._realm:
             raise AuthenticationError("peer belongs to another run")
-        self._peer_nonce = str(hello.get("nonce", ""))[:64]
-        proof = _proof(self._secret, "accept", self._run_id, self._nonce, self._peer_nonce)
+        self._peer_nonce = _nonce_of(hello)
+        proof = _proof(self._secret, "accept", self._realm, self._nonce, self._peer_nonce)
         return {"t": "challenge", "nonce": self._nonce, "proof": proof}
 
     def answer(self, challenge: dict[str, Any]) -> dict[str, Any]:
         """Third message, of the connecting side, after it has checked the other's proof."""
-        self._peer_nonce = str(challenge.get("nonce", ""))[:64]
-        self._check(challenge, "accept")
-        proof = _proof(self._secret, "connect", self._run_id, self._nonce, self._peer_nonce)
+        self._peer_nonce = _nonce_of(challenge)
+        self._check(challenge, "challenge", "accept")
+        proof = _proof(self._secret, "connect", self._realm, self._nonce, self._peer_nonce)
         return {"t": "answer", "proof": proof}
 
     def verify(self, answer: dict[str, Any]) -> None:
         """The accepting side's check of the third message."""
-        self._check(answer, "connect")
+        self._check(answer, "answer", "connect")
 
-    def _check(self, message: dict[str, Any], label: str) -> None:
-        wanted = _proof(self._secret, label, self._run_id, self._peer_nonce, self._nonce)
-        if not hmac.compare_digest(wanted, str(message.get("proof", ""))):
+    def _check(self, message: dict[str, Any], kind: str, label: str) -> None:
+        wanted = _proof(self._secret, label, self._realm, self._peer_nonce, self._nonce)
+        # As bytes: text that is not ASCII cannot be compared in constant time.
+        given = str(message.get("proof", "")).encode(errors="replace")
+        if message.get("t") != kind or not hmac.compare_digest(wanted.encode(), given):
             raise AuthenticationError("peer does not know the run secret")
 
 
 def connect(
-    address: tuple[str, int], secret: bytes, run_id: str, timeout_seconds: float
+    address: tuple[str, int],
+    secret: bytes,
+    realm: str,
+    timeout_seconds: float,
+    tls: Tls | None = None,
 ) -> socket.socket:
     """Open an authenticated TCP connection; the timeout stays set on the socket.
 
-    Raises OSError when nobody listens and AuthenticationError for a stranger.
+    Raises OSError when nobody listens or TLS fails, and AuthenticationError for a stranger.
     """
     connection = socket.create_connection(address, timeout=timeout_seconds)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        handshake = Handshake(secret, run_id)
+        if tls is not None:
+            connection = tls.wrap(connection, accepted=False)
+            connection.do_handshake()
+        handshake = Handshake(secret, realm)
         framing.send(connection, handshake.hello())
         framing.send(connection, handshake.answer(framing.receive(connection, _HANDSHAKE_BYTES)))
     except BaseException:
@@ -122,18 +158,18 @@ def connect(
     return connection
 
 
-def accept(connection: socket.socket, secret: bytes, run_id: str) -> None:
+def accept(connection: socket.socket, secret: bytes, realm: str) -> None:
     """Authenticate a connection just accepted; the caller has set its timeout."""
-    handshake = Handshake(secret, run_id)
+    handshake = Handshake(secret, realm)
     framing.send(connection, handshake.challenge(framing.receive(connection, _HANDSHAKE_BYTES)))
     handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
 
 
 async def connect_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, run_id: str
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, realm: str
 ) -> None:
     """Asyncio form of the connecting side; the caller bounds the time."""
-    handshake = Handshake(secret, run_id)
+    handshake = Handshake(secret, realm)
     writer.write(framing.encode(handshake.hello()))
     challenge = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.answer(challenge)))
@@ -141,11 +177,18 @@ async def connect_stream(
 
 
 async def accept_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, run_id: str
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, realm: str
 ) -> None:
-    """Asyncio form of the accepting side; the caller bounds the time."""
-    handshake = Handshake(secret, run_id)
+    """Asyncio form of the accepting side; the caller bounds the time.
+
+    Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
+    """
+    handshake = Handshake(secret, realm)
     hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.challenge(hello)))
     await writer.drain()
-    handshake.verify(await framing.read_frame(reader, _HANDSHAKE_BYTES))
+    try:
+        answer = await framing.read_frame(reader, _HANDSHAKE_BYTES)
+    except ConnectionClosed as error:
+        raise AuthenticationError("peer left without an answer") from error
+    handshake.verify(answer)

@@ -27,6 +27,10 @@ class ConnectionClosed(WireError):
     """The peer closed the connection at a frame boundary (or died)."""
 
 
+class ConnectionCut(ConnectionClosed):
+    """The connection ended in the middle of a frame."""
+
+
 def encode(message: Mapping[str, Any]) -> bytes:
     """One frame. Raises WireError when the message is over the size limit."""
     body = json.dumps(message, separators=(",", ":")).encode()
@@ -112,7 +116,12 @@ async def read_frame(
 ) -> dict[str, Any]:
     """Receive one frame from an asyncio stream; same errors as :func:`receive`."""
     try:
-        length = decode_header(await reader.readexactly(HEADER_BYTES), limit_bytes)
+        header = await reader.readexactly(HEADER_BYTES)
+    except asyncio.IncompleteReadError as error:
+        kind = ConnectionCut if error.partial else ConnectionClosed
+        raise kind("connection closed") from error
+    length = decode_header(header, limit_bytes)
+    try:
         return decode_body(await reader.readexactly(length))
     except asyncio.IncompleteReadError as error:
-        raise ConnectionClosed("connection closed") from error
+        raise ConnectionCut("connection closed") from error

@@ -180,7 +180,7 @@ def test_commands_about_a_run_that_is_not_there(
 
 def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = old_run(tmp_path / "old")
-    (run.path / "secret").write_text("s")
+    (run.path / "secret").write_text("s" * 32)
     (run.path / "secret").chmod(0o600)
     assert "no coordinator yet" in complain(capsys, "status", str(run.path))
     with socket.socket() as unused:

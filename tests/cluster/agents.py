@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.journal import Journal
+from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import Term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind, read_events
@@ -132,9 +133,14 @@ class Agents:
         """Until training has gone on by so many steps from now."""
         self.wait_iteration(self.newest_iteration() + iterations)
 
+    def journal(self) -> Journal:
+        """The run's, wherever it is."""
+        info = self.run.read_run()
+        return open_journal(info.settings, info.run_id, self.run.journal)
+
     def term(self) -> Term:
         """The newest term, once there is one."""
-        journal = DirectoryJournal(self.run.journal)
+        journal = self.journal()
         return self.wait_for("a coordinator", lambda: newest_term(journal))  # type: ignore[no-any-return]
 
     def wait_term(self, number: int) -> Term:
@@ -149,7 +155,7 @@ class Agents:
 
     def epochs(self) -> list[int]:
         """Numbers of all records."""
-        return list(DirectoryJournal(self.run.journal).entries("epoch"))
+        return list(self.journal().entries("epoch"))
 
     def power_off(self, node: int) -> None:
         """SIGKILL everything on a node: agent first, which takes members and standby along."""

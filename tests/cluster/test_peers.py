@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import connect_stream
+from deadpool_megatron.wire.door import Door, Lock
 
 SECRET = b"secret"
 SECONDS = 20.0
@@ -73,13 +74,16 @@ def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
 
     async def run() -> Events:
         events = Events()
-        peers = Peers(SECRET, "run", connect_seconds, events)
+        peers = Peers(connect_seconds, events)
         events.peers = peers
-        server = await asyncio.start_server(peers.serve, "127.0.0.1", 0)
+        listener = socket.create_server(("127.0.0.1", 0))
+        door = Door(listener, Lock(SECRET, "run", None, connect_seconds), peers)
+        opened = asyncio.create_task(door.run())
         try:
-            await scenario(events, server.sockets[0].getsockname())
+            await scenario(events, listener.getsockname())
         finally:
-            server.close()
+            opened.cancel()
+            door.close()
         return events
 
     return asyncio.run(run())

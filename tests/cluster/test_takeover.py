@@ -10,7 +10,9 @@ from pathlib import Path
 from deadpool_megatron.cluster.run_directory import read_json
 from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
+from tests.cluster.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
+from tests.wire import certificates
 
 
 def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path: Path) -> None:
@@ -36,6 +38,28 @@ def test_killed_coordinator_is_followed_by_another_and_training_goes_on(tmp_path
         assert status.returncode == 0, status.stderr
         run.finish()
     assert len(run.events(Kind.RUN_ENDED)) == 1
+
+
+def test_standbys_take_over_through_etcd_and_under_tls(tmp_path: Path) -> None:
+    """Nothing of this goes through files: neither terms nor signs of life nor decisions."""
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdServer(tmp_path / "etcd")
+    files = certificates.options(certificates.make(tmp_path / "tls"))
+    # TLS takes its time on a busy machine, and etcd syncs: the limits are the ordinary ones.
+    ordinary = ("--deadpool-fence-seconds", "6", "--deadpool-node-silence-seconds", "8")
+    options = (*files, *ordinary, "--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
+    try:
+        with Agents(tmp_path / "r", options=options) as run:
+            run.wait_iteration(5)
+            os.kill(run.term().pid, signal.SIGKILL)
+            run.wait_term(2)
+            run.wait_more(5)
+            assert run.epochs() == [1]
+            assert deadpool("status", str(run.run.path)).returncode == 0
+            run.finish()
+            assert list(run.run.journal.iterdir()) == []
+    finally:
+        etcd.kill()
 
 
 def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path) -> None:

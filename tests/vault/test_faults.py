@@ -19,6 +19,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import Segment, copy_name, own_name
+from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from tests.vault.harness import (
     RUN_ID,
@@ -333,7 +334,7 @@ class Peer:
     def __init__(self, running: Cluster, node: int) -> None:
         secret = auth.load_secret(running.directory)
         address = ("127.0.0.1", running.nodes[node].port)
-        self.socket = auth.connect(address, secret, RUN_ID, 10.0)
+        self.socket = auth.connect(address, secret, realm_of(RUN_ID), 10.0)
 
     def put(
         self,
@@ -451,9 +452,9 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
         talk(framing.MAGIC + (100 << 20).to_bytes(4, "big") + b"{}")
         talk(framing.encode({"t": "hello", "run": "another", "nonce": "1"}))
         with pytest.raises(framing.WireError):
-            auth.connect(address, b"wrong", RUN_ID, 5)
+            auth.connect(address, b"wrong" * 8, realm_of(RUN_ID), 5)
         with socket.create_connection(address, 5) as liar:
-            framing.send(liar, {"t": "hello", "run": RUN_ID, "nonce": "1"})
+            framing.send(liar, {"t": "hello", "run": realm_of(RUN_ID), "nonce": "0" * 32})
             framing.receive(liar)
             framing.send(liar, {"t": "answer", "proof": "0" * 64})
             assert is_cut(liar)

@@ -1,0 +1,241 @@
+"""A small client of etcd v3: its JSON gateway over the standard library's HTTP.
+
+Only what a journal needs. Each request opens a connection of its own, has a time limit, and goes to
+the endpoints in turn, the one that answered last first, until one answers or the call's limit is
+over. So a call may be carried out more than once: callers send only what may be repeated.
+
+Credentials come from the environment variables that ``etcdctl`` reads: ``ETCDCTL_CACERT``,
+``ETCDCTL_CERT``, ``ETCDCTL_KEY``, ``ETCDCTL_USER`` (``NAME:PASSWORD`` or a name) and
+``ETCDCTL_PASSWORD``.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_REQUEST_SECONDS = 2.0
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.5
+_MOST_ANSWER_BYTES = 64 << 20
+_UNAUTHENTICATED = 401
+# Besides 5xx: request time-out, too many requests, client closed request (gRPC "cancelled").
+_PASSING = (408, 429, 499)
+
+
+class EtcdError(Exception):
+    """No endpoint answered in time, or etcd refused; one line, without any credential."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """``tls``: None speaks plain HTTP. ``name`` empty: etcd's own users are not used."""
+
+    tls: ssl.SSLContext | None = None
+    name: str = ""
+    password: str = field(default="", repr=False)
+
+
+def credentials_from(environment: Mapping[str, str], secure: bool) -> Credentials:
+    """What the environment gives. Raises EtcdError for files that cannot be loaded."""
+    name, _, password = environment.get("ETCDCTL_USER", "").partition(":")
+    password = password or environment.get("ETCDCTL_PASSWORD", "")
+    if not secure:
+        return Credentials(None, name, password)
+    authority = environment.get("ETCDCTL_CACERT") or None
+    certificate, key = environment.get("ETCDCTL_CERT"), environment.get("ETCDCTL_KEY")
+    try:
+        tls = ssl.create_default_context(cafile=authority)
+        if certificate:
+            tls.load_cert_chain(certificate, key or None)
+    except OSError as error:
+        names = ", ".join(str(path) for path in (authority, certificate, key) if path)
+        raise EtcdError(
+            f"etcd's certificates cannot be loaded ({error.strerror or error}): look at {names}"
+        ) from error
+    return Credentials(tls, name, password)
+
+
+class _Unavailable(Exception):
+    """This endpoint cannot answer now; another one, or the same one later, may."""
+
+
+class _TokenExpired(Exception):
+    """The token of an earlier log-in is not valid any more."""
+
+
+class EtcdClient:
+    """Thread-safe. ``limit_seconds`` is the default limit of a call."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        credentials: Credentials,
+        limit_seconds: float,
+    ) -> None:
+        self._endpoints = tuple(endpoints)
+        self._credentials = credentials
+        self._limit_seconds = limit_seconds
+        self._preferred = 0
+        self._token = ""
+
+    def put_if_absent(self, key: str, value: bytes) -> bytes | None:
+        """Make ``key`` in one transaction: None when this was done, else the value that is there.
+
+        When an answer was lost and the request is repeated, that value may be our own.
+        """
+        name = _text(key.encode())
+        answer = self._call(
+            "/v3/kv/txn",
+            {
+                "compare": [
+                    {"key": name, "target": "CREATE", "result": "EQUAL", "create_revision": "0"}
+                ],
+                "success": [{"request_put": {"key": name, "value": _text(value)}}],
+                "failure": [{"request_range": {"key": name}}],
+            },
+        )
+        if answer.get("succeeded"):
+            return None
+        return _value(answer["responses"][0]["response_range"]["kvs"][0])
+
+    def put(self, key: str, value: bytes, limit_seconds: float | None = None) -> None:
+        """Set a key."""
+        message = {"key": _text(key.encode()), "value": _text(value)}
+        self._call("/v3/kv/put", message, limit_seconds)
+
+    def get(self, key: str, limit_seconds: float | None = None) -> bytes | None:
+        """The value of a key, as a majority of etcd has it; None when it is not there."""
+        answer = self._call("/v3/kv/range", {"key": _text(key.encode())}, limit_seconds)
+        found = answer.get("kvs", [])
+        return _value(found[0]) if found else None
+
+    def keys(self, prefix: str) -> list[str]:
+        """All keys that start with ``prefix``, ascending."""
+        start = prefix.encode()
+        message = {"key": _text(start), "range_end": _text(_end_of(start)), "keys_only": True}
+        answer = self._call("/v3/kv/range", message)
+        return sorted(base64.b64decode(kv["key"]).decode() for kv in answer.get("kvs", []))
+
+    def delete(self, prefix: str) -> None:
+        """Remove all keys that start with ``prefix``."""
+        start = prefix.encode()
+        self._call("/v3/kv/deleterange", {"key": _text(start), "range_end": _text(_end_of(start))})
+
+    def _call(
+        self, path: str, message: Mapping[str, Any], limit_seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Ask until somebody answers. Raises EtcdError."""
+        limit = self._limit_seconds if limit_seconds is None else limit_seconds
+        deadline = time.monotonic() + limit
+        each = min(_REQUEST_SECONDS, limit / len(self._endpoints))
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            causes = []
+            for turn in range(len(self._endpoints)):
+                index = (self._preferred + turn) % len(self._endpoints)
+                try:
+                    answer = self._ask(self._endpoints[index], path, message, each)
+                except (OSError, ValueError, http.client.HTTPException, _Unavailable) as error:
+                    host, port = self._endpoints[index]
+                    causes.append(f"{host}:{port}: {str(error) or type(error).__name__}")
+                    continue
+                self._preferred = index
+                return answer
+            if time.monotonic() + pause > deadline:
+                raise EtcdError(f"etcd does not answer within {limit:g} s ({'; '.join(causes)})")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _ask(
+        self, endpoint: tuple[str, int], path: str, message: Mapping[str, Any], seconds: float
+    ) -> dict[str, Any]:
+        """Ask one endpoint, after a log-in where etcd wants one."""
+        if not self._credentials.name:
+            return self._request(endpoint, path, message, seconds, "")
+        for _ in range(2):
+            token = self._token or self._log_in(endpoint, seconds)
+            try:
+                return self._request(endpoint, path, message, seconds, token)
+            except _TokenExpired:
+                self._token = ""
+        raise _Unavailable("a fresh token is not accepted")
+
+    def _log_in(self, endpoint: tuple[str, int], seconds: float) -> str:
+        known = {"name": self._credentials.name, "password": self._credentials.password}
+        answer = self._request(endpoint, "/v3/auth/authenticate", known, seconds, "")
+        self._token = str(answer["token"])
+        return self._token
+
+    def _request(
+        self,
+        endpoint: tuple[str, int],
+        path: str,
+        message: Mapping[str, Any],
+        seconds: float,
+        token: str,
+    ) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        connection = self._connection(endpoint, seconds)
+        try:
+            headers = {"Authorization": token} if token else {}
+            connection.request("POST", path, json.dumps(message), headers)
+            response = connection.getresponse()
+            data = bytearray()
+            while piece := response.read1(1 << 20):
+                data += piece
+                if len(data) > _MOST_ANSWER_BYTES:
+                    raise _Unavailable(f"answer of more than {_MOST_ANSWER_BYTES} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError("timed out in the middle of the answer")
+        finally:
+            connection.close()
+        return _judge(response.status, bytes(data), bool(token))
+
+    def _connection(self, endpoint: tuple[str, int], seconds: float) -> http.client.HTTPConnection:
+        host, port = endpoint
+        tls = self._credentials.tls
+        if tls is None:
+            return http.client.HTTPConnection(host, port, timeout=seconds)
+        return http.client.HTTPSConnection(host, port, timeout=seconds, context=tls)
+
+
+def _judge(status: int, data: bytes, had_token: bool) -> dict[str, Any]:
+    """The answer, or what its failure means."""
+    if status == _UNAUTHENTICATED and had_token:
+        raise _TokenExpired
+    try:
+        answer = json.loads(data)
+    except ValueError:
+        answer = None
+    if status >= 500 or status in _PASSING:
+        raise _Unavailable(_reason(answer) or f"HTTP status {status}")
+    if status != 200:
+        raise EtcdError(f"etcd refuses: {_reason(answer) or f'HTTP status {status}'}")
+    if not isinstance(answer, dict):
+        raise _Unavailable("the answer is not that of etcd's JSON gateway")
+    return answer
+
+
+def _reason(answer: Any) -> str:
+    return str(answer.get("error", ""))[:200] if isinstance(answer, dict) else ""
+
+
+def _end_of(prefix: bytes) -> bytes:
+    """The first key behind all that start with ``prefix`` (which ends in a slash here)."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _value(kv: Mapping[str, Any]) -> bytes:
+    """The gateway leaves out what is empty."""
+    return base64.b64decode(kv.get("value", ""))

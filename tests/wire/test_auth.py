@@ -1,0 +1,140 @@
+"""The secret and the handshake: what is recorded, reflected, relayed or guessed is of no use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.wire.auth import (
+    AuthenticationError,
+    Handshake,
+    create_secret,
+    load_secret,
+)
+from tests.wire.visitors import SECRET
+
+
+def test_the_secret_is_made_once_and_belongs_to_its_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
+    create_secret(tmp_path)
+    path = tmp_path / "secret"
+    assert path.stat().st_mode & 0o777 == 0o600
+    first = load_secret(tmp_path)
+    create_secret(tmp_path)
+    assert load_secret(tmp_path) == first
+    assert [entry.name for entry in tmp_path.iterdir()] == ["secret"]
+    for mode in (0o640, 0o604, 0o620, 0o601):
+        path.chmod(mode)
+        with pytest.raises(AuthenticationError, match="can be read by others: chmod 600 it"):
+            load_secret(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "short", " " * 40])
+def test_a_secret_that_could_be_guessed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (tmp_path / "secret").write_text(text)
+    (tmp_path / "secret").chmod(0o600)
+    monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
+    with pytest.raises(AuthenticationError, match="less than 16 characters") as caught:
+        load_secret(tmp_path)
+    assert "short" not in str(caught.value)
+
+
+def test_the_environment_comes_first_and_a_line_end_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create_secret(tmp_path)
+    with open(tmp_path / "secret", "ab") as file:
+        file.write(b"\n")
+    monkeypatch.delenv("DEADPOOL_SECRET", raising=False)
+    known = load_secret(tmp_path)
+    monkeypatch.setenv("DEADPOOL_SECRET", known.decode() + "\n")
+    assert load_secret(tmp_path / "elsewhere") == known
+    monkeypatch.delenv("DEADPOOL_SECRET")
+    with pytest.raises(AuthenticationError, match="no run secret: set DEADPOOL_SECRET"):
+        load_secret(tmp_path / "elsewhere")
+
+
+def sides(realm: str = "run") -> tuple[Handshake, Handshake]:
+    return Handshake(SECRET, realm), Handshake(SECRET, realm)
+
+
+def test_both_sides_prove_themselves() -> None:
+    connecting, accepting = sides()
+    answer = connecting.answer(accepting.challenge(connecting.hello()))
+    accepting.verify(answer)
+
+
+def test_a_recorded_conversation_cannot_be_played_again() -> None:
+    connecting, accepting = sides()
+    hello = connecting.hello()
+    challenge = accepting.challenge(hello)
+    answer = connecting.answer(challenge)
+    _, fresh = sides()
+    fresh.challenge(hello)
+    with pytest.raises(AuthenticationError):
+        fresh.verify(answer)
+    again, _ = sides()
+    again.hello()
+    with pytest.raises(AuthenticationError):
+        again.answer(challenge)
+
+
+def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
+    """A stranger who knows nothing answers with what it was given."""
+    _, accepting = sides()
+    challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32})
+    for stolen in ({"t": "answer", "proof": challenge["proof"]}, challenge):
+        with pytest.raises(AuthenticationError):
+            accepting.verify(stolen)
+    # Or it opens a second connection, to have its own challenge answered there.
+    connecting, _ = sides()
+    hello = connecting.hello()
+    _, other = sides()
+    mirrored = other.challenge({"t": "hello", "run": "run", "nonce": challenge["nonce"]})
+    with pytest.raises(AuthenticationError):
+        accepting.verify({"t": "answer", "proof": mirrored["proof"]})
+    with pytest.raises(AuthenticationError):
+        connecting.answer({"t": "challenge", "nonce": hello["nonce"], "proof": mirrored["proof"]})
+
+
+def test_a_proof_for_one_service_does_not_open_another() -> None:
+    connecting, _ = sides("run/vault")
+    _, accepting = sides("run")
+    with pytest.raises(AuthenticationError, match="another run"):
+        accepting.challenge(connecting.hello())
+    _, vault = sides("run/vault")
+    challenge = accepting.challenge({**connecting.hello(), "run": "run"})
+    answer = connecting.answer(
+        vault.challenge({**connecting.hello(), "nonce": connecting.hello()["nonce"]})
+    )
+    del challenge
+    with pytest.raises(AuthenticationError):
+        accepting.verify(answer)
+
+
+@pytest.mark.parametrize(
+    "nonce", [None, "", "0" * 31, "0" * 33, "é" * 32, 5, ["0" * 32], "0|" * 16]
+)
+def test_improper_nonces(nonce: object) -> None:
+    connecting, accepting = sides()
+    with pytest.raises(AuthenticationError, match="no proper nonce"):
+        accepting.challenge({"t": "hello", "run": "run", "nonce": nonce})
+    with pytest.raises(AuthenticationError, match="no proper nonce"):
+        connecting.answer({"t": "challenge", "nonce": nonce, "proof": ""})
+
+
+@pytest.mark.parametrize("proof", ["é" * 64, "\ud800", None, 7, [], {"a": 1}, "", "0" * 10**6])
+def test_improper_proofs(proof: object) -> None:
+    connecting, accepting = sides()
+    accepting.challenge(connecting.hello())
+    with pytest.raises(AuthenticationError) as caught:
+        accepting.verify({"t": "answer", "proof": proof})
+    assert SECRET.decode() not in str(caught.value)
+    with pytest.raises(AuthenticationError):
+        connecting.answer({"t": "challenge", "nonce": os.urandom(16).hex(), "proof": proof})

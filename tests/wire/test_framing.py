@@ -1,0 +1,154 @@
+"""Whatever bytes arrive, in whatever pieces: frames, or WireError. All readers agree."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.framing import ConnectionClosed, FrameBuffer, WireError
+
+_LIMIT = 2000
+_scalars = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
+_values = _scalars | st.lists(_scalars, max_size=3)
+_messages = st.dictionaries(st.text(max_size=8), _values, max_size=3)
+
+
+def _damaged(draw: st.DrawFn) -> bytes:
+    """Frames, some of them changed by a few bits, cut off, or with junk between them."""
+    pieces = draw(
+        st.lists(
+            _messages.map(framing.encode)
+            | st.binary(max_size=30)
+            | st.binary(max_size=20).map(lambda body: b"DPM1" + len(body).to_bytes(4, "big") + body)
+            | st.integers(0, 2**32 - 1).map(lambda size: b"DPM1" + size.to_bytes(4, "big")),
+            max_size=4,
+        )
+    )
+    data = bytearray(b"".join(pieces))
+    for position in draw(st.lists(st.integers(0, max(0, 8 * len(data) - 1)), max_size=3)):
+        if data:
+            data[position // 8] ^= 1 << position % 8
+    return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
+
+
+_streams = st.composite(_damaged)()
+Outcome = tuple[list[dict[str, Any]], str]
+
+
+def _by_buffer(data: bytes, cuts: list[int]) -> Outcome:
+    buffer, found = FrameBuffer(_LIMIT), []
+    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
+    try:
+        for start, end in itertools.pairwise(edges):
+            found += buffer.feed(data[start:end])
+    except ConnectionClosed:
+        raise AssertionError("a buffer knows no end") from None
+    except WireError:
+        return found, "garbage"
+    return found, "end"
+
+
+def _by_reader(data: bytes) -> Outcome:
+    async def read() -> Outcome:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        found: list[dict[str, Any]] = []
+        while True:
+            try:
+                found.append(await framing.read_frame(reader, _LIMIT))
+            except ConnectionClosed:
+                return found, "end"
+            except WireError:
+                return found, "garbage"
+
+    return asyncio.run(read())
+
+
+def _by_socket(data: bytes) -> Outcome:
+    ours, theirs = socket.socketpair()
+    found: list[dict[str, Any]] = []
+    with ours:
+        ours.settimeout(20)
+        with theirs:
+            writer = threading.Thread(target=_write, args=(theirs, data))
+            writer.start()
+            try:
+                while True:
+                    found.append(framing.receive(ours, _LIMIT))
+            except ConnectionClosed:
+                return found, "end"
+            except WireError:
+                return found, "garbage"
+            finally:
+                ours.shutdown(socket.SHUT_RDWR)
+                writer.join()
+
+
+def _write(connection: socket.socket, data: bytes) -> None:
+    try:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+    except OSError:
+        return  # the reader has seen enough
+
+
+@settings(max_examples=50, deadline=None)
+@given(_messages)
+def test_what_is_sent_is_what_arrives(message: dict[str, Any]) -> None:
+    data = framing.encode(message)
+    assert FrameBuffer().feed(data) == [message]
+
+
+@settings(max_examples=150, deadline=None)
+@given(_streams, st.lists(st.integers(0, 5000), max_size=5))
+def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int]) -> None:
+    by_reader = _by_reader(data)
+    assert by_reader == _by_socket(data)
+    in_pieces = _by_buffer(data, cuts)
+    assert in_pieces[1] == by_reader[1]
+    # Of frames that came in one piece with garbage none is delivered.
+    assert in_pieces[0] == by_reader[0][: len(in_pieces[0])]
+    if in_pieces[1] == "end":
+        assert in_pieces == by_reader
+    for message in by_reader[0]:
+        assert isinstance(message, dict)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=200))
+def test_a_body_is_an_object_or_refused(body: bytes) -> None:
+    try:
+        assert isinstance(framing.decode_body(body), dict)
+    except WireError:
+        return
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":' * 100_000, b'{"n": ' + b"9" * 5000 + b"}", b"\xff\xfe{\x00}\x00"],
+    ids=["deep list", "deep object", "long number", "utf-16"],
+)
+def test_bodies_that_are_expensive_to_read(body: bytes) -> None:
+    try:
+        assert isinstance(framing.decode_body(body), dict)
+    except WireError:
+        return
+
+
+def test_an_oversized_frame_is_refused_before_it_is_kept() -> None:
+    header = b"DPM1" + (framing.MAXIMUM_FRAME_BYTES + 1).to_bytes(4, "big")
+    with pytest.raises(WireError, match="is over"):
+        FrameBuffer().feed(header)
+    with pytest.raises(WireError, match="is over"):
+        framing.encode({"a": "x" * framing.MAXIMUM_FRAME_BYTES})
+    assert json.loads(framing.encode({"a": 1})[framing.HEADER_BYTES :]) == {"a": 1}
