@@ -29,6 +29,7 @@ from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import claim_term
 from deadpool_megatron.cluster.peers import AgentPeer
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.telling import unpack
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer
@@ -176,7 +177,8 @@ def announced(pipe: int) -> set[int]:
     data = b""
     while piece := os.read(pipe, 1 << 16):
         data += piece
-    return {m["record"]["epoch"] for m in FrameBuffer().feed(data) if m["t"] == "record"}
+    told = [m["record"] for m in FrameBuffer().feed(data) if m["t"] == "record"]
+    return {unpack(parts["change"])["epoch"] for parts in told}
 
 
 def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Counter[str]:
