@@ -45,6 +45,9 @@ class Kind(StrEnum):
     RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds
     STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
     NONFINITE = "nonfinite"  # loss (nan, inf, -inf), policy (stop or rollback)
+    # per iteration without waiting: seconds of its slowest role, peer_seconds (median), factor;
+    # over: it is as fast as its peers again
+    SLOW_NODE = "slow-node"
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts

@@ -93,6 +93,12 @@ class Settings:
         "a replayed step with other numbers than the first time: stop (status 3), or report and go"
         " on; auto: report where NCCL is used, whose order of sums is not fixed",
     )
+    slow_factor: float = _setting(
+        1.5, "a node that needs so many times as long as its peers for an iteration is reported"
+    )
+    evict_slow: str = _setting(
+        "off", "on: a slow node is drained when a spare is there; off: it is only reported"
+    )
     nonfinite: str = _setting(
         "stop",
         "a loss that is NaN or infinite, with the update applied: stop (status 4), rollback"
@@ -126,6 +132,9 @@ class Settings:
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
         self._check_choice("divergence", ("auto", "stop", "report"))
+        self._check_choice("evict_slow", ("off", "on"))
+        if not self.slow_factor > 1:
+            raise SettingsError(f"--deadpool-slow-factor must be above 1, got {self.slow_factor}")
         self._check_choice("nonfinite", ("stop", "rollback", "ignore"))
         self._check_ladder()
 

@@ -105,6 +105,11 @@ def _lines(status: dict[str, Any]) -> list[str]:
     if status["failing"]:
         kind, cause = in_words(status["failing"]["kind"]), status["failing"]["cause"]
         lines.append(f"  recovering now, {kind}: {cause}")
+    for node, slow in status["slow"].items():
+        lines.append(
+            f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
+            f" {slow['peer_seconds']:.3f} s"
+        )
     if status["aside"]:
         lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:

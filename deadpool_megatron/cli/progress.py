@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from deadpool_megatron.cli.story import describe_slowness
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
@@ -157,6 +158,8 @@ class Progress:
                 self._line(event, text, "yellow")
             case Kind.NODE_ASIDE:
                 self._line(event, str(data.get("cause")), "bold red")
+            case Kind.SLOW_NODE:
+                self._line(event, describe_slowness(event), "yellow")
             case Kind.NONFINITE:
                 text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
                 self._line(event, f"{text}: {data.get('policy')}", "bold red")

@@ -88,6 +88,7 @@ class Story:
     ignored_losses: list[Event] = field(default_factory=list)
     gate_waits: dict[tuple[int | None, int, int | None], float] = field(default_factory=dict)
     counts: dict[Kind, int] = field(default_factory=dict)
+    slow: list[Event] = field(default_factory=list)
     durable: list[Event] = field(default_factory=list)
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
     last_wall: float = 0.0
@@ -124,6 +125,8 @@ class Story:
                 # Reported while it lasts and at its end, each time as a whole.
                 seconds = float(event.data.get("seconds", 0.0))
                 self.gate_waits[key] = max(seconds, self.gate_waits.get(key, 0.0))
+            case Kind.SLOW_NODE:
+                self.slow.append(event)
             case Kind.DURABLE:
                 self.durable.append(event)
             case _:
@@ -270,6 +273,14 @@ def describe_stack(event: Event) -> str:
     more = " < ..." if len(frames) > _SHOWN_FRAMES else ""
     shown = " < ".join(frames[:_SHOWN_FRAMES])
     return f"{who}: {shown}{more} (all threads in logs/{event.data.get('log')})"
+
+
+def describe_slowness(event: Event) -> str:
+    """``node 2 was slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
+    what = "is as fast as its peers again" if event.data.get("over") else "is slow"
+    own, peers = float(event.data["seconds"]), float(event.data["peer_seconds"])
+    times = f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
+    return f"node {event.node} {what}: {times} (role {event.role})"
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:

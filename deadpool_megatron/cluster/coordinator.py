@@ -44,6 +44,7 @@ from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
+from deadpool_megatron.cluster.slow_nodes import SlowNodes, slow_event
 from deadpool_megatron.cluster.status import describe, role_beats
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
 from deadpool_megatron.events import Event, Kind
@@ -75,6 +76,7 @@ class Coordinator:
             on_trouble=lambda text: self._warn(f"{text}; nothing can be decided until it can"),
         )
         self._progress = ProgressClock()
+        self._slow_nodes = SlowNodes(self._settings)
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
         self._exit_status: int | None = None
@@ -334,7 +336,8 @@ class Coordinator:
         """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
         name = message.get("command")
         if name == "status":
-            return {"ok": True, "status": describe(self._state, self._peers, self._results)}
+            shown = describe(self._state, self._peers, self._results)
+            return {"ok": True, "status": {**shown, "slow": self._slow_nodes.describe()}}
         if name == "info":
             return {"ok": True, "info": self._options.info.to_dict()}
         if name == "attach":
@@ -447,6 +450,7 @@ class Coordinator:
             last = now
             self._look_for_silence(now)
             self._look_for_hang(now)
+            self._look_for_slow_nodes(now)
             self.feed(inputs.Tick())
 
     def _look_for_silence(self, now: float) -> None:
@@ -478,6 +482,12 @@ class Coordinator:
         hang = find_hang(self._progress.update(beats, now), self._settings)
         if hang is not None:
             self.feed(inputs.RolesHung(record.epoch, hang.culprits, hang.cause))
+
+    def _look_for_slow_nodes(self, now: float) -> None:
+        for verdict in self._slow_nodes.look(self._state, self._peers, now):
+            self._emit(slow_event(self._epoch, verdict))
+            if self._slow_nodes.is_to_leave(verdict, self._state):
+                self.feed(inputs.DrainRequested(verdict.node))
 
     # The end of this coordinator.
 

@@ -36,6 +36,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "section": beat.get("section", "unknown"),
             "iteration": beat.get("iteration"),
             "waiting": beat.get("waiting"),
+            "own": beat.get("own"),
             "restored": role in state.restored,
         }
     training = {seat.node for seat in state.seats.values()}

@@ -282,6 +282,10 @@ class Communicators:
         """Number of finished operations of this process. Any thread."""
         return self._progress.finished
 
+    def waited_seconds(self) -> float:
+        """How long the main thread has waited in operations that block the host. Any thread."""
+        return self._progress.waited_seconds
+
     @property
     def interrupted(self) -> bool:
         """Whether the current epoch is closed: from the interrupt to the next attach or detach."""

@@ -61,9 +61,13 @@ class Activity:
 
 @dataclass
 class Progress:
-    """Counts finished operations over all epochs; a lost count under races does no harm."""
+    """Counts finished operations over all epochs; a lost count under races does no harm.
+
+    ``waited_seconds``: of the main thread, in operations whose wait blocks the host.
+    """
 
     finished: int = 0
+    waited_seconds: float = 0.0
 
 
 @dataclass
@@ -107,6 +111,7 @@ class Epoch:
         self.grace_seconds = limits.grace_seconds
         self.pool = pool
         self.progress = progress
+        self.main_ident = threading.main_thread().ident
         self.closed = False
         self.closed_at_seconds = 0.0
         self.serials = itertools.count()

@@ -165,12 +165,15 @@ class HostWork(SeamWork):
         ident = get_ident()
         waits = epoch.waits
         waits[ident] = self
+        began = monotonic()
         try:
             if timeout is not None and timeout.total_seconds() <= 0:
                 timeout = None  # how C++ says "no timeout"
             problem = self._wait_handed(timeout) if self._handed else self._wait_sliced(timeout)
         finally:
             del waits[ident]
+            if ident == epoch.main_ident:
+                epoch.progress.waited_seconds += monotonic() - began
         if problem is not None:
             self._failed = True
             self._abandon()

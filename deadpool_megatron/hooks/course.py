@@ -12,6 +12,7 @@ from deadpool_megatron.comms import Communicators
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.loop import Course, SteppedLoop
+from deadpool_megatron.hooks.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.saving import DurableSaves
@@ -39,6 +40,7 @@ class EpochCourse(Course):
         check: Callable[[int], None],
         interrupt_fd: int,
         hash_interval: int,
+        own_time: OwnTimeMeter,
     ) -> None:
         self.generation = entry.generation
         self._boundary = entry.boundary
@@ -53,6 +55,8 @@ class EpochCourse(Course):
         self._check_epoch = check
         self._interrupt_fd = interrupt_fd
         self._hash_interval = hash_interval
+        self._own_time = own_time
+        own_time.reset()
 
     def is_behind(self, boundary: str) -> bool:
         """See :class:`Course`."""
@@ -68,9 +72,12 @@ class EpochCourse(Course):
         failpoints.set_context(iteration=iteration)
         protection.announce(generation)
         reports.told = []
+        self._own_time.begin()
         result = run()
         self._communicators.finish_iteration()
         self.check()
+        if iteration != self._first_iteration:  # which pays for what later ones find ready
+            self._own_time.end()
         protection.complete(self._entry.capture_extras())
         self.generation, self._boundary = generation, "step"
         self._hash_state()

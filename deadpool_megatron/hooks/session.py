@@ -38,6 +38,7 @@ from deadpool_megatron.hooks.dimension import PeerMismatch
 from deadpool_megatron.hooks.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.interruption import forget_frames
 from deadpool_megatron.hooks.loop import Program
+from deadpool_megatron.hooks.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.saving import DurableSaves
@@ -79,6 +80,7 @@ class Session:
         self._engaged_epoch = 0
         self._drained_epoch = 0
         self._pause = PausePoint()
+        self._own_time = OwnTimeMeter(self._waited_seconds)
         self._saves = DurableSaves(
             self._reports, self._check, link.interrupt_fd, settings.restore_seconds
         )
@@ -276,6 +278,7 @@ class Session:
             self._check,
             self._link.interrupt_fd,
             self._settings.hash_interval,
+            self._own_time,
         )
         built.loop.train(course)
         self._reports.section = "finish"
@@ -367,6 +370,10 @@ class Session:
         message = {"t": "fault", "group": group, "operation": operation, "text": text}
         self._link.send({**message, "epoch": self._engaged_epoch})
 
+    def _waited_seconds(self) -> float:
+        protection = 0.0 if self._entry is None else self._entry.protection.stall_seconds
+        return self._communicators.waited_seconds() + protection
+
     def _status(self) -> Mapping[str, Any]:
         waiting = self._communicators.waiting_for()
         return {
@@ -374,6 +381,7 @@ class Session:
             "iteration": self._reports.iteration,
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
+            "own": list(self._own_time.sample),
         }
 
 

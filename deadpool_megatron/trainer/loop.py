@@ -285,7 +285,7 @@ class TrainingLoop(SteppedLoop):
 
     def _report_step(self, loss: float | None, grad_norm: float | None) -> None:
         updated = grad_norm is not None
-        if failpoints.ACTIVE and loss is not None and failpoints.hit("loss"):
+        if failpoints.ACTIVE and self.reports and failpoints.hit("loss"):
             loss = float("nan")
         self.log_sums["iterations"] += 1
         self.log_sums["skipped"] += not updated

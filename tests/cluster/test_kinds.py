@@ -24,25 +24,6 @@ def kinds_of(final: dict[str, Any]) -> list[str]:
     return [recovery["kind"] for recovery in final["recoveries"]]
 
 
-def test_stopped_node_is_frozen_and_killed_one_is_lost(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=2) as run:
-        run.wait_iteration(3)
-        send(run.listing(1)["agent"], signal.SIGSTOP)
-        assert run.wait_event(Kind.NODE_LOST).data["kind"] == "node-frozen"
-        run.wait_event(Kind.RECOVERED)
-        send(run.listing(1)["agent"], signal.SIGCONT)
-        send(run.listing(0)["agent"])
-        assert run.wait_event(Kind.NODE_LOST, 2).data["kind"] == "node-lost"
-        run.wait_event(Kind.RECOVERED, 2)
-        shown = deadpool("status", str(run.run.path)).stdout
-        final = run.finish()
-    assert kinds_of(final) == ["node-frozen", "node-lost"]
-    assert "a node was frozen" in shown
-    report = deadpool("report", str(run.run.path)).stdout
-    assert "a node was frozen" in report
-    assert "a node was lost" in report
-
-
 def test_nan_stops_with_status_4_and_what_is_known(tmp_path: Path) -> None:
     with Run(tmp_path / "r", "--save-interval", "4", faults=[poison("nan", 6)]) as run:
         final = run.wait_end(4)
@@ -61,38 +42,6 @@ def test_nan_is_rolled_back_and_the_iteration_computed_anew(tmp_path: Path) -> N
     assert final["recoveries"][0]["generation"][1] == 5
     assert final["steps"][5]["loss"] != "nan"
     assert "the loss was not finite" in deadpool("report", str(run.run.path)).stdout
-
-
-def test_nan_twice_at_one_iteration_stops(tmp_path: Path) -> None:
-    faults = [poison("first", 6), poison("second", 6)]
-    options = ("--deadpool-nonfinite", "rollback")
-    with Run(tmp_path / "r", options=options, faults=faults) as run:
-        final = run.wait_end(4)
-    assert "not finite either when it was computed before" in final["reason"]
-
-
-def test_hang_shows_the_operation_and_the_stack_of_the_culprit(tmp_path: Path) -> None:
-    options = ("--deadpool-hang-seconds", "2", "--deadpool-first-step-seconds", "2")
-    member = ("--iterations", "20", "--misbehave", "hang")
-    with Run(tmp_path / "r", *member, spares=0, options=options) as run:
-        final = run.check_result(20)
-        (stack,) = run.events(Kind.STACK)
-    assert kinds_of(final) == ["hang"]
-    assert "; 1 role waits in operation" in final["recoveries"][0]["cause"]
-    assert "(barrier) of group world" in final["recoveries"][0]["cause"]
-    assert (stack.role, stack.node) == (1, 1)
-    assert "hang_if_asked" in " ".join(stack.data["frames"])
-    assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
-
-
-def test_stopped_process_is_frozen_and_says_why_it_has_no_stack(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
-        run.wait_iteration(3)
-        send(run.listing(1)["members"]["0"], signal.SIGSTOP)
-        stack = run.wait_event(Kind.STACK)
-        final = run.finish()
-    assert kinds_of(final) == ["member-frozen"]
-    assert "stopped" in stack.data["missing"]
 
 
 def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:

@@ -158,7 +158,9 @@ def test_killed_or_stopped_agent_is_a_lost_node(tmp_path: Path, number: int) -> 
         send(agent, number)
         lost = run.wait_event(Kind.NODE_LOST)
         assert lost.node == 1
-        run.wait_event(Kind.RECOVERED)
+        kind = "node-frozen" if number == signal.SIGSTOP else "node-lost"
+        assert lost.data["kind"] == kind
+        assert run.wait_event(Kind.RECOVERED).data["kind"] == kind
         if number == signal.SIGSTOP:
             os.kill(agent, signal.SIGCONT)  # it wakes up and learns that it is fenced
             run.wait_for("the old node to end", lambda: not run.run.node(1).exists())
@@ -171,8 +173,11 @@ def test_stopped_member_is_killed_and_replaced(tmp_path: Path) -> None:
         send(run.listing(1)["members"]["0"], signal.SIGSTOP)
         lost = run.wait_event(Kind.MEMBER_LOST)
         assert lost.node == 1
+        stack = run.wait_event(Kind.STACK)
         final = run.finish()
     assert "frozen" in final["recoveries"][0]["cause"]
+    assert final["recoveries"][0]["kind"] == "member-frozen"
+    assert "stopped and cannot answer" in stack.data["missing"]
 
 
 def test_stopped_vault_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -189,7 +194,13 @@ def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
         tmp_path / "r", "--iterations", "20", "--misbehave", "hang", spares=0, options=options
     ) as run:
         final = run.check_result(20)
-    assert "role 1 in section train of iteration 4" in final["recoveries"][0]["cause"]
+        (stack,) = run.events(Kind.STACK)
+    cause = final["recoveries"][0]["cause"]
+    assert "role 1 in section train of iteration 4; 1 role waits in operation" in cause
+    assert "(barrier) of group world" in cause
+    assert (final["recoveries"][0]["kind"], stack.role) == ("hang", 1)
+    assert "hang_if_asked" in " ".join(stack.data["frames"])
+    assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
 
 
 def test_drained_node_gives_its_roles_away_without_recomputing(tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""The embedded trainer, made slow on one node: every forward pass there sleeps.
+
+Arguments: NODE SECONDS, then those of the trainer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from deadpool_megatron.trainer import __main__ as trainer
+from deadpool_megatron.trainer import loop
+
+_forward = loop._forward
+
+
+def slow(seconds: float) -> Any:
+    """The forward pass with a sleep before it."""
+
+    def forward(*arguments: Any) -> Any:
+        time.sleep(seconds)
+        return _forward(*arguments)
+
+    return forward
+
+
+if __name__ == "__main__":
+    node, seconds, *rest = sys.argv[1:]
+    if os.environ["DEADPOOL_NODE"] == node:
+        loop._forward = slow(float(seconds))
+    sys.exit(trainer.main(rest))

@@ -1,0 +1,50 @@
+"""Kinds of failure in the embedded trainer: a poisoned loss, a slow node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import (
+    Layout,
+    Program,
+    assert_unnoticed,
+    fault,
+    reference,
+    run_job,
+    run_program,
+    trainer,
+)
+from tests.faults.layouts import DISTRIBUTED, PP2_DP2
+
+pytestmark = pytest.mark.slow
+DP4 = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
+SLOW_TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
+
+
+def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> None:
+    plan = [fault("nan", "loss", when_iteration=5, action="mark")]
+    wanted = reference(PP2_DP2, 8)
+    outcome = run_job(tmp_path / "run", PP2_DP2, 8, plan, settings="--deadpool-nonfinite rollback")
+    assert_unnoticed(outcome, wanted, plan)
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["kind"] == "nonfinite-loss"
+    assert recovery["generation"][1] == 4
+    (told,) = outcome.of_kind("nonfinite")
+    assert (told.iteration, told.data["policy"]) == (5, "rollback")
+
+
+def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -> None:
+    plain = trainer(DP4, 36)
+    slow = Program((SLOW_TRAINER, "2", "0.1", *plain.command[2:]), DP4.nodes)
+    outcome = run_program(tmp_path / "run", slow, spares=1, settings="--deadpool-evict-slow on")
+    assert outcome.status == 0, outcome.story()
+    first = outcome.of_kind("slow-node")[0]
+    assert (first.node, first.data["over"]) == (2, False)
+    assert first.data["factor"] > 1.5
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["kind"] == "drained"
+    assert recovery["seats_changed"]["2"][1][0] == 4
+    assert recovery["steps_recomputed"] == 0
+    assert "is slow" in outcome.output
