@@ -19,14 +19,17 @@ from tests.faults.jobs import (
 from tests.faults.layouts import DISTRIBUTED, PP2_DP2
 
 pytestmark = pytest.mark.slow
+# As in other tests of this layout, so that they share one undisturbed run.
+ITERATIONS = 12
 DP4 = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
 SLOW_TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
 
 
 def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> None:
     plan = [fault("nan", "loss", when_iteration=5, action="mark")]
-    wanted = reference(PP2_DP2, 8)
-    outcome = run_job(tmp_path / "run", PP2_DP2, 8, plan, settings="--deadpool-nonfinite rollback")
+    wanted = reference(PP2_DP2, ITERATIONS)
+    settings = "--deadpool-nonfinite rollback"
+    outcome = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, plan, settings=settings)
     assert_unnoticed(outcome, wanted, plan)
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "nonfinite-loss"
