@@ -30,7 +30,8 @@ class Kind(StrEnum):
     NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid
     MEMBER_WARM = "member-warm"  # slot, incarnation, seconds
-    MEMBER_LOST = "member-lost"  # slot, incarnation, cause, kind, exit_code or signal
+    # slot, incarnation, cause, exit_code or signal; kind unless it was killed on purpose
+    MEMBER_LOST = "member-lost"
     VAULT_STARTED = "vault-started"  # pid, slots_found
     VAULT_LOST = "vault-lost"  # cause
     # slot, incarnation, log, frames (of the main thread, innermost first), threads, missing (why

@@ -204,6 +204,7 @@ def _describe_protection(story: Story) -> list[str]:
         Kind.GATE_RELEASED: "passes of the gate with fewer copies",
         Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
     }
+    lines += [f"  {event.data.get('cause')}" for event in story.aside]
     lines += [f"  {describe_slowness(event)}" for event in story.slow]
     lines += [f"  {names[kind]}: {number}" for kind, number in story.counts.items()]
     return ["Protection", *lines]

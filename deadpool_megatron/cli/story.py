@@ -88,6 +88,7 @@ class Story:
     ignored_losses: list[Event] = field(default_factory=list)
     gate_waits: dict[tuple[int | None, int, int | None], float] = field(default_factory=dict)
     counts: dict[Kind, int] = field(default_factory=dict)
+    aside: list[Event] = field(default_factory=list)
     slow: list[Event] = field(default_factory=list)
     durable: list[Event] = field(default_factory=list)
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
@@ -125,6 +126,8 @@ class Story:
                 # Reported while it lasts and at its end, each time as a whole.
                 seconds = float(event.data.get("seconds", 0.0))
                 self.gate_waits[key] = max(seconds, self.gate_waits.get(key, 0.0))
+            case Kind.NODE_ASIDE:
+                self.aside.append(event)
             case Kind.SLOW_NODE:
                 self.slow.append(event)
             case Kind.DURABLE:

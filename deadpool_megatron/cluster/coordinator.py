@@ -460,17 +460,12 @@ class Coordinator:
             peer.probe()
         for peer in self._peers.silent(limit, now):
             silent = now - peer.heard_at
-            if peer.undelivered_bytes():
-                kind, what = FailureKind.NODE_CUT, "cut off: nothing is received there"
-            else:
-                kind, what = (
-                    FailureKind.NODE_FROZEN,
-                    "frozen: it receives, but its agent says nothing",
-                )
+            cut = peer.undelivered_bytes() > 0
+            kind = FailureKind.NODE_CUT if cut else FailureKind.NODE_FROZEN
+            how = "and nothing is received there" if cut else "but it receives what is sent"
             self._peers.forget(peer)
-            self.feed(
-                inputs.NodeLost(peer.node, f"silent for {silent:.1f} s, {what}", silent, kind)
-            )
+            cause = f"silent for {silent:.1f} s, {how}"
+            self.feed(inputs.NodeLost(peer.node, cause, silent, kind))
 
     def _look_for_hang(self, now: float) -> None:
         record = self._state.record

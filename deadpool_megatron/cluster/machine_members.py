@@ -147,8 +147,8 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         slot=event.slot,
         incarnation=event.incarnation,
         cause=cause,
-        kind=failure.kind,
         **{key: value for key, value in facts.items() if value is not None},
+        **({} if ordered or event.ordered else {"kind": failure.kind}),
     )
     if state.phase in LAST_PHASES:
         return
