@@ -5,9 +5,12 @@ Pure. The texts that mark a device or a communicator are those of CUDA, NCCL, to
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class FailureKind(StrEnum):
@@ -99,6 +102,22 @@ def kind_of_end(last_line: str) -> FailureKind:
         if mark.pattern.search(last_line):
             return mark.kind
     return FailureKind.PROCESS_CRASH
+
+
+def nonfinite_loss(step: Mapping[str, Any]) -> str:
+    """The loss of a step that is not finite, in words: nan, inf or -inf; empty for a good one.
+
+    ``step``: the data of a STEP event. A skipped update is how loss scaling looks for its scale,
+    and did no harm. Data of another kind has no such loss.
+    """
+    loss = step.get("loss")
+    if not isinstance(loss, str) or step.get("skipped"):
+        return ""
+    try:
+        value = float.fromhex(loss)
+    except (ValueError, OverflowError):
+        return ""
+    return "" if math.isfinite(value) else str(value)
 
 
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+", re.IGNORECASE)

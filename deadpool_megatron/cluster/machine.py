@@ -79,6 +79,7 @@ class Machine:
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
             durable=durable or self.start(now).durable,
+            nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
                 (int(ended["iteration"]), Failure.from_record(ended, record.cause))

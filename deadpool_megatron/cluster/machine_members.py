@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from dataclasses import replace
+from typing import Any
 
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster import machine_limits, machine_repeats
@@ -138,8 +139,13 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
     cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
     cause += f" ({event.last_line})" if event.last_line else ""
-    facts = {"exit_code": event.exit_code, "signal": event.signal}
     failure = _failure_of(event, cause, role)
+    on_purpose = ordered or event.ordered
+    facts: dict[str, Any] = {
+        "exit_code": event.exit_code,
+        "signal": event.signal,
+        "kind": None if on_purpose else failure.kind,
+    }
     turn.emit(
         Kind.MEMBER_LOST,
         node=event.node,
@@ -148,7 +154,6 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         incarnation=event.incarnation,
         cause=cause,
         **{key: value for key, value in facts.items() if value is not None},
-        **({} if ordered or event.ordered else {"kind": failure.kind}),
     )
     if state.phase in LAST_PHASES:
         return
@@ -158,7 +163,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         return
     if state.heard_epoch is not None and role is not None:
         close(turn, failure)
-        if not ordered and not event.ordered:
+        if not on_purpose:
             machine_repeats.crashed(turn, event.node, failure)
     elif state.phase is Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))

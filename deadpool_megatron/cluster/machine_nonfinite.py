@@ -6,6 +6,8 @@ the next update: the generation before the iteration is still whole in memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import EmitEvent
@@ -13,8 +15,10 @@ from deadpool_megatron.cluster.machine_end import finish
 from deadpool_megatron.cluster.machine_moves import close
 from deadpool_megatron.cluster.machine_state import Failure, Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
 
 EXIT_NONFINITE = 4
+_SIGNATURE = "nonfinite"
 
 
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
@@ -33,5 +37,11 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
         finish(turn, EXIT_NONFINITE, reason, kind=FailureKind.NONFINITE_LOSS)
         return
     turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
-    signature = ("nonfinite", str(k))
+    signature = (_SIGNATURE, str(k))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
+
+
+def iterations_of(records: Iterable[EpochRecord]) -> frozenset[int]:
+    """The iterations that were thrown away so far, as the records of a journal tell."""
+    signatures = (tuple(record.failure.get("signature", ())) for record in records)
+    return frozenset(int(s[1]) for s in signatures if s and s[0] == _SIGNATURE)

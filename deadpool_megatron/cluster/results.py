@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings
 
@@ -109,7 +110,9 @@ class Results:
     def _once(self, known: dict[int, dict[str, Any]], event: Event) -> list[Event]:
         iteration = 0 if event.iteration is None else event.iteration
         first = known.get(iteration)
-        if first is None:
+        # After a loss that was not finite the iteration may be thrown away; and what is done about
+        # it a coordinator that died may not have done.
+        if first is None or nonfinite_loss(first):
             known[iteration] = dict(event.data)
             return [event]
         if first == dict(event.data):

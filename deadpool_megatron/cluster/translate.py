@@ -5,12 +5,12 @@ KeyError, TypeError and ValueError mean that the message is not one of ours: the
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
+from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
@@ -97,12 +97,10 @@ def _stack(event: Event) -> inputs.Input:
 
 
 def _step(event: Event, iteration: int) -> inputs.Input:
-    loss = event.data.get("loss")
-    value = 0.0 if loss is None else float.fromhex(str(loss))
-    # A skipped update is how loss scaling looks for its scale, and did no harm.
-    if math.isfinite(value) or event.data.get("skipped"):
+    loss = nonfinite_loss(event.data)
+    if not loss:
         return inputs.StepReported(event.epoch, iteration)
-    return inputs.LossNotFinite(event.epoch, event.node, event.role, iteration, str(value))
+    return inputs.LossNotFinite(event.epoch, event.node, event.role, iteration, loss)
 
 
 def signal_number(name: str) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import select
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.member_link import MemberLink
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -74,10 +74,7 @@ class Reports:
         self.send_event(Kind(kind), iteration, values)
 
     def _is_to_be_judged(self, values: Mapping[str, Any]) -> bool:
-        if self._settings.nonfinite == "ignore" or values.get("skipped"):
-            return False
-        loss = values.get("loss")
-        return loss is not None and not math.isfinite(float.fromhex(loss))
+        return self._settings.nonfinite != "ignore" and bool(nonfinite_loss(values))
 
     def _stand_still(self, epoch: int, iteration: int | None, values: Mapping[str, Any]) -> None:
         """The loss is not finite: nobody can finish the next update without this role, so that the
@@ -90,11 +87,10 @@ class Reports:
         while time.monotonic() < limit:
             self._check(epoch)
             select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
-        loss = float.fromhex(values["loss"])
+        limit_seconds = self._settings.operation_timeout_seconds
         raise RuntimeError(
-            f"the loss of iteration {iteration} is {loss}, and the coordinator did not decide what"
-            f" to do within operation_timeout_seconds"
-            f" ({self._settings.operation_timeout_seconds:g} s)"
+            f"the loss of iteration {iteration} is {nonfinite_loss(values)}, and the coordinator"
+            f" did not decide what to do within operation_timeout_seconds ({limit_seconds:g} s)"
         )
 
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:

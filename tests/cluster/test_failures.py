@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.failures import (
     in_words,
     kind_of_end,
     last_words,
+    nonfinite_loss,
     same_text,
 )
 
@@ -101,3 +102,21 @@ def test_every_kind_has_words() -> None:
     assert set(IN_WORDS) == set(FailureKind)
     assert in_words("node-lost") == "a node was lost"
     assert in_words("of the future") == "of the future"
+
+
+@pytest.mark.parametrize(
+    ("step", "loss"),
+    [
+        ({"loss": "nan", "skipped": False}, "nan"),
+        ({"loss": "inf"}, "inf"),
+        ({"loss": "-inf"}, "-inf"),
+        ({"loss": "inf", "skipped": True}, ""),
+        ({"loss": "0x1.8p+1"}, ""),
+        ({"loss": None}, ""),
+        ({"loss": 3}, ""),
+        ({"loss": "what"}, ""),
+        ({}, ""),
+    ],
+)
+def test_losses_that_are_not_finite(step: dict[str, object], loss: str) -> None:
+    assert nonfinite_loss(step) == loss

@@ -250,3 +250,32 @@ def test_nan_of_a_closed_epoch_is_refused() -> None:
     rig.feed(killed(rig, 0))
     nan(rig, 5)
     assert rig.emitted(Kind.REFUSED)
+
+
+def taken_over(rig: Rig) -> Rig:
+    """Another coordinator, with nothing but the journal of the first."""
+    records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
+    rig.state = rig.machine.resume(records, None, rig.now)
+    return rig
+
+
+def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(ended(rig, 1, "ValueError: sample 17"))
+    recover(rig, 7)
+    assert rig.record.emitted_up_to == 7
+    taken_over(rig)
+    ((iteration, failure),) = rig.state.failures
+    assert (iteration, failure.exited, failure.node) == (7, True, 1)
+    assert failure.signature == ("exit", "1", "ValueError: sample #")
+
+
+def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    recover(rig, 4)
+    taken_over(rig)
+    nan(rig, 5)
+    assert rig.one(act.Finish).exit_status == 4

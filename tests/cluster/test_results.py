@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,24 @@ def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -
     final = json.loads(run.final.read_text())
     assert [entry["iteration"] for entry in final["steps"]] == [1, 2, 3]
     assert final["recoveries"] == [{"epoch": 2, "cause": "x"}]
+
+
+def test_a_loss_that_was_not_finite_may_be_replaced_and_is_passed_on_again() -> None:
+    results = Results()
+    bad = replace(step(5), data={**step(5).data, "loss": "nan"})
+    assert results.add(bad) == [bad]
+    assert results.add(bad) == [bad], "the coordinator that heard it first may have died"
+    assert len(results.add(step(5))) == 1
+    assert results.add(step(5)) == []
+    assert not results.diverged
+
+
+def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
+    results = Results()
+    for k in (1, 2, 3):
+        results.add(step(k))
+        results.add(Event(Kind.STATE_HASH, 1, role=0, iteration=k, data={"sha256": "a"}))
+    results.add(Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 3}))
+    assert results.last_iteration == 2
+    results.add(Event(Kind.STATE_HASH, 2, role=0, iteration=3, data={"sha256": "b"}))
+    assert not results.diverged

@@ -6,12 +6,14 @@ from typing import Any
 
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
 
 
 class Link:
     """Keeps what a member sends."""
 
     seat = Seat(0, 0, 0)
+    settings = Settings()
 
     def __init__(self) -> None:
         self.events: list[Any] = []
