@@ -76,6 +76,9 @@ class FakeCommunicators:
     def progress(self) -> int:
         return 0
 
+    def waited_seconds(self) -> float:
+        return 0.0
+
     def collective(self) -> None:
         """Wait for peers that never come."""
         assert self.closed.wait(SECONDS)
