@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
 from collections.abc import Awaitable, Callable
@@ -100,7 +101,8 @@ def test_who_drips_is_put_out_at_the_limit_for_all_of_it() -> None:
             if inside.refusals:
                 break
         await inside.until(lambda: inside.refusals)
-        assert await reader.read() == b""
+        with contextlib.suppress(ConnectionResetError):  # a byte of ours was still on its way
+            assert await reader.read() == b""
 
     inside = behind(scenario, most_strangers=4, seconds=0.2)
     assert inside.refusals == ["no complete greeting within 0.2 s"]
