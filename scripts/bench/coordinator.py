@@ -47,7 +47,8 @@ class Measured:
 
     ``beat_cpu_share``: CPU seconds of the coordinator per second while all agents beat and a step
     is reported each second. ``loss_to_decision``: from the end of a node's connection until the
-    new record is durable; ``decision_to_informed``: from there until the last agent has it;
+    new record is durable; ``decision_to_sent``: from there until it was handed to the
+    connection of the last agent; ``decision_to_informed``: until the last agent has taken it;
     ``informed_to_open``: until every role was counted as restored; the CPU seconds of these are
     those of the coordinator, beats included. ``restart_to_all_back``: from
     the start of the second coordinator, whose interpreter has to load, until it has welcomed all;
@@ -63,6 +64,7 @@ class Measured:
     beat_cpu_microseconds_per_beat: float
     beat_cpu_share_per_1000_agents: float
     loss_to_decision_seconds: float
+    decision_to_sent_seconds: float
     decision_to_informed_seconds: float
     informed_to_open_seconds: float
     loss_to_decision_cpu_seconds: float
@@ -91,7 +93,7 @@ class Service:
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._events = EventTail(self.run.events)
-        self._opened_at: dict[int, float] = {}
+        self._times: dict[tuple[Kind, int], float] = {}
 
     def start(self) -> None:
         """A new process."""
@@ -130,10 +132,16 @@ class Service:
 
     def opened_at(self, epoch: int) -> float | None:
         """When every role was counted as restored, by the wall clock; None: not yet."""
+        return self._at(Kind.EPOCH_OPENED, epoch)
+
+    def sent_at(self, epoch: int) -> float | None:
+        """When the record was on its way to every agent, by the wall clock; None: not yet."""
+        return self._at(Kind.EPOCH_DECIDED, epoch)
+
+    def _at(self, kind: Kind, epoch: int) -> float | None:
         for event in self._events.poll():
-            if event.kind is Kind.EPOCH_OPENED:
-                self._opened_at[event.epoch] = event.wall_seconds
-        return self._opened_at.get(epoch)
+            self._times.setdefault((event.kind, event.epoch), event.wall_seconds)
+        return self._times.get((kind, epoch))
 
     def is_decided(self, epoch: int) -> bool:
         """Whether the record is in the journal."""
@@ -188,7 +196,8 @@ async def _measure(
         told_all, informed = service.cpu_seconds(), cluster.moments.last("record", 2)
         told = (cluster.bytes_received - received) / (size - 1)
         await _until(lambda: service.opened_at(2), "epoch 2")
-        open_at = service.opened_at(2)
+        sent_at, open_at = service.sent_at(2), service.opened_at(2)
+        assert sent_at is not None
         assert open_at is not None
         opened, memory = service.cpu_seconds(), service.memory_peak_bytes()
 
@@ -212,6 +221,7 @@ async def _measure(
             beat_cpu_microseconds_per_beat=1e6 * share / rate,
             beat_cpu_share_per_1000_agents=1000 * share / size,
             loss_to_decision_seconds=service.decided_at(2) - killed_at,
+            decision_to_sent_seconds=sent_at - service.decided_at(2),
             decision_to_informed_seconds=informed - service.decided_at(2),
             informed_to_open_seconds=open_at - informed,
             loss_to_decision_cpu_seconds=decided - before,

@@ -215,7 +215,7 @@ class Agent(asyncio.Protocol):
             self._on_message(message)
 
     def _write(self, data: bytes) -> None:
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def _report(self, message: Mapping[str, Any]) -> None:
