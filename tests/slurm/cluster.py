@@ -161,7 +161,7 @@ class Cluster:
         self.wait_for("munged", (here / "munge.sock").exists)
 
     def environment(self) -> dict[str, str]:
-        """Of every command on the cluster: this checkout and its Python, nothing of an outer run."""
+        """Of every command on the cluster: this checkout, its Python, nothing of an outer run."""
         outer = ("SLURM_", "SBATCH_", "DEADPOOL_RUN", "DEADPOOL_SETTINGS", "DEADPOOL_FAULTS")
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
         return {
