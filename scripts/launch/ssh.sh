@@ -56,7 +56,8 @@ start_one() {
     printf -v words '%q ' deadpool agent --run-dir "$run" --node-id "$node" --host "$address" \
         "${options[@]}"
     printf -v words '%q' "$words; echo \$? >$(printf %q "$agents/$node.status")"
-    on "$host" "setsid nohup bash -c $words >$(printf %q "$agents/$node.log") 2>&1 </dev/null &"
+    # Nothing that stays may hold the connection's output, or ssh would wait for it.
+    on "$host" "{ setsid nohup bash -c $words >$(printf %q "$agents/$node.log") 2>&1 </dev/null & }"
     echo "node $node on $host ($address)"
 }
 

@@ -7,7 +7,12 @@ import socket
 import pytest
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cli.slurm_environment import SlurmNode, address_of, slurm_environment
+from deadpool_megatron.cli.slurm_environment import (
+    SlurmNode,
+    host_address,
+    interface_address,
+    slurm_environment,
+)
 
 # Taken from a task of Slurm 22.05.
 TASK = {
@@ -68,9 +73,9 @@ def test_one_line_for_each_way_to_be_wrong(change: dict[str, str | None], told: 
 
 
 def test_address_of_an_interface() -> None:
-    assert address_of("lo", "nowhere.invalid") == "127.0.0.1"
+    assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(CommandError, match=r"'nosuch0' has no IPv4 address .*there are: .*lo"):
-        address_of("nosuch0", "")
+        interface_address("nosuch0")
 
 
 def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +87,8 @@ def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (answers[host], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    assert address_of("", "node4") == "10.0.0.4"
+    assert host_address("node4") == "10.0.0.4"
     with pytest.raises(CommandError, match="which other nodes cannot reach: give --host"):
-        address_of("", "debian")
+        host_address("debian")
     with pytest.raises(CommandError, match="is not known"):
-        address_of("", "nowhere")
+        host_address("nowhere")

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,11 @@ def test_ssh_stops_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     size = ("--nodes", "1", "--spares", "1", "--nproc-per-node", "1", "--preload", "", *FAST)
     assert ssh(tmp_path, "start", str(hosts), str(run.path), *size, "--", MEMBER).returncode == 0
-    for _ in range(2):  # the first may come before there is anything to stop
-        stopped = ssh(tmp_path, "stop", str(hosts), str(run.path))
-        if run.final.exists():
-            break
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not run.coordinator.exists():
+        assert time.monotonic() < limit, "no coordinator"
+        time.sleep(0.05)
+    stopped = ssh(tmp_path, "stop", str(hosts), str(run.path))
     assert json.loads(run.final.read_text())["exit_status"] == 130, stopped.stderr
     assert not segment_root(run.read_run().run_id).exists()
 
