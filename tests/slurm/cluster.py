@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -176,32 +176,28 @@ class Cluster:
 
     # Commands.
 
-    def on(self, host: str, *command: str) -> str:
+    def on(self, host: str, *command: str, **variables: str) -> str:
         """Run a command on a host to its end, which has to be good; answers its output."""
         done = subprocess.run(
             self.hosts.command(host, *command),
             capture_output=True,
             text=True,
-            env=self.environment(),
+            env={**self.environment(), **variables},
             timeout=PATIENCE_SECONDS,
             check=False,
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
-    def control(self, *command: str) -> str:
+    def control(self, *command: str, **variables: str) -> str:
         """Run a command on the control host."""
-        return self.on(CONTROL, *command)
+        return self.on(CONTROL, *command, **variables)
 
     def submit(self, script: Path | str, *options: str, **variables: str) -> int:
         """``sbatch``; answers the job's number. Output goes to ``<directory>/job-<number>.out``."""
-        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
         where = f"--output={self.directory}/job-%j.out"
-        return int(
-            self.control(
-                *("sbatch", "--parsable", where, f"--export={exported}", *options, str(script))
-            )
-        )
+        command = ("sbatch", "--parsable", where, *options, str(script))
+        return int(self.control(*command, **variables))
 
     def output(self, job: int) -> str:
         """What the batch script of a job has printed."""
@@ -212,6 +208,21 @@ class Cluster:
         """What ``scontrol show job`` says, by field."""
         words = self.control("scontrol", "show", "job", "-o", str(job)).split()
         return dict(word.partition("=")[::2] for word in words)
+
+    def job_of_element(self, array: int, element: int) -> dict[str, str]:
+        """What ``scontrol show job`` says of one element of a job array."""
+        words = self.control("scontrol", "show", "job", "-o", f"{array}_{element}").split()
+        return dict(word.partition("=")[::2] for word in words)
+
+    def ended(self, array: int) -> bool:
+        """Whether no element of the array is pending or at work."""
+        return not self.control("squeue", "-h", "-j", str(array), "-o", "%i")
+
+    def processes(self, host: str, text: str) -> list[int]:
+        """Processes on a host with this text in their command line."""
+        command = self.hosts.command(host, "pgrep", "-f", text)
+        done = subprocess.run(command, capture_output=True, text=True)
+        return [int(pid) for pid in done.stdout.split()]
 
     def wait_job(self, job: int, *states: str) -> dict[str, str]:
         """Until the job is in one of these states (default: ended); answers its fields."""
@@ -243,12 +254,14 @@ class Cluster:
 
     # Faults.
 
-    def lose(self, node: str) -> None:
-        """Pull a node's power cord, and let Slurm know at once what it would find out later."""
-        self.hosts.power_off(node)
-        self.control("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+    def lose(self, *nodes: str) -> None:
+        """Pull the power cords of nodes, and let Slurm know at once what it would find out later."""
+        for node in nodes:
+            self.hosts.power_off(node)
+        for node in nodes:
+            self.control("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
 
-    def repair(self, settings: Mapping[str, str] | None = None) -> None:
+    def repair(self) -> None:
         """Boot every node that is off, mend every cable, and wait until all are idle."""
         for node in self.nodes:
             self.hosts.mend(node)

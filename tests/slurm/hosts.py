@@ -167,8 +167,13 @@ class Hosts:
         self._ip(self._switch, f"link set {name} down")
 
     def mend(self, name: str) -> None:
-        """Put the cable back."""
+        """Put the cable back; returns when both ends carry again, which takes a kernel a second."""
         self._ip(self._switch, f"link set {name} up")
+        limit = time.monotonic() + _PATIENCE_SECONDS
+        for namespace, end in ((self._switch, name), (self._hosts[name].namespace, "eth0")):
+            while "state UP" not in execute("ip", "-n", namespace, "-o", "link", "show", end):
+                assert time.monotonic() < limit, f"{end} of {name} does not carry"
+                time.sleep(0.02)
 
     def close(self) -> None:
         """Switch everything off and remove the network. Can be repeated."""

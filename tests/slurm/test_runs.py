@@ -1,0 +1,143 @@
+"""The batch scripts under a real Slurm: real jobs, real losses of nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.running import MEMBER
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SCRIPTS, Jobs
+
+pytestmark = pytest.mark.slurm
+
+
+def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
+    job = jobs.submit()
+    job.wait_iteration(3)
+    job.finish()
+    ended = job.wait_end("COMPLETED")
+    assert ended["ExitCode"] == "0:0"
+    assert "status of the run: 0 (of srun: 0)" in cluster.output(job.number)
+    (first,) = DirectoryJournal(job.run.journal).entries("epoch").values()
+    nodes = EpochRecord.from_dict(first).nodes
+    assert {n: known.host for n, known in nodes.items()} == {
+        n: cluster.hosts.address(f"node{n + 1}") for n in range(5)
+    }
+    assert [nodes[n].domain for n in range(5)] == ["rack0"] * 3 + ["rack1"] * 2
+
+
+def test_middle_node_lost(cluster: Cluster, jobs: Jobs) -> None:
+    job = jobs.submit()
+    job.wait_iteration(5)
+    cluster.lose("node2")
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    final = job.finish()
+    assert [r["seats_changed"]["1"][1][0] for r in final["recoveries"]] == [4]
+    assert job.wait_end("COMPLETED")["NumNodes"] == "4"
+
+
+def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
+    """Nobody is left whose end would be the job's: the survivors end it."""
+    job = jobs.submit()
+    job.wait_iteration(5)
+    assert cluster.job(job.number)["BatchHost"] == "node1"
+    cluster.lose("node1")
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    job.finish()
+    job.wait_end("COMPLETING", "CANCELLED")
+    assert "the job is ended from here" in job.logs()
+
+
+@pytest.mark.parametrize("also", ["", "node3"])
+def test_node_of_the_coordinator_lost(cluster: Cluster, jobs: Jobs, also: str) -> None:
+    job = dataclasses.replace(jobs, nodes=3, spares=2).submit()
+    job.wait_iteration(5)
+    first = job.coordinator()
+    assert first in ("node4", "node5")
+    cluster.lose(first, *filter(None, [also]))
+    job.wait_for("another coordinator", lambda: job.coordinator() != first)
+    if also:
+        job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    job.finish()
+    job.wait_end("COMPLETED")
+
+
+def test_cut_node_ends_its_members_although_slurm_does_not_know(
+    cluster: Cluster, jobs: Jobs
+) -> None:
+    job = jobs.submit()
+    job.wait_iteration(5)
+    assert cluster.processes("node3", MEMBER)
+    cluster.hosts.cut("node3")
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    # Its roles were given away, so it must have stopped before. Slurm would not have killed it.
+    assert not cluster.processes("node3", MEMBER)
+    assert cluster.job(job.number)["NumNodes"] == "5"
+    cluster.wait_for("Slurm to find out", lambda: cluster.job(job.number)["NumNodes"] == "4")
+    cluster.hosts.mend("node3")
+    final = job.finish()
+    assert len(final["recoveries"]) == 1
+    job.wait_end("COMPLETED")
+
+
+def test_spare_of_a_second_job_takes_over(cluster: Cluster, jobs: Jobs) -> None:
+    job = dataclasses.replace(jobs, nodes=3, spares=0).submit()
+    job.wait_iteration(3)
+    pool = cluster.submit(
+        SCRIPTS / "spare_pool.sbatch", "--array=1-1", RUN=str(job.run.path), **jobs.environment()
+    )
+    job.wait_for("a warm spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
+    cluster.lose("node2")
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    final = job.finish()
+    assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 3
+    job.wait_end("COMPLETED")
+    cluster.wait_job(pool, "COMPLETED")
+
+
+def test_array_of_nodes_gets_a_lost_one_back(cluster: Cluster, jobs: Jobs) -> None:
+    wanted = dataclasses.replace(jobs, nodes=2)
+    number = cluster.submit(
+        SCRIPTS / "array_of_nodes.sbatch", "--array=0-2", **wanted.environment()
+    )
+    job = dataclasses.replace(wanted.job(number), roles=2)
+    job.wait_iteration(3)
+    element = cluster.job_of_element(number, 1)
+    cluster.lose(element["NodeList"])
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    # Slurm starts the lost element again on another node: a number that is new to the run.
+    job.wait_for("another spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
+    job.finish()
+    cluster.wait_for("all elements", lambda: cluster.ended(number))
+
+
+def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, jobs: Jobs) -> None:
+    first, second = jobs.chain(2)
+    first.wait_iteration(5)
+    # What Slurm does when --signal=B:USR1@120 is due.
+    cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
+    assert first.wait_over()["exit_status"] == 75
+    assert first.wait_end("FAILED")["ExitCode"] == "75:0"
+    second.wait_iteration(first.final_iteration() + 5)
+    second.finish()
+    second.wait_end("COMPLETED")
+    assert f"goes on from {first.run.path}" in cluster.output(second.number)
+    third = jobs.submit()
+    third.wait_end("COMPLETED")
+    assert "nothing to do" in cluster.output(third.number)
+
+
+def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs) -> None:
+    """The notice reaches the batch script only; here it never comes, and the limit is real."""
+    variables = {"NOTICE_SECONDS": "45"}
+    job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
+    job.wait_iteration(3)
+    cluster.lose("node1")
+    assert job.wait_over()["exit_status"] == 75
+    job.wait_end("COMPLETING", "CANCELLED")
+    assert job.run.latest.exists()
