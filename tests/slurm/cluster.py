@@ -134,10 +134,10 @@ class Cluster:
                 nodes=len(self.nodes),
             )
         )
-        half = (len(self.nodes) + 1) // 2
+        # Neighbours in different racks: then copies lie on training nodes, not on spares alone.
         (self.directory / "topology.conf").write_text(
-            f"SwitchName=rack0 Nodes=node[1-{half}]\n"
-            f"SwitchName=rack1 Nodes=node[{half + 1}-{len(self.nodes)}]\n"
+            f"SwitchName=rack0 Nodes={','.join(self.nodes[::2])}\n"
+            f"SwitchName=rack1 Nodes={','.join(self.nodes[1::2])}\n"
             "SwitchName=core Switches=rack[0-1]\n"
         )
 
@@ -218,9 +218,9 @@ class Cluster:
         """Whether no element of the array is pending or at work."""
         return not self.control("squeue", "-h", "-j", str(array), "-o", "%i")
 
-    def processes(self, host: str, text: str) -> list[int]:
-        """Processes on a host with this text in their command line."""
-        command = self.hosts.command(host, "pgrep", "-f", text)
+    def members(self, host: str) -> list[int]:
+        """Training processes on a host, by the name that they have given themselves."""
+        command = self.hosts.command(host, "pgrep", r"^dp-n[0-9]+s")
         done = subprocess.run(command, capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
 
@@ -255,7 +255,7 @@ class Cluster:
     # Faults.
 
     def lose(self, *nodes: str) -> None:
-        """Pull the power cords of nodes, and let Slurm know at once what it would find out later."""
+        """Pull nodes' power cords, and let Slurm know at once what it would find out later."""
         for node in nodes:
             self.hosts.power_off(node)
         for node in nodes:

@@ -14,8 +14,15 @@ from tests.cluster.running import FAST, MEMBER
 from tests.slurm.cluster import Cluster
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
-# The counting member needs no torch: nothing is preloaded, a run starts in a second.
-SETTINGS = ("--preload=", *FAST)
+# The counting member needs no torch: nothing is preloaded, a run starts in a second. Five nodes
+# share a few cores, so that a little more patience is due than with one.
+SETTINGS = (
+    *("--preload=", *FAST),
+    *("--deadpool-freeze-seconds", "3", "--deadpool-node-silence-seconds", "4"),
+    *("--deadpool-fence-seconds", "3"),
+)
+# Events of every step, which hide the others in a story.
+_MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)
 
 
 @dataclass
@@ -86,6 +93,10 @@ class Job:
         found = sorted(Path(f"{self.run.path}.logs").glob("*.log"))
         return "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in found)
 
+    def host(self, node: int) -> str:
+        """Name of the host on which a node of the run lives."""
+        return str(read_json(self.run.node(node))["hostname"])
+
     def coordinator(self) -> str:
         """Name of the host on which the newest coordinator runs."""
         return str(read_json(self.run.coordinator)["hostname"])
@@ -94,7 +105,8 @@ class Job:
         """For a failed assertion: job, nodes, events."""
         parts = [f"job {self.number}: {self.cluster.job(self.number)}"]
         parts += [self.cluster.output(self.number), self.logs()]
-        parts += [str(e.to_dict()) for e in read_events(self.run.events)][-40:]
+        told = [e for e in read_events(self.run.events) if e.kind not in _MANY]
+        parts += [str(e.to_dict()) for e in told[-40:]]
         return "\n".join(parts)
 
 

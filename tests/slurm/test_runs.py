@@ -6,10 +6,12 @@ import dataclasses
 
 import pytest
 
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.results import read_result
 from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
-from tests.cluster.running import MEMBER
+from tests.faults.jobs import Layout, reference, trainer
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SCRIPTS, Jobs
 
@@ -28,13 +30,13 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert {n: known.host for n, known in nodes.items()} == {
         n: cluster.hosts.address(f"node{n + 1}") for n in range(5)
     }
-    assert [nodes[n].domain for n in range(5)] == ["rack0"] * 3 + ["rack1"] * 2
+    assert [nodes[n].domain for n in range(5)] == [f"rack{n % 2}" for n in range(5)]
 
 
 def test_middle_node_lost(cluster: Cluster, jobs: Jobs) -> None:
     job = jobs.submit()
     job.wait_iteration(5)
-    cluster.lose("node2")
+    cluster.lose(job.host(1))
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     final = job.finish()
     assert [r["seats_changed"]["1"][1][0] for r in final["recoveries"]] == [4]
@@ -45,25 +47,27 @@ def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
     """Nobody is left whose end would be the job's: the survivors end it."""
     job = jobs.submit()
     job.wait_iteration(5)
-    assert cluster.job(job.number)["BatchHost"] == "node1"
-    cluster.lose("node1")
+    batch_host = cluster.job(job.number)["BatchHost"]
+    assert batch_host == job.host(0)
+    cluster.lose(batch_host)
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     job.finish()
     job.wait_end("COMPLETING", "CANCELLED")
     assert "the job is ended from here" in job.logs()
 
 
-@pytest.mark.parametrize("also", ["", "node3"])
-def test_node_of_the_coordinator_lost(cluster: Cluster, jobs: Jobs, also: str) -> None:
+@pytest.mark.parametrize("also", [(), (2,)], ids=["alone", "and one that trains"])
+def test_node_of_the_coordinator_lost(cluster: Cluster, jobs: Jobs, also: tuple[int, ...]) -> None:
     job = dataclasses.replace(jobs, nodes=3, spares=2).submit()
     job.wait_iteration(5)
     first = job.coordinator()
-    assert first in ("node4", "node5")
-    cluster.lose(first, *filter(None, [also]))
+    assert first in (job.host(3), job.host(4)), "spares coordinate before nodes that train"
+    cluster.lose(first, *map(job.host, also))
     job.wait_for("another coordinator", lambda: job.coordinator() != first)
     if also:
         job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
-    job.finish()
+    final = job.finish()
+    assert len(final["recoveries"]) == len(also), "the coordinator's death stops nobody"
     job.wait_end("COMPLETED")
 
 
@@ -72,14 +76,15 @@ def test_cut_node_ends_its_members_although_slurm_does_not_know(
 ) -> None:
     job = jobs.submit()
     job.wait_iteration(5)
-    assert cluster.processes("node3", MEMBER)
-    cluster.hosts.cut("node3")
+    cut = job.host(2)
+    assert cluster.members(cut)
+    cluster.hosts.cut(cut)
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     # Its roles were given away, so it must have stopped before. Slurm would not have killed it.
-    assert not cluster.processes("node3", MEMBER)
+    assert not cluster.members(cut)
     assert cluster.job(job.number)["NumNodes"] == "5"
     cluster.wait_for("Slurm to find out", lambda: cluster.job(job.number)["NumNodes"] == "4")
-    cluster.hosts.mend("node3")
+    cluster.hosts.mend(cut)
     final = job.finish()
     assert len(final["recoveries"]) == 1
     job.wait_end("COMPLETED")
@@ -92,7 +97,7 @@ def test_spare_of_a_second_job_takes_over(cluster: Cluster, jobs: Jobs) -> None:
         SCRIPTS / "spare_pool.sbatch", "--array=1-1", RUN=str(job.run.path), **jobs.environment()
     )
     job.wait_for("a warm spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
-    cluster.lose("node2")
+    cluster.lose(job.host(1))
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     final = job.finish()
     assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 3
@@ -137,7 +142,27 @@ def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs)
     variables = {"NOTICE_SECONDS": "45"}
     job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
     job.wait_iteration(3)
-    cluster.lose("node1")
+    cluster.lose(job.host(0))
     assert job.wait_over()["exit_status"] == 75
     job.wait_end("COMPLETING", "CANCELLED")
     assert job.run.latest.exists()
+
+
+def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: Jobs) -> None:
+    """Real training: a node is lost in the first job, and its time limit comes."""
+    layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
+    program = trainer(layout, iterations=30)
+    settings = ("--deadpool-hash-interval", "1", "--deadpool-start-seconds", "80")
+    wanted = dataclasses.replace(jobs, nodes=2, settings=settings, training=program.command)
+    first, second = wanted.chain(2)
+    first.wait_iteration(4)
+    cluster.lose(first.host(1))
+    first.wait_for("a recovery", lambda: first.events(Kind.RECOVERED))
+    cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
+    assert first.wait_over()["exit_status"] == 75
+    whole = reference(layout, 30)
+    assert second.wait_over()["exit_status"] == 0, second.story()
+    found = read_result(second.run.path)
+    assert found.resumed_after == first.final_iteration()
+    comparison = compare_results(read_result(whole.directory), found)
+    assert comparison.identical, "\n".join(map(str, comparison.differences))
