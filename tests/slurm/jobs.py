@@ -19,7 +19,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 SETTINGS = (
     *("--preload=", *FAST),
     *("--deadpool-freeze-seconds", "3", "--deadpool-node-silence-seconds", "4"),
-    *("--deadpool-fence-seconds", "3"),
+    *("--deadpool-fence-seconds", "3", "--deadpool-rejoin-seconds", "5"),
+    *("--deadpool-takeover-seconds", "2"),
 )
 # Events of every step, which hide the others in a story.
 _MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)
