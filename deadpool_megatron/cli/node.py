@@ -166,9 +166,11 @@ def _node_id(run: RunDirectory, args: argparse.Namespace, slurm: SlurmNode | Non
     if args.attach:
         return None
     if args.node_id is not None:
-        return _checked_node(run, args.node_id)
+        return _checked_node(
+            run, socket.gethostname() if slurm is None else slurm.host, args.node_id
+        )
     if slurm is not None:
-        return _checked_node(run, slurm.node_id)
+        return _checked_node(run, slurm.host, slurm.node_id)
     raise CommandError("which node is this? give --node-id I, --attach or --from-slurm")
 
 
@@ -256,13 +258,13 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
         time.sleep(_ATTACH_PAUSE_SECONDS)
 
 
-def _checked_node(run: RunDirectory, node: int) -> int:
-    """The node id that ``deadpool check`` has given to this host, if there was a check.
+def _checked_node(run: RunDirectory, host: str, node: int) -> int:
+    """The node id that ``deadpool check`` has given to ``host``, if there was a check.
 
     Raises CommandError where the check has left this host out.
     """
     try:
-        found = assignment(read_json(run.check), socket.gethostname(), node)
+        found = assignment(read_json(run.check), host, node)
     except FileNotFoundError:
         return node
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -141,6 +141,10 @@ class Cluster:
             "SwitchName=core Switches=rack[0-1]\n"
         )
 
+    def rack(self, node: str) -> str:
+        """The switch above a node."""
+        return f"rack{self.nodes.index(node) % 2}"
+
     def _start_munge(self) -> None:
         key = self.directory / "munge.key"
         key.write_bytes(os.urandom(1024))

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER
 from tests.slurm.cluster import Cluster
@@ -84,6 +86,10 @@ class Job:
             expected = expected_sha256(role, steps[-1])
             assert final["roles"][str(role)]["sha256"] == expected, self.story()
         return final
+
+    def first_record(self) -> EpochRecord:
+        """The seats and nodes that the run began with."""
+        return EpochRecord.from_dict(DirectoryJournal(self.run.journal).entries("epoch")[1])
 
     def final_iteration(self) -> int:
         """The last iteration of a run that is over."""

@@ -8,9 +8,7 @@ import pytest
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.results import read_result
-from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord
 from tests.faults.jobs import Layout, reference, trainer
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SCRIPTS, Jobs
@@ -25,17 +23,18 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     ended = job.wait_end("COMPLETED")
     assert ended["ExitCode"] == "0:0"
     assert "status of the run: 0 (of srun: 0)" in cluster.output(job.number)
-    (first,) = DirectoryJournal(job.run.journal).entries("epoch").values()
-    nodes = EpochRecord.from_dict(first).nodes
-    assert {n: known.host for n, known in nodes.items()} == {
-        n: cluster.hosts.address(f"node{n + 1}") for n in range(5)
-    }
-    assert [nodes[n].domain for n in range(5)] == [f"rack{n % 2}" for n in range(5)]
+    nodes = job.first_record().nodes
+    hosts = cluster.control("scontrol", "show", "hostnames", ended["NodeList"]).split()
+    assert [nodes[n].host for n in range(5)] == [cluster.hosts.address(host) for host in hosts]
+    assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
 
-def test_middle_node_lost(cluster: Cluster, jobs: Jobs) -> None:
-    job = jobs.submit()
+def test_middle_node_of_checked_ones_lost(cluster: Cluster, jobs: Jobs) -> None:
+    """After a look at all nodes, which gives places rack by rack."""
+    job = dataclasses.replace(jobs, variables={"CHECK_TEXT": "--wait-seconds 60"}).submit()
     job.wait_iteration(5)
+    racks = [known.domain for _, known in sorted(job.first_record().nodes.items())]
+    assert racks == sorted(racks)
     cluster.lose(job.host(1))
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     final = job.finish()
