@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Sets up (first time only), then runs the checks and the tests.
 #
-#   ./scripts/test.sh [--fast | --all] [arguments of pytest]
+#   ./scripts/test.sh [--fast | --all] [--slurm] [arguments of pytest]
 #
-#   (nothing)   what CI runs: checks of the source, unit tests, whole runs with real kills, the
-#               fault matrix in chained runs
+#   (nothing)   checks of the source, unit tests, whole runs with real kills, the fault matrix in
+#               chained runs
 #   --fast      checks of the source and the tests that need no whole training run
 #   --all       in addition every cell of the full fault matrix
+#   --slurm     in addition runs under a real Slurm and over network namespaces (as root; installs
+#               Debian packages). CI runs this
 #
 # Exit status: 0 when everything passed and nothing was left running or in /dev/shm.
 set -euo pipefail
@@ -15,22 +17,26 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 cd "$root"
 
 selection=()
-case ${1:-} in
-    --fast)
-        selection=(-m "not slow and not matrix")
-        shift
-        ;;
-    --all)
-        selection=(--all)
-        shift
-        ;;
-    -h | --help)
-        sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
-        exit 0
-        ;;
-esac
+system_packages=
+while true; do
+    case ${1:-} in
+        --fast) selection=(-m "not slow and not matrix") ;;
+        --all) selection=(--all) ;;
+        --slurm) system_packages=yes ;;
+        -h | --help)
+            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+            exit 0
+            ;;
+        *) break ;;
+    esac
+    shift
+done
 
 "$root/scripts/setup.sh"
+if [ -n "$system_packages" ]; then
+    "$root/scripts/system-packages.sh" || true # it has said what is missing
+    export DEADPOOL_TEST_SLURM=1 DEADPOOL_TEST_NETNS=1
+fi
 export PATH=$root/.venv/bin:$PATH
 
 # check TITLE COMMAND...: one line when it passes, its whole output when it does not.

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import time
 from typing import Any
 
 from deadpool_megatron.cli.common import (
@@ -23,6 +24,8 @@ from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord
 
+# A coordinator that took over has not heard of an order; it is repeated this often.
+_REPEAT_SECONDS = 5.0
 _KILL_EXAMPLES = """\
 examples:
   deadpool kill RUN --node 1                 SIGKILL everything on node 1, agent first
@@ -35,7 +38,13 @@ def add_parser(subparsers: Any) -> None:
     """Add the four sub-commands."""
     status = subparsers.add_parser("status", help="what a run does right now")
     add_run_directory(status)
-    status.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    form.add_argument(
+        "--verdict",
+        action="store_true",
+        help="exit with the run's own exit status (2 while it has none)",
+    )
 
     drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
     add_run_directory(drain)
@@ -52,6 +61,17 @@ def add_parser(subparsers: Any) -> None:
 
     stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
     add_run_directory(stop)
+    stop.add_argument(
+        "--dump",
+        action="store_true",
+        help="save the state first, for --resume (exit status 75 of the run)",
+    )
+    stop.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="until the run is over; the order is repeated should a coordinator be lost",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,18 +82,30 @@ def run(args: argparse.Namespace) -> int:
 
 def _status(args: argparse.Namespace) -> int:
     run = RunDirectory(args.run_dir)
+    if args.verdict:
+        run.read_run()
+        if not run.final.exists():
+            raise CommandError(
+                f"the run in {run.path} has no verdict: it goes on, or was cut short"
+            )
+        print(_lines(_final(run))[0])
+        return int(_final(run)["exit_status"])
     try:
         status = ask(run, {"command": "status"})["status"]
     except RunNotReachable:
         if not run.final.exists():
             raise
-        final = read_json(run.final)
-        status = {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
+        status = _final(run)
     if args.json:
         print(json.dumps(status))
     else:
         print("\n".join(_lines(status)))
     return 0
+
+
+def _final(run: RunDirectory) -> dict[str, Any]:
+    final = read_json(run.final)
+    return {"phase": "over", **{k: final[k] for k in ("exit_status", "reason", "iterations")}}
 
 
 def _lines(status: dict[str, Any]) -> list[str]:
@@ -127,9 +159,30 @@ def _drain(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    ask(RunDirectory(args.run_dir), {"command": "stop", "reason": "stopped by 'deadpool stop'"})
-    print("the run ends")
+    run = RunDirectory(args.run_dir)
+    if args.wait is None:
+        _order_stop(run, args.dump)
+        print("the run ends")
+        return 0
+    limit = time.monotonic() + args.wait
+    while not run.final.exists():
+        try:
+            _order_stop(run, args.dump)
+        except RunNotReachable:
+            pass  # a standby takes over, and has not heard of the order
+        again = time.monotonic() + _REPEAT_SECONDS
+        while not run.final.exists() and time.monotonic() < min(again, limit):
+            time.sleep(0.1)
+        if time.monotonic() >= limit and not run.final.exists():
+            raise CommandError(f"the run in {run.path} did not end within {args.wait:g} s")
+    print(_lines(_final(run))[0])
     return 0
+
+
+def _order_stop(run: RunDirectory, dump: bool) -> None:
+    how = "deadpool stop --dump" if dump else "deadpool stop"
+    order = {"command": "dump" if dump else "stop", "reason": f"stopped by '{how}'"}
+    ask(run, order)
 
 
 def _kill(args: argparse.Namespace) -> int:

@@ -26,7 +26,15 @@ from deadpool_megatron.cli.common import (
     raw,
 )
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
+from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
+from deadpool_megatron.cli.slurm_environment import (
+    INTERFACE_VARIABLE,
+    SlurmNode,
+    host_address,
+    interface_address,
+    slurm_environment,
+)
 from deadpool_megatron.cluster.agent import EXIT_FENCED, AgentOptions, NodeTaken, run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
@@ -43,6 +51,9 @@ coordinates. The first to come makes the run directory, which all of them share.
 examples:
   deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
       --nodes 16 --spares 2 --nproc-per-node 8 -- -m deadpool_megatron.trainer @train.txt
+  srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
+      deadpool agent --from-slurm --run-dir /shared/run1 \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
   deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
 
 exit status: that of the run, where this node can read it; 2 bad input or environment; 69 this node
@@ -65,20 +76,35 @@ def add_parser(subparsers: Any) -> None:
         subparsers.add_parser(
             "agent",
             help="one node of a run (clusters)",
-            usage="deadpool agent --run-dir DIR (--node-id I | --attach) [options] [-- COMMAND]",
+            usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
+            " [-- COMMAND]",
             epilog=_EXAMPLES,
         )
     )
     agent.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
     )
-    which = agent.add_mutually_exclusive_group(required=True)
+    which = agent.add_mutually_exclusive_group()
     which.add_argument("--node-id", type=int, metavar="I", help="0 to N + S - 1")
     which.add_argument(
         "--attach", action="store_true", help="join a running job as one more spare node"
     )
+    agent.add_argument(
+        "--from-slurm",
+        action="store_true",
+        help="node id (unless given), address and failure domain are what Slurm tells this task",
+    )
     add_size(agent, required=False)
-    agent.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
+    agent.add_argument(
+        "--resume", type=Path, metavar="OLD", help="a new run goes on from the newest state of OLD"
+    )
+    address = agent.add_mutually_exclusive_group()
+    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
+    address.add_argument(
+        "--interface",
+        metavar="NAME",
+        help=f"or the network interface that has it (default: the variable {INTERFACE_VARIABLE})",
+    )
     agent.add_argument("--domain", default="", help="failure domain (rack) of this node")
     agent.add_argument(
         "--rejoin",
@@ -110,8 +136,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
-    if args.node_id is not None:
-        args.node_id = _checked_node(run, args.node_id)
+    slurm = slurm_environment(os.environ) if args.from_slurm else None
+    node = _node_id(run, args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     shared = fixed is None or (run.path / "run.json").exists()
     if not (run.path / "run.json").exists():
@@ -131,8 +157,36 @@ def run(args: argparse.Namespace) -> int:
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    place = Place(args.node_id, args.host or info.settings.interface, args.domain)
+    place = _place(args, node, slurm, info.settings)
     return _serve(run, info, args, place, fixed, modules, standby=shared and not args.no_standby)
+
+
+def _node_id(run: RunDirectory, args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
+    """Settled before anything else; None for one that the coordinator hands out."""
+    if args.attach:
+        return None
+    if args.node_id is not None:
+        return _checked_node(
+            run, socket.gethostname() if slurm is None else slurm.host, args.node_id
+        )
+    if slurm is not None:
+        return _checked_node(run, slurm.host, slurm.node_id)
+    raise CommandError("which node is this? give --node-id I, --attach or --from-slurm")
+
+
+def _place(
+    args: argparse.Namespace, node: int | None, slurm: SlurmNode | None, settings: Settings
+) -> Place:
+    """What is given goes before what Slurm tells, a domains file before Slurm's topology."""
+    host, domain = args.host, args.domain
+    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    if slurm is not None and not settings.domains_file:
+        domain = domain or slurm.domain
+    if host is None and interface:
+        host = interface_address(interface)
+    elif host is None:
+        host = settings.interface if slurm is None else host_address(slurm.host)
+    return Place(node, host, domain)
 
 
 def _serve(
@@ -204,13 +258,13 @@ def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> 
         time.sleep(_ATTACH_PAUSE_SECONDS)
 
 
-def _checked_node(run: RunDirectory, node: int) -> int:
-    """The node id that ``deadpool check`` has given to this host, if there was a check.
+def _checked_node(run: RunDirectory, host: str, node: int) -> int:
+    """The node id that ``deadpool check`` has given to ``host``, if there was a check.
 
     Raises CommandError where the check has left this host out.
     """
     try:
-        found = assignment(read_json(run.check), socket.gethostname(), node)
+        found = assignment(read_json(run.check), host, node)
     except FileNotFoundError:
         return node
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -238,7 +292,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         )
     check_command(args.command)
     scripts.adopt(args)
-    info = make_info(args, arguments.settings_from(args))
+    restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
+    info = make_info(args, arguments.settings_from(args), restore)
     tls.contexts(info.settings)
     run.path.mkdir(parents=True, exist_ok=True)
     auth.create_secret(run.path)  # before run.json, which says that everything is there

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.progress import Progress, make_display
+from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.wire import tls
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     scripts.adopt(args)
     directory = RunDirectory(args.run_dir)
     settings = arguments.settings_from(args)
-    restore = None if args.resume is None else _resume_point(RunDirectory(args.resume), args)
+    restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
     info = make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
@@ -114,26 +114,6 @@ def run(args: argparse.Namespace) -> int:
         progress.close()
     _say_result(directory, status, launcher.trouble)
     return status
-
-
-def _resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, Any]:
-    """Where an earlier run can be continued from. Raises CommandError when it cannot."""
-    info = old.read_run()
-    world_size = args.nodes * args.nproc_per_node
-    try:
-        restore = read_json(old.latest)
-    except FileNotFoundError as error:
-        raise CommandError(f"--resume {old.path}: that run has no durable state") from error
-    except ValueError as error:
-        raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
-    if info.world_size != world_size:
-        raise CommandError(
-            f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
-        )
-    path = Path(str(restore.get("path", "")))
-    if restore.get("kind") != "initial" and not path.is_dir():
-        raise CommandError(f"--resume {old.path}: {path} is not there any more")
-    return restore
 
 
 def _say_result(directory: RunDirectory, status: int, reason: str) -> None:

@@ -65,7 +65,7 @@ from deadpool_megatron.wire.tls import contexts
 EXIT_INTERRUPTED = 130
 _GARBAGE_OBJECTS = 200_000
 EXIT_SUPERSEDED = 71
-_CONTROL_COMMANDS = ("status", "drain", "stop", "info", "attach")
+_CONTROL_COMMANDS = ("status", "drain", "stop", "dump", "info", "attach")
 
 
 class Coordinator:
@@ -390,6 +390,9 @@ class Coordinator:
             return await self._hand_out_node(str(message.get("hostname", "")))
         if name == "stop":
             self._user_stop(str(message.get("reason", "stopped by command")))
+            return {"ok": True}
+        if name == "dump":
+            self.feed(inputs.DumpRequested(str(message["reason"])))
             return {"ok": True}
         if name == "drain":
             node = int(message["node"])

@@ -137,6 +137,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _dumped(turn, event)
         case ev.Diverged(text):
             machine_end.finish(turn, 3, text)
+        case ev.DumpRequested(reason):
+            _dump_requested(turn, reason)
         case ev.UserStop(reason):
             machine_end.finish(turn, 130, reason)
         case _:
@@ -282,6 +284,18 @@ def _drain(turn: Turn, node: int) -> None:
     if turn.state.phase is Phase.RUNNING:
         text = f"the drain of node {node} waits for a spare node"
         turn.emit(Kind.LOG, node=node, level="warning", text=text)
+
+
+def _dump_requested(turn: Turn, reason: str) -> None:
+    """Whatever the phase, lead to a dump; the iteration under way is computed by the next run."""
+    state = turn.state
+    if state.phase in LAST_PHASES or state.dump_wanted:
+        return
+    turn.set(dump_wanted=reason)
+    if state.record is None and state.phase is Phase.GATHERING:
+        machine_end.dump(turn)  # nothing was begun
+    else:
+        machine_moves.close(turn, Failure(reason, FailureKind.DRAINED))
 
 
 def _journal_written(turn: Turn, epoch: int) -> None:

@@ -34,10 +34,12 @@ def end_recovery(turn: Turn) -> None:
 
 
 def dump(turn: Turn) -> None:
-    """No spare came: write the newest common generation to disk (what is left to write of it)."""
+    """No spare came, or the user wants it: write the newest common generation (what is left of it)
+    to disk, then end.
+    """
     state = turn.state
     restore = turn.planner.choose_restore(restore_query(turn, state.seats))
-    reason = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
+    reason = _why_dumped(turn)
     if isinstance(restore, NoRestore):
         finish(turn, 1, f"{reason}; {restore.reason}")
     elif restore.kind == "initial":
@@ -46,6 +48,11 @@ def dump(turn: Turn) -> None:
         finish(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
     else:
         _dump_generation(turn, restore)
+
+
+def _why_dumped(turn: Turn) -> str:
+    waited = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
+    return turn.state.dump_wanted or waited
 
 
 def _dump_generation(turn: Turn, restore: Restore) -> None:
@@ -76,7 +83,7 @@ def check_dumped(turn: Turn) -> None:
     turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
     run = PurePath(order.restore.path).parent.parent
     reason = (
-        f"no spare node left; state dumped to {order.restore.path}:"
+        f"{_why_dumped(turn)}; state dumped to {order.restore.path}:"
         f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
     )
     finish(turn, 75, reason, order.restore)

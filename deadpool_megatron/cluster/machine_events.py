@@ -280,6 +280,13 @@ class Diverged:
 
 
 @dataclass(frozen=True)
+class DumpRequested:
+    """The user wants the state saved and the run ended, to go on from there in another run."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class UserStop:
     """Interrupt from the user."""
 
@@ -316,5 +323,6 @@ Input = (
     | JournalFailed
     | Dumped
     | Diverged
+    | DumpRequested
     | UserStop
 )

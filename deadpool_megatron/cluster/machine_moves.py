@@ -121,6 +121,9 @@ def decide(turn: Turn) -> None:
     if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
+    if turn.state.dump_wanted:
+        dump(turn)
+        return
     if turn.state.store is None:  # it starts while a coordinator that took over gathers
         turn.set(phase=Phase.CLOSING, deadline=turn.now + turn.config.settings.start_seconds)
         return

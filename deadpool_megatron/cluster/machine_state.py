@@ -172,7 +172,8 @@ class State:
     ended the last epoch, as a record says it. ``nonfinite``: iterations whose loss was not finite;
     ``poisoned_from``: the one of them from which on nothing may be restored, until an epoch is
     decided that goes on before it. ``missed``: why the epoch that was found at a takeover must be
-    closed as soon as all agents are back.
+    closed as soon as all agents are back. ``dump_wanted``: why the state is to be saved and the run
+    ended next; empty when it is not.
     """
 
     phase: Phase
@@ -207,6 +208,7 @@ class State:
     leaving: frozenset[int] = frozenset()
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
+    dump_wanted: str = ""
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)

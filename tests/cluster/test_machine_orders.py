@@ -9,7 +9,7 @@ from deadpool_megatron.cluster import machine_actions as act
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine_timing import PHASES
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.layout.records import Restore, Seat
 
 
 def drained() -> Rig:
@@ -71,6 +71,80 @@ def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool
         rig.restored()
     rig.feed(ev.NodeLost(1, "switched off"))
     assert len(rig.of(act.CloseEpoch)) == (not opened)
+
+
+def wanted_dump() -> Rig:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.DumpRequested("time is over"))
+    return rig
+
+
+def test_wanted_dump_closes_saves_and_ends_although_there_is_a_spare() -> None:
+    rig = wanted_dump()
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+    rig.closed(g(7))
+    assert rig.one(act.Dump) == act.Dump((0, 1, 2), "/dump/1-7", g(7), "step")
+    rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1, 2)))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.reason.startswith("time is over; state dumped to /dump/1-7")
+    assert finish.resume == Restore("dump", g(7), "step", path="/dump/1-7")
+
+
+def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
+    rig = wanted_dump()
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.one(act.Dump).nodes == (0, 2)
+    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(2, g(7)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_wanted_dump_before_anything_was_begun_ends_at_once() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.Finish).exit_status == 75
+    assert not rig.of(act.Dump)
+
+
+def test_wanted_dump_before_the_first_record_was_announced() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.gather()
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    rig.journal()
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.closed(g(7))
+    assert rig.one(act.Dump).generation == g(7)
+
+
+def test_wanted_dump_while_a_spare_is_awaited_waits_no_longer() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
+
+
+def test_dump_that_is_wanted_twice_is_ordered_once() -> None:
+    rig = wanted_dump()
+    rig.feed(ev.DumpRequested("again"))
+    assert rig.last == []
+    rig.closed(g(7))
+    rig.feed(ev.DumpRequested("again"))
+    assert rig.last == []
 
 
 def test_done_roles_count_as_paused() -> None:

@@ -197,6 +197,11 @@ class Cluster(RuleBasedStateMachine):
         if node is not None:
             self.world.feed(ev.DrainRequested(node))
 
+    @rule(index=INDEX)
+    def want_dump(self, index: int) -> None:
+        if index % 8 == 0:  # it ends the example
+            self.world.feed(ev.DumpRequested("time is over"))
+
     @rule(
         index=INDEX,
         landed=st.booleans(),
@@ -239,6 +244,7 @@ class Cluster(RuleBasedStateMachine):
                 break
             world.tick(400.0)
         assert world.state.phase in (Phase.RUNNING, Phase.ENDED)
+        assert world.state.phase is Phase.ENDED or not world.state.dump_wanted
 
 
 Cluster.TestCase.settings = settings(

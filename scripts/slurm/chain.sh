@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Submits a chain of jobs: each begins when the one before it has ended, and goes on from its state.
+#
+#   scripts/slurm/chain.sh COUNT SCRIPT [options of sbatch]
+#
+# When the training is complete or has failed for good, the rest of the chain ends at once, each
+# with one line (see RUNS/OVER in job.sh). Prints the numbers of the jobs.
+set -euo pipefail
+
+if [ $# -lt 2 ] || ! [[ $1 =~ ^[1-9][0-9]*$ ]] || [ ! -f "$2" ]; then
+    echo "usage: chain.sh COUNT SCRIPT [options of sbatch]" >&2
+    exit 2
+fi
+count=$1 script=$2
+shift 2
+
+# afterany, not afterok: a job that was lost or ended by its time limit is what the next one is for.
+before=()
+for ((i = 0; i < count; i++)); do
+    job=$(sbatch --parsable "${before[@]}" "$@" "$script")
+    job=${job%%;*} # with several clusters: number;cluster
+    echo "$job"
+    before=(--dependency=afterany:"$job")
+done

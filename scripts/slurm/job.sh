@@ -1,0 +1,115 @@
+# shellcheck shell=bash
+# What every batch script of this directory does; they source it after they have set:
+#
+#   NODES SPARES GPUS_PER_NODE   the size: one allocation of NODES + SPARES nodes
+#   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
+#   TRAINING                     array: what stands behind the "--" of `deadpool agent`
+#   SETTINGS                     array: --deadpool-* settings, may be empty
+#   CHECK                        array: options of `deadpool check`, which then runs first, on all
+#                                nodes, and leaves bad ones out; empty: no check
+#   SRUN_OPTIONS                 array: further options of srun (container, binding), may be empty
+#   NOTICE_SECONDS               how long before the time limit the state is saved (also in
+#                                #SBATCH --signal)
+#   CHECKOUT                     this repository
+#
+# A job that finds an earlier one in RUNS goes on from the newest state there. RUNS/OVER stops a
+# chain: the training is complete, or has failed in a way that another job would only repeat.
+# Exit status: that of the run; 75 means that the next job of a chain goes on.
+
+# A trap runs when `wait` is interrupted, so every wait here is one that can be.
+nap() {
+    sleep "$1" &
+    wait $!
+}
+
+say() { printf '%(%F %T)T  %s\n' -1 "$*"; }
+
+newest_state() {
+    local latest newest=
+    # By time, not by number: numbers of jobs start again, and a job may be started twice.
+    for latest in "$RUNS"/*/latest.json; do
+        if [ -e "$latest" ] && { [ -z "$newest" ] || [ "$latest" -nt "$newest" ]; }; then
+            newest=$latest
+        fi
+    done
+    [ -z "$newest" ] || dirname "$newest"
+}
+
+run_training() {
+    local run step status=0 old
+    mkdir -p "$RUNS"
+    if [ -e "$RUNS/OVER" ]; then
+        say "nothing to do: $(cat "$RUNS/OVER") (remove $RUNS/OVER to go on all the same)"
+        return 0
+    fi
+    run=$RUNS/$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
+    old=$(newest_state)
+    say "run directory $run${old:+, goes on from $old}"
+
+    # On the node's side of a slow file system these must not be made by many at once.
+    mkdir -p "$run.logs"
+
+    if [ ${#CHECK[@]} -gt 0 ] && ! check_nodes "$run"; then
+        say "not enough good nodes: see above, and exclude the bad ones (#SBATCH --exclude=...)"
+        return 2
+    fi
+    on_all_nodes --output="$run.logs/%N.log" --open-mode=append \
+        "$CHECKOUT/scripts/slurm/node.sh" "$run" "$NOTICE_SECONDS" \
+        deadpool agent --from-slurm --run-dir "$run" ${old:+--resume "$old"} \
+        --nodes "$NODES" --spares "$SPARES" --nproc-per-node "$GPUS_PER_NODE" \
+        "${SETTINGS[@]}" -- "${TRAINING[@]}" &
+    step=$!
+    trap 'time_is_nearly_over "$run"' USR1
+    trap 'say "TERM: the step ends"; kill -TERM "$step"' TERM
+
+    while kill -0 "$step" 2>/dev/null; do
+        answer_nodes "$run"
+        nap 1
+    done
+    wait "$step" || status=$?
+    # srun may be killed while the agents live on; the run's own verdict is what counts.
+    while [ "$status" -ge 128 ] && [ ! -e "$run/final.json" ] && nodes_are_there; do
+        nap 5
+    done
+    answer_nodes "$run"
+    judge "$run" "$status"
+}
+
+# One task per node. Both --no-kill are needed: sbatch's keeps the job, this one keeps the step, when
+# a node is lost. And no task's end may end the others: a fenced or finished agent is no failure.
+on_all_nodes() {
+    srun --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none \
+        --nodes="$((NODES + SPARES))" --ntasks="$((NODES + SPARES))" --ntasks-per-node=1 \
+        "${SRUN_OPTIONS[@]}" "$@"
+}
+
+# The exit status of srun says little, as one bad node is enough for it; the verdict counts.
+check_nodes() {
+    on_all_nodes deadpool check --from-slurm --run-dir "$1" --nodes "$NODES" --spares "$SPARES" \
+        --nproc-per-node "$GPUS_PER_NODE" "${CHECK[@]}" || true
+    grep -q '"ok": true' "$1/check.json"
+}
+
+# The nodes ask whether anybody is left on this host to end the job (node.sh).
+answer_nodes() {
+    [ ! -e "$1/final.json" ] || [ -e "$1.logs/batch-host-knows" ] || touch "$1.logs/batch-host-knows"
+}
+
+# Whether any task of the step is alive.
+nodes_are_there() { squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q '\.[0-9]'; }
+
+time_is_nearly_over() {
+    say "the time limit is near: the state is saved, and the run ends"
+    deadpool stop --dump --wait "$NOTICE_SECONDS" "$1" || true
+}
+
+judge() {
+    local run=$1 status
+    deadpool status --verdict "$run" && status=0 || status=$?
+    case $status in
+        0 | 1 | 3) echo "job $SLURM_JOB_ID ended with status $status" >"$RUNS/OVER" ;;
+        2) [ ! -e "$run/final.json" ] || echo "job $SLURM_JOB_ID: bad input" >"$RUNS/OVER" ;;
+    esac
+    say "status of the run: $status (of srun: $2)"
+    return "$status"
+}

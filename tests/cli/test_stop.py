@@ -1,0 +1,51 @@
+"""``deadpool stop --dump`` and ``status --verdict``: a job ends before its time limit ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.settings import Settings
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import Run, deadpool
+
+
+def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    with Run(first, "--step-seconds", "0.03") as run:
+        run.wait_iteration(5)
+        none_yet = deadpool("status", "--verdict", str(first))
+        assert none_yet.returncode == 2
+        assert "has no verdict" in none_yet.stderr
+        stopped = deadpool("stop", "--dump", "--wait", "30", str(first))
+        assert stopped.returncode == 0, stopped.stderr
+        assert stopped.stdout.startswith("over, exit status 75: stopped by 'deadpool stop --dump'")
+        reached = run.wait_end(75)["iterations"]
+    assert read_json(run.run.latest)["kind"] == "dump"
+    assert deadpool("status", "--verdict", str(first)).returncode == 75
+    end = reached + 5
+    again = ("--resume", str(first))
+    with Run(tmp_path / "second", "--iterations", str(end), spares=0, options=again) as run:
+        final = run.wait_end()
+    assert final["roles"]["1"]["sha256"] == expected_sha256(1, end)
+    assert deadpool("status", "--verdict", str(tmp_path / "second")).returncode == 0
+
+
+def test_a_run_that_does_not_end_in_time_is_said_so(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "r")
+    run.create(
+        RunInfo("x", 1, 1, 0, 1, ("train.py",), Settings(), str(tmp_path / "shm"))
+    )  # and no coordinator, ever
+    late = deadpool("stop", "--wait", "0.3", str(run.path))
+    assert late.returncode == 2
+    assert "did not end within 0.3 s" in late.stderr
+
+
+def test_agent_says_which_node_it_must_be_told(tmp_path: Path) -> None:
+    where = ("--run-dir", str(tmp_path / "r"))
+    unknown = deadpool("agent", *where)
+    assert unknown.returncode == 2
+    assert "give --node-id I, --attach or --from-slurm" in unknown.stderr
+    outside = deadpool("agent", *where, "--from-slurm")
+    assert outside.returncode == 2
+    assert "this is no Slurm job" in outside.stderr

@@ -1,0 +1,177 @@
+"""The scripts that start a run without `deadpool run`: what they hold, and the ssh one for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, environment
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+SSH = SCRIPTS / "launch" / "ssh.sh"
+BATCH = sorted((SCRIPTS / "slurm").glob("*.sbatch"))
+SHELL = [*sorted(SCRIPTS.rglob("*.sh")), *BATCH]
+
+
+@pytest.mark.parametrize("script", SHELL, ids=lambda path: path.name)
+def test_shell_is_sound(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if shutil.which("shellcheck"):
+        done = subprocess.run(
+            ["shellcheck", "-x", str(script)], capture_output=True, text=True, cwd=SCRIPTS.parent
+        )
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", BATCH, ids=lambda path: path.name)
+def test_one_agent_serves_a_whole_node(script: Path) -> None:
+    options = set(re.findall(r"^#SBATCH (\S+)", script.read_text(), re.MULTILINE))
+    assert "--ntasks-per-node=1" in options
+    assert "--exclusive" in options
+
+
+@pytest.mark.parametrize("name", ["pretrain_65b.sbatch", "small_test.sbatch"])
+def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
+    batch = (SCRIPTS / "slurm" / name).read_text()
+    options = re.findall(r"^#SBATCH (\S+)", batch, re.MULTILINE)
+    assert "--no-kill" in options
+    nodes = next(int(o.partition("=")[2]) for o in options if o.startswith("--nodes="))
+    sizes = [int(re.search(rf"^{n}=\D*(\d+)", batch, re.MULTILINE)[1]) for n in ("NODES", "SPARES")]  # type: ignore[index]
+    assert nodes == sum(sizes)
+    srun = (SCRIPTS / "slurm" / "job.sh").read_text()
+    assert "srun --no-kill --kill-on-bad-exit=0 --wait=0 " in srun
+
+
+def documents() -> dict[str, dict[str, Any]]:
+    text = (SCRIPTS / "launch" / "kubernetes.yaml").read_text()
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones() -> None:
+    job = documents()["Job"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    shell = container["args"][0]
+    sizes = [int(re.search(rf"--{n} (\d+)", shell)[1]) for n in ("nodes", "spares")]  # type: ignore[index]
+    assert job["completions"] == job["parallelism"] == sum(sizes)
+    assert job["completionMode"] == "Indexed"
+    assert job["backoffLimit"] >= 1000
+    assert pod["restartPolicy"] == "OnFailure"
+    assert "--node-id" in shell
+    assert "--attach" in shell
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--nproc-per-node {gpus} " in shell
+
+
+def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> None:
+    found = documents()
+    pod = found["Job"]["spec"]["template"]["spec"]
+    labels = found["Job"]["spec"]["template"]["metadata"]["labels"]
+    (spread,) = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert spread["topologyKey"] == "kubernetes.io/hostname"
+    assert spread["labelSelector"]["matchLabels"] == labels
+    assert found["Service"]["spec"]["selector"] == labels
+    assert found["Service"]["spec"]["clusterIP"] == "None"
+    assert pod["subdomain"] == found["Service"]["metadata"]["name"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
+    tmp_path: Path, seen: bool
+) -> None:
+    """Its entry shell, with a stand-in for the command that tells its arguments."""
+    (container,) = documents()["Job"]["spec"]["template"]["spec"]["containers"]
+    told = tmp_path / "told"
+    stand_in = tmp_path / "deadpool"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
+    stand_in.chmod(0o755)
+    run = tmp_path / "run"
+    if seen:
+        (tmp_path / "run.pods" / "3").mkdir(parents=True)
+    variables = {"RUN": str(run), "JOB_COMPLETION_INDEX": "3", "POD_IP": "10.0.0.3"}
+    subprocess.run(
+        [*container["command"], container["args"][0]],
+        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=SCRIPTS.parent,
+        check=True,
+    )
+    who = "--attach" if seen else "--node-id 3"
+    assert told.read_text().startswith(f"agent {who} --host 10.0.0.3 --run-dir {run} ")
+
+
+def ssh(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script, with a stand-in for ssh that reaches only this host."""
+    reach = tmp_path / "reach"
+    reach.write_text('#!/bin/bash\nshift\nexec bash -c "$*"\n')
+    reach.chmod(0o755)
+    here = Path(sys.executable).parent
+    return subprocess.run(
+        [str(SSH), *arguments],
+        env=environment({"SSH": str(reach), "PATH": f"{here}:{os.environ['PATH']}"}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+
+def test_ssh_starts_and_awaits_a_run(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("# one line per node\nfirst 127.0.0.1\nsecond 127.0.0.1\n")
+    run = RunDirectory(tmp_path / "run")
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "", *FAST)
+    started = ssh(
+        tmp_path, "start", str(hosts), str(run.path), *size, "--", MEMBER, "--iterations", "10"
+    )
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.splitlines() == [
+        "node 0 on first (127.0.0.1)",
+        "node 1 on second (127.0.0.1)",
+    ]
+    done = ssh(tmp_path, "wait", str(hosts), str(run.path))
+    assert done.returncode == 0, done.stderr
+    assert read_json(run.final)["roles"]["1"]["sha256"] == expected_sha256(1, 10)
+    again = ssh(tmp_path, "start", str(hosts), str(run.path), *size, "--", MEMBER)
+    assert again.returncode == 2
+    assert "choose another RUN_DIR" in again.stderr
+    ssh(tmp_path, "stop", str(hosts), str(run.path))
+    assert not segment_root(run.read_run().run_id).exists()
+
+
+def test_ssh_stops_a_run(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("only 127.0.0.1\nspare 127.0.0.1\n")
+    run = RunDirectory(tmp_path / "run")
+    size = ("--nodes", "1", "--spares", "1", "--nproc-per-node", "1", "--preload", "", *FAST)
+    assert ssh(tmp_path, "start", str(hosts), str(run.path), *size, "--", MEMBER).returncode == 0
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not run.coordinator.exists():
+        assert time.monotonic() < limit, "no coordinator"
+        time.sleep(0.05)
+    stopped = ssh(tmp_path, "stop", str(hosts), str(run.path))
+    assert json.loads(run.final.read_text())["exit_status"] == 130, stopped.stderr
+    assert not segment_root(run.read_run().run_id).exists()
+
+
+def test_ssh_says_what_is_wrong(tmp_path: Path) -> None:
+    absent = ssh(tmp_path, "start", str(tmp_path / "none"), "/run", "--nodes", "1")
+    assert absent.returncode == 2
+    assert "no file of hosts" in absent.stderr
+    assert ssh(tmp_path, "start").returncode == 2

@@ -1,0 +1,36 @@
+"""One cluster for all tests of a module; each begins with all nodes idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, why_not
+from tests.slurm.jobs import Jobs
+
+NODES = 6
+
+
+@pytest.fixture(scope="module")
+def running_cluster() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with Cluster(NODES) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running_cluster: Cluster) -> Iterator[Cluster]:
+    """All nodes idle; at the end every job is gone and every node is mended."""
+    yield running_cluster
+    running_cluster.control("scancel", "--user=root")
+    running_cluster.repair()
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, tmp_path: Path) -> Jobs:
+    """Runs of the counting member on 4 nodes and 1 spare."""
+    return Jobs(cluster, tmp_path / "runs")

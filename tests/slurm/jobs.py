@@ -1,0 +1,161 @@
+"""Jobs of the batch scripts in scripts/slurm on a test cluster, and what is known of their runs."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.journal import DirectoryJournal
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER
+from tests.slurm.cluster import Cluster
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
+# The counting member needs no torch: nothing is preloaded, a run starts in a second. Five nodes
+# share a few cores, so that a little more patience is due than with one.
+SETTINGS = (
+    *("--preload=", *FAST),
+    *("--deadpool-freeze-seconds", "3", "--deadpool-node-silence-seconds", "4"),
+    *("--deadpool-fence-seconds", "3", "--deadpool-rejoin-seconds", "5"),
+    *("--deadpool-takeover-seconds", "2"),
+)
+# Events of every step, which hide the others in a story.
+_MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)
+
+
+@dataclass
+class Job:
+    """One submitted job and the run that it makes."""
+
+    cluster: Cluster
+    number: int
+    run: RunDirectory
+    roles: int
+
+    def events(self, *kinds: Kind) -> list[Event]:
+        """Events so far, of these kinds."""
+        return [e for e in read_events(self.run.events) if e.kind in kinds]
+
+    def wait_iteration(self, iteration: int) -> None:
+        """Until a step has been reported."""
+
+        def reached() -> bool:
+            return any((e.iteration or 0) >= iteration for e in self.events(Kind.STEP))
+
+        self.wait_for(f"iteration {iteration}", reached)
+
+    def wait_for(self, what: str, ready: Any) -> Any:
+        """Poll; fail with the whole story when it takes too long."""
+        try:
+            return self.cluster.wait_for(what, ready)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.story()}") from error
+
+    def wait_over(self) -> dict[str, Any]:
+        """Until the run has its verdict; answers ``final.json``."""
+        self.wait_for("the end of the run", self.run.final.exists)
+        return read_json(self.run.final)
+
+    def wait_end(self, *states: str) -> dict[str, str]:
+        """Until the job is in this state; answers what Slurm says of it."""
+        return self.wait_for(  # type: ignore[no-any-return]
+            f"job {self.number} to be {states}", lambda: self._state_in(states)
+        )
+
+    def _state_in(self, states: tuple[str, ...]) -> dict[str, str]:
+        fields = self.cluster.job(self.number)
+        return fields if fields["JobState"] in states else {}
+
+    def finish(self) -> dict[str, Any]:
+        """Let an endless run end well, and check its result."""
+        (self.run.path / "finish").touch()
+        return self.check_result()
+
+    def check_result(self) -> dict[str, Any]:
+        """The run ended well, each step is there once, every role's state is exact."""
+        final = self.wait_over()
+        assert final["exit_status"] == 0, self.story()
+        steps = [step["iteration"] for step in final["steps"]]
+        assert steps == list(range(steps[0], steps[-1] + 1)), self.story()
+        for role in range(self.roles):
+            expected = expected_sha256(role, steps[-1])
+            assert final["roles"][str(role)]["sha256"] == expected, self.story()
+        return final
+
+    def first_record(self) -> EpochRecord:
+        """The seats and nodes that the run began with."""
+        return EpochRecord.from_dict(DirectoryJournal(self.run.journal).entries("epoch")[1])
+
+    def final_iteration(self) -> int:
+        """The last iteration of a run that is over."""
+        return int(read_json(self.run.final)["iterations"])
+
+    def logs(self) -> str:
+        """What the nodes' tasks have printed."""
+        found = sorted(Path(f"{self.run.path}.logs").glob("*.log"))
+        return "\n".join(f"== {f.name}\n{f.read_text(errors='replace')[-1500:]}" for f in found)
+
+    def host(self, node: int) -> str:
+        """Name of the host on which a node of the run lives."""
+        return str(read_json(self.run.node(node))["hostname"])
+
+    def coordinator(self) -> str:
+        """Name of the host on which the newest coordinator runs."""
+        return str(read_json(self.run.coordinator)["hostname"])
+
+    def story(self) -> str:
+        """For a failed assertion: job, nodes, events."""
+        parts = [f"job {self.number}: {self.cluster.job(self.number)}"]
+        parts += [self.cluster.output(self.number), self.logs()]
+        told = [e for e in read_events(self.run.events) if e.kind not in _MANY]
+        parts += [str(e.to_dict()) for e in told[-40:]]
+        return "\n".join(parts)
+
+
+@dataclass
+class Jobs:
+    """Submits jobs whose runs lie under one directory."""
+
+    cluster: Cluster
+    directory: Path
+    nodes: int = 4
+    spares: int = 1
+    settings: tuple[str, ...] = SETTINGS
+    training: tuple[str, ...] = (MEMBER, "--step-seconds", "0.03")
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def environment(self) -> dict[str, str]:
+        """What the batch scripts read."""
+        return {
+            "CHECKOUT": str(SCRIPTS.parents[1]),
+            "RUNS": str(self.directory),
+            "NODES": str(self.nodes),
+            "SPARES": str(self.spares),
+            "SETTINGS_TEXT": " ".join(self.settings),
+            "TRAINING_TEXT": " ".join(map(shlex.quote, self.training)),
+            "DEADPOOL_BATCH_HOST_SECONDS": "2",
+            **self.variables,
+        }
+
+    def submit(self, *options: str, script: str = "small_test.sbatch") -> Job:
+        """Submit a script of the repository, on as many nodes as the run has."""
+        size = f"--nodes={self.nodes + self.spares}"
+        number = self.cluster.submit(SCRIPTS / script, size, *options, **self.environment())
+        return self.job(number)
+
+    def chain(self, count: int) -> list[Job]:
+        """Submit so many jobs of which each waits for the one before."""
+        size = f"--nodes={self.nodes + self.spares}"
+        command = (str(SCRIPTS / "chain.sh"), str(count), str(SCRIPTS / "small_test.sbatch"), size)
+        output = f"--output={self.cluster.directory}/job-%j.out"
+        numbers = self.cluster.control(*command, output, **self.environment())
+        return [self.job(int(number)) for number in numbers.split()]
+
+    def job(self, number: int) -> Job:
+        """A job that is known by its number."""
+        return Job(self.cluster, number, RunDirectory(self.directory / str(number)), self.nodes)

@@ -1,0 +1,167 @@
+"""The batch scripts under a real Slurm: real jobs, real losses of nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.events import Kind
+from tests.faults.jobs import Layout, reference, trainer
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SCRIPTS, Jobs
+
+pytestmark = pytest.mark.slurm
+
+
+def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
+    job = jobs.submit()
+    job.wait_iteration(3)
+    job.finish()
+    ended = job.wait_end("COMPLETED")
+    assert ended["ExitCode"] == "0:0"
+    assert "status of the run: 0 (of srun: 0)" in cluster.output(job.number)
+    nodes = job.first_record().nodes
+    hosts = cluster.control("scontrol", "show", "hostnames", ended["NodeList"]).split()
+    assert [nodes[n].host for n in range(5)] == [cluster.hosts.address(host) for host in hosts]
+    assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
+
+
+def test_middle_node_of_checked_ones_lost(cluster: Cluster, jobs: Jobs) -> None:
+    """After a look at all nodes, which gives places rack by rack."""
+    job = dataclasses.replace(jobs, variables={"CHECK_TEXT": "--wait-seconds 60"}).submit()
+    job.wait_iteration(5)
+    racks = [known.domain for _, known in sorted(job.first_record().nodes.items())]
+    assert racks == sorted(racks)
+    cluster.lose(job.host(1))
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    final = job.finish()
+    assert [r["seats_changed"]["1"][1][0] for r in final["recoveries"]] == [4]
+    assert job.wait_end("COMPLETED")["NumNodes"] == "4"
+
+
+def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
+    """Nobody is left whose end would be the job's: the survivors end it."""
+    job = jobs.submit()
+    job.wait_iteration(5)
+    batch_host = cluster.job(job.number)["BatchHost"]
+    assert batch_host == job.host(0)
+    cluster.lose(batch_host)
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    job.finish()
+    job.wait_end("COMPLETING", "CANCELLED")
+    assert "the job is ended from here" in job.logs()
+
+
+@pytest.mark.parametrize("also", [(), (2,)], ids=["alone", "and one that trains"])
+def test_node_of_the_coordinator_lost(cluster: Cluster, jobs: Jobs, also: tuple[int, ...]) -> None:
+    job = dataclasses.replace(jobs, nodes=3, spares=2).submit()
+    job.wait_iteration(5)
+    first = job.coordinator()
+    assert first in (job.host(3), job.host(4)), "spares coordinate before nodes that train"
+    cluster.lose(first, *map(job.host, also))
+    job.wait_for("another coordinator", lambda: job.coordinator() != first)
+    if also:
+        job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    final = job.finish()
+    assert len(final["recoveries"]) == len(also), "the coordinator's death stops nobody"
+    job.wait_end("COMPLETED")
+
+
+def test_cut_node_ends_its_members_although_slurm_does_not_know(
+    cluster: Cluster, jobs: Jobs
+) -> None:
+    job = jobs.submit()
+    job.wait_iteration(5)
+    cut = job.host(2)
+    assert cluster.members(cut)
+    cluster.hosts.cut(cut)
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    # Its roles were given away, so it must have stopped before. Slurm would not have killed it.
+    assert not cluster.members(cut)
+    assert cluster.job(job.number)["NumNodes"] == "5"
+    cluster.wait_for("Slurm to find out", lambda: cluster.job(job.number)["NumNodes"] == "4")
+    cluster.hosts.mend(cut)
+    final = job.finish()
+    assert len(final["recoveries"]) == 1
+    job.wait_end("COMPLETED")
+
+
+def test_spare_of_a_second_job_takes_over(cluster: Cluster, jobs: Jobs) -> None:
+    job = dataclasses.replace(jobs, nodes=3, spares=0).submit()
+    job.wait_iteration(3)
+    pool = cluster.submit(
+        SCRIPTS / "spare_pool.sbatch", "--array=1-1", RUN=str(job.run.path), **jobs.environment()
+    )
+    job.wait_for("a warm spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
+    cluster.lose(job.host(1))
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    final = job.finish()
+    assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 3
+    job.wait_end("COMPLETED")
+    cluster.wait_job(pool, "COMPLETED")
+
+
+def test_array_of_nodes_gets_a_lost_one_back(cluster: Cluster, jobs: Jobs) -> None:
+    wanted = dataclasses.replace(jobs, nodes=2)
+    number = cluster.submit(
+        SCRIPTS / "array_of_nodes.sbatch", "--array=0-2", **wanted.environment()
+    )
+    job = dataclasses.replace(wanted.job(number), roles=2)
+    job.wait_iteration(3)
+    element = cluster.job_of_element(number, 1)
+    cluster.lose(element["NodeList"])
+    job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+    # Slurm starts the lost element again on another node: a number that is new to the run.
+    job.wait_for("another spare", lambda: [e for e in job.events(Kind.MEMBER_WARM) if e.node == 3])
+    job.finish()
+    cluster.wait_for("all elements", lambda: cluster.ended(number))
+
+
+def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, jobs: Jobs) -> None:
+    first, second = jobs.chain(2)
+    first.wait_iteration(5)
+    # What Slurm does when --signal=B:USR1@120 is due.
+    cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
+    assert first.wait_over()["exit_status"] == 75
+    assert first.wait_end("FAILED")["ExitCode"] == "75:0"
+    second.wait_iteration(first.final_iteration() + 5)
+    second.finish()
+    second.wait_end("COMPLETED")
+    assert f"goes on from {first.run.path}" in cluster.output(second.number)
+    third = jobs.submit()
+    third.wait_end("COMPLETED")
+    assert "nothing to do" in cluster.output(third.number)
+
+
+def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs) -> None:
+    """The notice reaches the batch script only; here it never comes, and the limit is real."""
+    variables = {"NOTICE_SECONDS": "45"}
+    job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
+    job.wait_iteration(3)
+    cluster.lose(job.host(0))
+    assert job.wait_over()["exit_status"] == 75
+    job.wait_end("COMPLETING", "CANCELLED")
+    assert job.run.latest.exists()
+
+
+def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: Jobs) -> None:
+    """Real training: a node is lost in the first job, and its time limit comes."""
+    layout = Layout("dp2", "--use-distributed-optimizer", nodes=2, members_per_node=1)
+    program = trainer(layout, iterations=30)
+    settings = ("--deadpool-hash-interval", "1", "--deadpool-start-seconds", "80")
+    wanted = dataclasses.replace(jobs, nodes=2, settings=settings, training=program.command)
+    first, second = wanted.chain(2)
+    first.wait_iteration(4)
+    cluster.lose(first.host(1))
+    first.wait_for("a recovery", lambda: first.events(Kind.RECOVERED))
+    cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
+    assert first.wait_over()["exit_status"] == 75
+    whole = reference(layout, 30)
+    assert second.wait_over()["exit_status"] == 0, second.story()
+    found = read_result(second.run.path)
+    assert found.resumed_after == first.final_iteration()
+    comparison = compare_results(read_result(whole.directory), found)
+    assert comparison.identical, "\n".join(map(str, comparison.differences))
