@@ -22,7 +22,8 @@ from deadpool_megatron.cli.common import coordinator_address, listen
 from deadpool_megatron.cli.node import domain_of
 from deadpool_megatron.cli.preloading import preload_modules
 from deadpool_megatron.cluster import posix
-from deadpool_megatron.cluster.agent import AgentOptions, run_agent
+from deadpool_megatron.cluster.agent_options import AgentOptions
+from deadpool_megatron.cluster.agent_process import run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_run
 from deadpool_megatron.cluster.journal import JournalError
 from deadpool_megatron.cluster.journals import open_journal

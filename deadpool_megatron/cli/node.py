@@ -35,7 +35,9 @@ from deadpool_megatron.cli.slurm_environment import (
     interface_address,
     slurm_environment,
 )
-from deadpool_megatron.cluster.agent import EXIT_FENCED, AgentOptions, NodeTaken, run_agent
+from deadpool_megatron.cluster.agent import EXIT_FENCED
+from deadpool_megatron.cluster.agent_options import AgentOptions
+from deadpool_megatron.cluster.agent_process import NodeTaken, run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout import domains

@@ -12,7 +12,6 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import random
 import signal
@@ -20,27 +19,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.agent_link import CoordinatorLink, CoordinatorLost, first_of
-from deadpool_megatron.cluster.agent_members import (
-    Member,
-    Members,
-    default_environment,
-    wait_ended,
-)
+from deadpool_megatron.cluster.agent_members import Member, Members, wait_ended
+from deadpool_megatron.cluster.agent_options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
 from deadpool_megatron.cluster.liveness import Ending
-from deadpool_megatron.cluster.member_main import MemberSpec
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, member_log_name
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.cluster.telling import RecordKeeper
@@ -56,33 +46,6 @@ _FLUSH_SECONDS = 2.0
 _NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
-class NodeTaken(Exception):
-    """Another agent serves the node of this number on this host."""
-
-
-@dataclass(frozen=True)
-class AgentOptions:
-    """One node. ``address()`` says where the coordinator listens (None: not known yet), as long as
-    the standby has not seen a newer one in the journal.
-
-    ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
-    file when the launcher is gone; where there is a launcher, it restarts the coordinator on this
-    host, and no network can come between. ``standby``: command of the standby, () for none.
-    """
-
-    node: int
-    run: RunDirectory
-    info: RunInfo
-    secret: bytes
-    address: Callable[[], tuple[str, int] | None]
-    host: str
-    domain: str
-    modules: tuple[str, ...]
-    directory: Path
-    lifeline_fd: int | None = None
-    standby: tuple[str, ...] = ()
-
-
 class Agent:
     """See the module text; :meth:`run` is the whole life of it."""
 
@@ -90,7 +53,7 @@ class Agent:
         self._options = options
         self._node = options.node
         self._settings = options.info.settings
-        self._segments = options.run.segments(options.info.run_id, options.node)
+        self._segments = options.segments
         self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
@@ -103,14 +66,6 @@ class Agent:
         self._ending: tuple[str, bool] | None = None
         self._cut_limit = Fence(self._settings)
         self._standby: StandbyKeeper | None = None
-        self._environment = {
-            "DEADPOOL_RUN_DIR": str(options.run.path),
-            "DEADPOOL_RUN_ID": options.info.run_id,
-            # Communicators bind where this host is reached, as the vault does.
-            "DEADPOOL_SETTINGS": replace(self._settings, interface=self._options.host).to_json(),
-            "DEADPOOL_WORLD_SIZE": str(options.info.world_size),
-            "DEADPOOL_NPROC": str(options.info.nproc_per_node),
-        }
 
     async def run(self) -> int:
         """Serve until the run is over; answers the exit status of the agent process."""
@@ -119,7 +74,7 @@ class Agent:
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
-        self._members = Members(self._spec, starter, self._settings, self)
+        self._members = Members(partial(member_spec, self._options), starter, self._settings, self)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
@@ -437,20 +392,6 @@ class Agent:
 
     # Beginning and end.
 
-    def _spec(self, slot: int, incarnation: int, extra: Mapping[str, str]) -> MemberSpec:
-        environment = default_environment(
-            self._node, slot, incarnation, self._environment, self._segments
-        )
-        return MemberSpec(
-            node=self._node,
-            slot=slot,
-            incarnation=incarnation,
-            command=self._options.info.command,
-            environment={**environment, **extra},
-            log=self._options.run.log(member_log_name(self._node, slot, incarnation)),
-            directory=self._options.directory,
-        )
-
     def _write_listing(self) -> None:
         members = self._members.by_slot.values()
         listed = {member.slot: (member.pid, member.incarnation) for member in members}
@@ -506,32 +447,3 @@ class Agent:
         if self._standby is not None:
             grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
             await self._standby.close(grace)
-
-
-def _claim_node(options: AgentOptions) -> int:
-    """Lock the node's segments for this process; a second agent would overwrite its memory."""
-    segments = options.run.segments(options.info.run_id, options.node)
-    segments.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(segments / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise NodeTaken(f"node {options.node} already has an agent on this host") from error
-    return lock
-
-
-def run_agent(options: AgentOptions) -> int:
-    """Run an agent in this process, which has one thread; answers its exit status.
-
-    Raises NodeTaken.
-    """
-    posix.set_process_name(f"dp-agent{options.node}")
-    lock = _claim_node(options)
-    failpoints.load()
-    failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
-    started = time.monotonic()
-    code = asyncio.run(Agent(options).run())
-    os.close(lock)
-    print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
-    return code

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 import os
-import secrets
 import signal
 import socket
 import sys
@@ -20,11 +18,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
-
-from immutables import Map
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster import machine_actions as actions
@@ -32,40 +27,34 @@ from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster import posix, translate
 from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.cleanup import clean_run
+from deadpool_megatron.cluster.commands import Commands
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.durable import DurableError, make_valid
-from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.hang import ProgressClock, find_hang
+from deadpool_megatron.cluster.first_state import first_state
 from deadpool_megatron.cluster.journal import JournalError, LostRace
+from deadpool_megatron.cluster.journals import write_patiently
 from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
+from deadpool_megatron.cluster.looks import Looks
 from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Phase, State
-from deadpool_megatron.cluster.pacing import (
-    Pace,
-    acknowledge_seconds,
-    beat_seconds,
-    hang_look_seconds,
-    repeat_seconds,
-)
+from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.cluster.orders import Orders
+from deadpool_megatron.cluster.pacing import acknowledge_seconds
 from deadpool_megatron.cluster.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
-from deadpool_megatron.cluster.slow_nodes import SlowNodes, slow_event
-from deadpool_megatron.cluster.status import PacedStatus, describe, role_beats
+from deadpool_megatron.cluster.status import PacedStatus, describe
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
-from deadpool_megatron.cluster.telling import RecordTeller
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, without_details
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
 EXIT_INTERRUPTED = 130
 _GARBAGE_OBJECTS = 200_000
 EXIT_SUPERSEDED = 71
-_CONTROL_COMMANDS = ("status", "drain", "stop", "dump", "info", "attach")
 
 
 class Coordinator:
@@ -75,7 +64,6 @@ class Coordinator:
         self._options = options
         self._run = options.run
         self._settings = options.info.settings
-        self._boot = secrets.token_hex(8)
         self._journal = options.journal
         self._chronicle = Chronicle(options.run, options.info, options.term.number)
         self._sign = SignOfLife(
@@ -87,14 +75,11 @@ class Coordinator:
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing can be decided until it can"),
         )
-        self._progress = ProgressClock()
-        self._slow_nodes = SlowNodes(self._settings)
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
         self._exit_status: int | None = None
         self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._teller: RecordTeller | None = None
         self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             self._settings.connect_seconds,
@@ -104,23 +89,18 @@ class Coordinator:
             ),
             acknowledge_seconds=acknowledge_seconds(self._settings),
         )
-        self._status = PacedStatus(lambda: describe(self._state, self._peers, self._results))
-        self._state = self._first_state()
-
-    def _first_state(self) -> State:
-        records = self._journal.entries("epoch")
-        if not records:
-            return self._machine.start(time.monotonic())
-        newest_epoch = max(records)
-        kept = [
-            EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
-            for epoch, values in sorted(records.items())
-        ]
-        durable = self._chronicle.newest_durable()
-        state = self._machine.resume(kept, durable, time.monotonic())
-        newest = max(state.newest, self._results.last_iteration)
-        # Nobody waits for a node that was given up before.
-        return replace(state, newest=newest, gone=Map(self._results.lost_nodes))
+        self._orders = Orders(options, self._peers)
+        self._looks = Looks(self._settings, self._peers)
+        paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
+        self._commands = Commands(
+            options.info,
+            self._journal,
+            state=lambda: self._state,
+            status=lambda: {**paced.newest(), "slow": self._looks.slow()},
+            feed=self.feed,
+        )
+        began = time.monotonic()
+        self._state = first_state(self._machine, self._journal, self._chronicle, began)
 
     @property
     def _results(self) -> Results:
@@ -219,116 +199,39 @@ class Coordinator:
                 self._emit(action.to_event())
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
-            case actions.Announce(record):
-                failpoints.hit("coordinator.announce", epoch=record.epoch)
-                self._announce(record)
             case actions.Welcome(node, record):
-                self._welcome(node, record)
-            case actions.DropNode(node, cause):
-                self._drop(node, cause)
-            case actions.StartMembers(node, slots, provisional):
-                order = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
-                self._send(node, order)
-            case actions.KillMember(node, slot, incarnation, hung):
-                seat = {"slot": slot, "incarnation": incarnation}
-                self._send(node, {"t": "kill", **seat, "hung": hung})
-            case actions.CloseEpoch(epoch, cause):
-                failpoints.hit("coordinator.close", epoch=epoch)
-                self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
-            case actions.Pause(epoch, iteration):
-                self._peers.send_all({"t": "pause", "epoch": epoch, "iteration": iteration})
-            case actions.Dump(nodes, directory, generation, boundary):
-                order = {"t": "dump", "directory": directory, "boundary": boundary}
-                for node in nodes:
-                    self._send(node, {**order, "generation": generation.to_list()})
+                self._orders.welcome(node, record, self._state)
             case actions.Finish():
                 self._finish(action)
             case actions.Exit(exit_status):
                 self._end(exit_status)
-
-    def _send(self, node: int, message: Mapping[str, Any]) -> None:
-        peer = self._peers.agents.get(node)
-        if peer is not None and not peer.dropped:
-            peer.send(message)
-
-    def _welcome(self, node: int, record: EpochRecord | None) -> None:
-        peer = self._peers.agents[node]
-        epoch = 0 if record is None else record.epoch
-        # A coordinator that has just taken over lets training go on until all agents are back.
-        is_open = self._state.open_epoch == epoch or self._state.phase is Phase.GATHERING
-        agents = self._options.info.nodes + self._options.info.spares
-        message = {
-            "t": "welcome",
-            "boot": self._boot,
-            "term": self._options.term.number,
-            "seen": self._peers.taken(peer),
-            "record": None if record is None else self._told(peer, record),
-            "closed": epoch if not is_open else epoch - 1,
-            "beat_seconds": beat_seconds(agents, self._settings),
-            "repeat_seconds": repeat_seconds(self._options.info.world_size),
-            "cause": "" if record is None else record.cause,
-        }
-        peer.welcomed = True
-        peer.send(message)
-
-    def _announce(self, record: EpochRecord) -> None:
-        before = None if self._teller is None else self._teller.record
-        self._teller = RecordTeller(record, before)
-        for peer in self._peers.listening():
-            told = self._told(peer, record)
-            if told is not None:
-                peer.send({"t": "record", "record": told})
-
-    def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
-        """What the agent lacks of the record; it is counted as told from here on."""
-        if self._teller is None or self._teller.record is not record:
-            self._teller = RecordTeller(record, None)
-        parts = self._teller.parts(peer.node, peer.told)
-        peer.told = record.epoch
-        return parts
-
-    def _drop(self, node: int, cause: str) -> None:
-        peer = self._peers.agents.get(node)
-        if peer is None:
-            return
-        if peer.welcomed:
-            peer.send({"t": "stop", "reason": cause, "remove": True})
-        else:
-            peer.send({"t": "refused", "why": cause})
-        peer.dropped = True
+            case _:
+                self._orders.give(action)
 
     async def _write_record(self, record: EpochRecord) -> None:
         failpoints.hit("coordinator.journal", epoch=record.epoch)
-        loop = asyncio.get_running_loop()
-        limit = time.monotonic() + self._settings.spare_timeout_seconds
-        known = ""
-        while True:
-            try:
-                await loop.run_in_executor(
-                    None, self._journal.write, "epoch", record.epoch, record.to_dict()
-                )
-            except LostRace as error:
-                self._step_down(str(error))
-                return
-            except JournalError as error:
-                if time.monotonic() > limit:
-                    self.feed(inputs.JournalFailed(record.epoch, str(error)))
-                    return
-                if str(error) != known:
-                    known = str(error)
-                    left = self._settings.spare_timeout_seconds
-                    self._warn(f"{known}; tried again for {left:g} s")
-                await asyncio.sleep(self._settings.beat_interval_seconds)
-            else:
-                self.feed(inputs.JournalWritten(record.epoch))
-                return
+        patience = self._settings.spare_timeout_seconds
+        try:
+            await write_patiently(
+                self._journal,
+                ("epoch", record.epoch),
+                record.to_dict(),
+                patience,
+                on_trouble=lambda text: self._warn(f"{text}; tried again for {patience:g} s"),
+            )
+        except LostRace as error:
+            self._step_down(str(error))
+        except JournalError as error:
+            self.feed(inputs.JournalFailed(record.epoch, str(error)))
+        else:
+            self.feed(inputs.JournalWritten(record.epoch))
 
     def _finish(self, end: actions.Finish) -> None:
         if self._is_superseded():
             return
         recoveries = [report.to_dict() for report in self._state.recoveries]
         written = self._chronicle.finish(end, recoveries)
-        self._peers.send_all({"t": "stop", "reason": written, "remove": True})
+        self._orders.stop(written)
 
     # Connections (see PeerEvents).
 
@@ -340,7 +243,7 @@ class Coordinator:
             return
         peer.told = int(message.get("told", 0))
         if again:
-            self._welcome(peer.node, self._state.record)
+            self._orders.welcome(peer.node, self._state.record, self._state)
         else:
             self.feed(joined)
 
@@ -379,43 +282,8 @@ class Coordinator:
         self._step_down(why)
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer a user's command: ``{"ok": True, ...}`` or ``{"ok": False, "error": line}``."""
-        name = message.get("command")
-        if name == "status":
-            slow = {"slow": self._slow_nodes.describe()}
-            return {"ok": True, "status": {**self._status.newest(), **slow}}
-        if name == "info":
-            return {"ok": True, "info": self._options.info.to_dict()}
-        if name == "attach":
-            return await self._hand_out_node(str(message.get("hostname", "")))
-        if name == "stop":
-            self._user_stop(str(message.get("reason", "stopped by command")))
-            return {"ok": True}
-        if name == "dump":
-            self.feed(inputs.DumpRequested(str(message["reason"])))
-            return {"ok": True}
-        if name == "drain":
-            node = int(message["node"])
-            if node not in self._state.nodes:
-                known = ", ".join(map(str, sorted(self._state.nodes)))
-                return {"ok": False, "error": f"node {node} is not connected (there are: {known})"}
-            self.feed(inputs.DrainRequested(node))
-            return {"ok": True}
-        return {"ok": False, "error": f"unknown command; known are {', '.join(_CONTROL_COMMANDS)}"}
-
-    async def _hand_out_node(self, hostname: str) -> dict[str, Any]:
-        """A number that no node of the run has had, nor will have."""
-        known = {*self._state.nodes, *self._state.gone, *self._journal.entries("node")}
-        number = max(known | {self._options.info.nodes + self._options.info.spares - 1})
-        while True:
-            number += 1
-            try:
-                self._journal.write("node", number, {"hostname": hostname})
-            except LostRace:
-                continue  # an earlier coordinator handed it out
-            except JournalError as error:
-                return {"ok": False, "error": str(error)}
-            return {"ok": True, "node": number}
+        """See :class:`~deadpool_megatron.cluster.commands.Commands`."""
+        return self._commands.answer(message)
 
     # Reports.
 
@@ -484,13 +352,12 @@ class Coordinator:
         data = {"path": str(final)}
         self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
         self.feed(inputs.DurableValid(iteration, str(final)))
-        self._peers.send_all({"t": "durable-done", "iteration": iteration})
+        self._orders.durable_done(iteration)
 
     # Time and ends.
 
     async def _tick(self) -> None:
         interval = self._settings.beat_interval_seconds
-        hang_look = Pace(hang_look_seconds(self._settings))
         last = time.monotonic()
         while True:
             await asyncio.sleep(interval)
@@ -498,42 +365,14 @@ class Coordinator:
             if now - last > 3 * interval:
                 self._peers.forgive(now)
             last = now
-            self._look_for_silence(now)
-            if hang_look.is_due(now):
-                self._look_for_hang(now)
-                self._look_for_slow_nodes(now)
+            for lost in self._looks.at_silence(now, trusted=self._sign.is_fresh(now)):
+                self.feed(lost)
+            events, found = self._looks.at_progress(self._state, self._epoch, now)
+            for event in events:
+                self._emit(event)
+            for item in found:
+                self.feed(item)
             self.feed(inputs.Tick())
-
-    def _look_for_silence(self, now: float) -> None:
-        # While nobody can see that this coordinator lives, nodes go on without it: see fencing.
-        limit = self._settings.node_silence_seconds if self._sign.is_fresh(now) else math.inf
-        for peer in self._peers.silent(limit / 2, now):
-            peer.probe()
-        for peer in self._peers.silent(limit, now):
-            silent = now - peer.heard_at
-            cut = peer.undelivered_bytes() > 0
-            kind = FailureKind.NODE_CUT if cut else FailureKind.NODE_FROZEN
-            how = "and nothing is received there" if cut else "but it receives what is sent"
-            self._peers.forget(peer)
-            cause = f"silent for {silent:.1f} s, {how}"
-            self.feed(inputs.NodeLost(peer.node, cause, silent, kind))
-
-    def _look_for_hang(self, now: float) -> None:
-        record = self._state.record
-        if record is None or self._state.phase not in (Phase.RUNNING, Phase.PAUSING):
-            return
-        beats = role_beats(self._state, self._peers)
-        if len(beats) != len(record.seats):
-            return
-        hang = find_hang(self._progress.update(beats, now), self._settings)
-        if hang is not None:
-            self.feed(inputs.RolesHung(record.epoch, hang.culprits, hang.cause))
-
-    def _look_for_slow_nodes(self, now: float) -> None:
-        for verdict in self._slow_nodes.look(self._state, self._peers, now):
-            self._emit(slow_event(self._epoch, verdict))
-            if self._slow_nodes.is_to_leave(verdict, self._state):
-                self.feed(inputs.DrainRequested(verdict.node))
 
     # The end of this coordinator.
 
@@ -607,7 +446,3 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     # threshold most of the time of a decision goes into looking for one.
     gc.set_threshold(_GARBAGE_OBJECTS)
     return asyncio.run(Coordinator(options).run())
-
-
-def _texts(numbers: Mapping[int, int]) -> dict[str, int]:
-    return {str(key): value for key, value in numbers.items()}

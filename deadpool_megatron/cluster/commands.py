@@ -1,0 +1,80 @@
+"""Answers to the commands of users, and to agents that want a node id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deadpool_megatron.cluster import machine_events as inputs
+from deadpool_megatron.cluster.journal import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.machine_state import State
+from deadpool_megatron.cluster.run_directory import RunInfo
+
+_KNOWN = ("status", "drain", "stop", "dump", "info", "attach")
+
+
+class Commands:
+    """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
+    takes what a command asks of the machine. Used from the coordinator's loop only.
+    """
+
+    def __init__(
+        self,
+        info: RunInfo,
+        journal: Journal,
+        state: Callable[[], State],
+        status: Callable[[], dict[str, Any]],
+        feed: Callable[[inputs.Input], None],
+    ) -> None:
+        self._info = info
+        self._journal = journal
+        self._state = state
+        self._status = status
+        self._feed = feed
+
+    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
+
+        Raises KeyError, TypeError or ValueError for a message that no command of ours sends.
+        """
+        match message.get("command"):
+            case "status":
+                return {"ok": True, "status": self._status()}
+            case "info":
+                return {"ok": True, "info": self._info.to_dict()}
+            case "attach":
+                return self._attach(str(message.get("hostname", "")))
+            case "stop":
+                reason = str(message.get("reason", "stopped by command"))
+                self._feed(inputs.UserStop(reason))
+                return {"ok": True}
+            case "dump":
+                self._feed(inputs.DumpRequested(str(message["reason"])))
+                return {"ok": True}
+            case "drain":
+                return self._drain(int(message["node"]))
+        return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
+
+    def _drain(self, node: int) -> dict[str, Any]:
+        nodes = self._state().nodes
+        if node not in nodes:
+            known = ", ".join(map(str, sorted(nodes)))
+            return {"ok": False, "error": f"node {node} is not connected (there are: {known})"}
+        self._feed(inputs.DrainRequested(node))
+        return {"ok": True}
+
+    def _attach(self, hostname: str) -> dict[str, Any]:
+        """A number that no node of the run has had, nor will have."""
+        state = self._state()
+        try:
+            known = {*state.nodes, *state.gone, *self._journal.entries("node")}
+            number = max(known | {self._info.nodes + self._info.spares - 1})
+            while True:
+                number += 1
+                try:
+                    self._journal.write("node", number, {"hostname": hostname})
+                except LostRace:
+                    continue  # an earlier coordinator handed it out
+                return {"ok": True, "node": number}
+        except JournalError as error:
+            return {"ok": False, "error": str(error)}
