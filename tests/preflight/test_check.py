@@ -60,7 +60,7 @@ def test_each_kind_of_bad_node_is_found_and_named(tmp_path: Path) -> None:
     options = ("--shm-gb", "50", "--domain", "rack0")
     with Check(tmp_path, *options, nodes=3, spares=5, made_up=made_up) as check:
         check.start(1, 2, 3, 4, 5)
-        check.start(6, secret="of another run")
+        check.start(6, secret="the secret of another run")
         check.wait_there(1, 2, 3, 4, 5, 6)
         check.start(0, wait_seconds=0.5)  # node 7 never comes
         ended = check.end_of(0, 1, 2, 3, 4, 5)
@@ -137,7 +137,7 @@ def test_a_node_with_another_secret_gives_no_verdict(tmp_path: Path) -> None:
     with Check(tmp_path, spares=0) as check:
         check.start(0)
         check.wait_there(0)
-        check.start(1, secret="of another run", wait_seconds=0.1)
+        check.start(1, secret="the secret of another run", wait_seconds=0.1)
         ended = check.end_of(1)
         assert not (check.directory / "check.json").exists()
     assert (ended[1].status, ended[1].output) == (2, "")
