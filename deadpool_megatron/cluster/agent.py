@@ -12,8 +12,8 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
+import secrets
 import signal
 import socket
 import sys
@@ -61,6 +61,8 @@ class Agent:
         self._closed = 0
         self._inventory: dict[str, Any] | None = None
         self._boot = ""
+        # A pid does not tell agents apart: in a container each one's is the same.
+        self._own_boot = secrets.token_hex(8)
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
@@ -133,7 +135,7 @@ class Agent:
         return {
             "t": "join",
             "node": self._node,
-            "pid": os.getpid(),
+            "boot": self._own_boot,
             "host": self._options.host,
             "vault_port": self._vault.port,
             "nproc": self._options.info.nproc_per_node,

@@ -29,14 +29,15 @@ _MALFORMED = (WireError, LookupError, TypeError, ValueError, AttributeError, Ove
 
 @dataclass
 class AgentPeer:
-    """One agent's connection. ``beats``: newest beat of each slot, with its incarnation.
+    """One agent's connection. ``boot``: by which the same agent is known when it comes again.
+    ``beats``: newest beat of each slot, with its incarnation.
 
     ``told``: epoch of the newest record that the agent has been sent, by an earlier coordinator
     perhaps. ``acknowledged``: newest report and time of the last acknowledgement.
     """
 
     node: int
-    pid: int
+    boot: str
     writer: asyncio.StreamWriter
     hostname: str
     heard_at: float
@@ -123,7 +124,7 @@ class Peers:
         self._events = events
         self._join_credit_seconds = join_credit_seconds
         # Newest report taken from each agent process, kept beyond the end of its connection.
-        self._taken: dict[tuple[int, int], int] = {}
+        self._taken: dict[tuple[int, str], int] = {}
 
     def send_all(self, message: Mapping[str, Any]) -> None:
         """Send to every agent that has been welcomed and not been dropped."""
@@ -137,7 +138,7 @@ class Peers:
 
     def taken(self, peer: AgentPeer) -> int:
         """Number of the newest report taken from this agent process."""
-        return self._taken.get((peer.node, peer.pid), 0)
+        return self._taken.get((peer.node, peer.boot), 0)
 
     def silent(self, limit_seconds: float, now: float) -> list[AgentPeer]:
         """Agents that are connected but have said nothing for longer than the limit."""
@@ -192,13 +193,13 @@ class Peers:
     async def _serve_agent(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Mapping[str, Any]
     ) -> None:
-        node, pid = int(first["node"]), int(first["pid"])
+        node, boot = int(first["node"]), str(first["boot"])
         until = time.monotonic() + self._join_credit_seconds
-        peer = AgentPeer(node, pid, writer, str(first["hostname"]), until)
+        peer = AgentPeer(node, boot, writer, str(first["hostname"]), until)
         old = self.agents.get(node)
-        again = old is not None and old.pid == pid and not old.dropped
+        again = old is not None and old.boot == boot and not old.dropped
         if old is not None:
-            if old.pid != pid:
+            if old.boot != boot:
                 peer.send({"t": "refused", "why": f"node {node} is connected already"})
                 raise WireError(f"a second agent calls itself node {node}")
             self.forget(old)
@@ -243,5 +244,5 @@ class Peers:
         number = int(message["n"])
         if number <= self.taken(peer):
             return
-        self._taken[peer.node, peer.pid] = number
+        self._taken[peer.node, peer.boot] = number
         self._events.agent_said(peer, message)

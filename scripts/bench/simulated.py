@@ -257,7 +257,7 @@ class Agent(asyncio.Protocol):
         return {
             "t": "join",
             "node": self.node,
-            "pid": os.getpid(),
+            "boot": f"{os.getpid()}.{self.node}",
             "host": f"10.{self.node >> 16}.{self.node >> 8 & 255}.{self.node & 255}",
             "vault_port": 30000 + self.node * 7 % 20000,
             "nproc": self._cluster.nproc,

@@ -89,8 +89,8 @@ def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
     return asyncio.run(run())
 
 
-def join(node: int, pid: int = 1) -> dict[str, Any]:
-    return {"t": "join", "node": node, "pid": pid, "hostname": "h"}
+def join(node: int, boot: str = "a") -> dict[str, Any]:
+    return {"t": "join", "node": node, "boot": boot, "hostname": "h"}
 
 
 async def connect(
@@ -163,13 +163,13 @@ def test_command_and_unknown_first_message() -> None:
 def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> None:
     async def scenario(events: Events, address: tuple[str, int]) -> None:
         _, first = await connect(address)
-        first.write(framing.encode(join(3, pid=1)))
+        first.write(framing.encode(join(3, boot="a")))
         await events.until(lambda: events.joined)
         reader, writer = await connect(address)
-        writer.write(framing.encode(join(3, pid=2)))
+        writer.write(framing.encode(join(3, boot="b")))
         assert (await framing.read_frame(reader))["t"] == "refused"
         _, again = await connect(address)
-        again.write(framing.encode(join(3, pid=1)))
+        again.write(framing.encode(join(3, boot="a")))
         await events.until(lambda: len(events.joined) == 2)
         again.close()
         await events.until(lambda: events.left)

@@ -61,7 +61,7 @@ def test_a_coordinator_under_damaged_conversations(tmp_path: Path) -> None:
 _JOIN: dict[str, Any] = {
     "t": "join",
     "node": 7,
-    "pid": 1,
+    "boot": "a",
     "host": "127.0.0.1",
     "vault_port": 1,
     "domain": "mad",
