@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from deadpool_megatron.cluster.leadership import Term, claim_term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory
 from deadpool_megatron.wire import auth, tls
 
+EXIT_JOURNAL = 1
 _EXAMPLES = """\
 Agents that share a run directory need no such command: one of their standbys coordinates.
 
@@ -85,7 +87,11 @@ def _coordinator(args: argparse.Namespace) -> int:
         number = 1 if last is None else last.number + 1
         term = claim_term(journal, number, host, listener.getsockname()[1], None)
     except JournalError as error:
-        raise CommandError(str(error)) from error
+        if args.lifeline_fd is None:
+            raise CommandError(str(error)) from error
+        # The launcher tries again what may have been an outage.
+        print(f"deadpool coordinator: {error}", file=sys.stderr)
+        return EXIT_JOURNAL
     return _coordinate(run, listener, term, journal, args.lifeline_fd)
 
 
