@@ -20,9 +20,9 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # share a few cores, so that a little more patience is due than with one.
 SETTINGS = (
     *("--preload=", *FAST),
-    *("--deadpool-freeze-seconds", "3", "--deadpool-node-silence-seconds", "4"),
-    *("--deadpool-fence-seconds", "3", "--deadpool-rejoin-seconds", "5"),
-    *("--deadpool-takeover-seconds", "2"),
+    *("--deadpool-freeze-seconds", "4", "--deadpool-node-silence-seconds", "5"),
+    *("--deadpool-fence-seconds", "4", "--deadpool-rejoin-seconds", "10"),
+    *("--deadpool-takeover-seconds", "4"),
 )
 # Events of every step, which hide the others in a story.
 _MANY = (Kind.STEP, Kind.SEALED, Kind.COMMITTED)

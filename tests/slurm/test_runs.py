@@ -138,7 +138,7 @@ def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, j
 
 def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs) -> None:
     """The notice reaches the batch script only; here it never comes, and the limit is real."""
-    variables = {"NOTICE_SECONDS": "45"}
+    variables = {"NOTICE_SECONDS": "50"}
     job = dataclasses.replace(jobs, variables=variables).submit("--time=1", "--signal=B:USR1@1")
     job.wait_iteration(3)
     cluster.lose(job.host(0))
