@@ -1,12 +1,15 @@
-"""A real Slurm cluster on one machine: slurmctld on host ``ctl``, slurmd on ``node1`` .. ``nodeN``.
+"""A real Slurm cluster on one machine: slurmctld on ``host0``, slurmd on ``host1`` .. ``hostN``.
 
-Nothing outside its directory is used: own configuration, munge key and state, no systemd, no
-database. Several clusters can be there side by side.
+Each host is a set of namespaces (tests/netns); the file system is shared, as a cluster's is.
+Nothing outside the cluster's directory is used: own configuration, munge key and state, no
+systemd, no database. Several clusters can be there side by side.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,20 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.hosts import Hosts
+from deadpool_megatron.cluster import posix
+from tests.netns import hosts
+from tests.netns.hosts import Host, Hosts
 
-CONTROL = "ctl"
 PATIENCE_SECONDS = 90.0
-TOOLS = (
-    *("slurmctld", "slurmd", "sbatch", "srun", "munged"),
-    *("ip", "nsenter", "unshare", "setpriv"),
-)
+TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SWITCH = "DEADPOOL_TEST_SLURM"
 _ROOT = Path(__file__).parents[2]
+_MEMBER = re.compile(r"dp-n\d+s")
 
 _CONFIGURATION = """\
 ClusterName=deadpool
-SlurmctldHost={control}
+SlurmctldHost=host0
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge.sock,cred_expire=5
@@ -58,7 +60,7 @@ KillWait=2
 MinJobAge=3600
 UnkillableStepTimeout=20
 NodeName=DEFAULT CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000
-NodeName=node[1-{nodes}] State=UNKNOWN
+NodeName=host[1-{nodes}] State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE
 """
 
@@ -67,8 +69,8 @@ def why_not() -> str:
     """Why there can be no cluster here; empty when there can."""
     if os.environ.get(SWITCH) != "1":
         return f"'scripts/test.sh --slurm' runs these (or {SWITCH}=1)"
-    if os.geteuid() != 0:
-        return "needs root, for the namespaces that stand for hosts"
+    if hosts.missing():
+        return hosts.missing()
     missing = [tool for tool in TOOLS if shutil.which(tool, path=_path()) is None]
     return (
         f"needs {', '.join(missing)}: scripts/system-packages.sh installs them" if missing else ""
@@ -83,21 +85,21 @@ class Cluster:
     """Use as a context manager: in it all nodes are idle; at its end nothing is left."""
 
     def __init__(self, nodes: int, *, silence_seconds: int = 6) -> None:
-        self.nodes = tuple(f"node{number}" for number in range(1, nodes + 1))
+        self.nodes = tuple(f"host{number}" for number in range(1, nodes + 1))
         # Short, because of the munge socket's name in it.
         self.directory = Path(tempfile.mkdtemp(prefix="dpslurm-"))
-        self.hosts = Hosts(self.directory, (*self.nodes, CONTROL))
+        self._hosts = Hosts(1 + nodes, self.directory)
         self._silence_seconds = silence_seconds
-        self._munge: subprocess.Popen[bytes] | None = None
+        self._daemons: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Cluster:
         try:
             self._configure()
-            self.hosts.__enter__()
+            self._hosts.__enter__()
             self._start_munge()
-            self._boot(CONTROL, "slurmctld -D")
+            self._start(self._hosts[0], "slurmctld")
             for node in self.nodes:
-                self._boot(node, "slurmd -D")
+                self._start(self.host(node), "slurmd")
             self.wait_idle(len(self.nodes))
         except BaseException:
             self.show()
@@ -110,11 +112,15 @@ class Cluster:
 
     def close(self) -> None:
         """Switch everything off and remove every file."""
-        self.hosts.close()
-        if self._munge is not None:
-            self._munge.kill()
-            self._munge.wait()
+        self._hosts.down()
+        for daemon in self._daemons:
+            daemon.kill()
+            daemon.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def host(self, name: str) -> Host:
+        """The host of that name."""
+        return self._hosts[int(name.removeprefix("host"))]
 
     def show(self) -> None:
         """Print what a failed test needs to be understood."""
@@ -128,7 +134,6 @@ class Cluster:
             (self.directory / name).mkdir()
         (self.directory / "slurm.conf").write_text(
             _CONFIGURATION.format(
-                control=CONTROL,
                 directory=self.directory,
                 silence_seconds=self._silence_seconds,
                 nodes=len(self.nodes),
@@ -150,9 +155,9 @@ class Cluster:
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
         here = self.directory
-        self._munge = subprocess.Popen(
+        munge = subprocess.Popen(
             [
-                *("setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force"),
+                *("munged", "--foreground", "--force"),
                 *(f"--key-file={key}", f"--socket={here}/munge.sock", "--num-threads=4"),
                 *(f"--pid-file={here}/munged.pid", f"--seed-file={here}/munge.seed"),
                 f"--log-file={here}/log/munged.log",
@@ -161,7 +166,9 @@ class Cluster:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=self.environment(),
+            preexec_fn=functools.partial(posix.die_with_parent, os.getpid()),
         )
+        self._daemons.append(munge)
         self.wait_for("munged", (here / "munge.sock").exists)
 
     def environment(self) -> dict[str, str]:
@@ -175,27 +182,19 @@ class Cluster:
             "PYTHONPATH": str(_ROOT),
         }
 
-    def _boot(self, host: str, service: str) -> None:
-        self.hosts.boot(host, service, self.environment())
+    def _start(self, host: Host, service: str) -> None:
+        console = self.directory / f"{host.name}.console"
+        self._daemons.append(host.start([service, "-D"], console, self.environment()))
 
     # Commands.
 
-    def on(self, host: str, *command: str, **variables: str) -> str:
-        """Run a command on a host to its end, which has to be good; answers its output."""
-        done = subprocess.run(
-            self.hosts.command(host, *command),
-            capture_output=True,
-            text=True,
-            env={**self.environment(), **variables},
-            timeout=PATIENCE_SECONDS,
-            check=False,
-        )
+    def control(self, *command: str, **variables: str) -> str:
+        """Run a command on the control host to its end, which has to be good; its output."""
+        given = {**self.environment(), **variables}
+        settings = [f"{name}={value}" for name, value in given.items()]
+        done = self._hosts[0].run("env", "-i", *settings, *command)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
-
-    def control(self, *command: str, **variables: str) -> str:
-        """Run a command on the control host."""
-        return self.on(CONTROL, *command, **variables)
 
     def submit(self, script: Path | str, *options: str, **variables: str) -> int:
         """``sbatch``; answers the job's number. Output goes to ``<directory>/job-<number>.out``."""
@@ -222,11 +221,9 @@ class Cluster:
         """Whether no element of the array is pending or at work."""
         return not self.control("squeue", "-h", "-j", str(array), "-o", "%i")
 
-    def members(self, host: str) -> list[int]:
-        """Training processes on a host, by the name that they have given themselves."""
-        command = self.hosts.command(host, "pgrep", r"^dp-n[0-9]+s")
-        done = subprocess.run(command, capture_output=True, text=True)
-        return [int(pid) for pid in done.stdout.split()]
+    def members(self, name: str) -> list[str]:
+        """Training processes on a host, by the names that they have given themselves."""
+        return [found for found in self.host(name).running() if _MEMBER.match(found)]
 
     def wait_job(self, job: int, *states: str) -> dict[str, str]:
         """Until the job is in one of these states (default: ended); answers its fields."""
@@ -250,25 +247,42 @@ class Cluster:
         """Until so many nodes can take a job."""
 
         def idle() -> bool:
-            command = self.hosts.command(CONTROL, "sinfo", "-h", "-t", "idle", "-o", "%D")
-            done = subprocess.run(command, capture_output=True, text=True, env=self.environment())
-            return sum(map(int, done.stdout.split())) == number
+            listed = self.control("sinfo", "-h", "-o", "%t %D").splitlines()
+            counts = dict(line.split() for line in listed)
+            return counts == {"idle": str(number)}
 
+        self.wait_for("slurmctld", self._answers)
         self.wait_for(f"{number} idle nodes", idle)
+
+    def _answers(self) -> bool:
+        given = [f"{name}={value}" for name, value in self.environment().items()]
+        return self._hosts[0].run("env", "-i", *given, "scontrol", "ping").returncode == 0
 
     # Faults.
 
     def lose(self, *nodes: str) -> None:
         """Pull nodes' power cords, and let Slurm know at once what it would find out later."""
         for node in nodes:
-            self.hosts.power_off(node)
+            self.host(node).power_off()
         for node in nodes:
             self.control("scontrol", "update", f"nodename={node}", "state=down", "reason=lost")
+
+    def mend(self, node: str) -> None:
+        """Plug a cable in again; returns when it carries, for which kernels take a second."""
+        host = self.host(node)
+        host.mend()
+        reach = f"exec 3<>/dev/tcp/{self._hosts[0].address}/6817"
+        self.wait_for(f"the cable of {node}", lambda: host.run("bash", "-c", reach).returncode == 0)
 
     def repair(self) -> None:
         """Boot every node that is off, mend every cable, and wait until all are idle."""
         for node in self.nodes:
-            self.hosts.mend(node)
-            if not self.hosts.is_up(node):
-                self._boot(node, "slurmd -D")
+            host = self.host(node)
+            booted = not host.is_on
+            if booted:
+                host.boot(self.directory / "hosts")
+                host.wait_up()
+            self.mend(node)
+            if booted:
+                self._start(host, "slurmd")
         self.wait_idle(len(self.nodes))

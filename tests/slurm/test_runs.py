@@ -25,7 +25,7 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert "status of the run: 0 (of srun: 0)" in cluster.output(job.number)
     nodes = job.first_record().nodes
     hosts = cluster.control("scontrol", "show", "hostnames", ended["NodeList"]).split()
-    assert [nodes[n].host for n in range(5)] == [cluster.hosts.address(host) for host in hosts]
+    assert [nodes[n].host for n in range(5)] == [cluster.host(host).address for host in hosts]
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
 
@@ -77,13 +77,13 @@ def test_cut_node_ends_its_members_although_slurm_does_not_know(
     job.wait_iteration(5)
     cut = job.host(2)
     assert cluster.members(cut)
-    cluster.hosts.cut(cut)
+    cluster.host(cut).cut()
     job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
     # Its roles were given away, so it must have stopped before. Slurm would not have killed it.
     assert not cluster.members(cut)
     assert cluster.job(job.number)["NumNodes"] == "5"
     cluster.wait_for("Slurm to find out", lambda: cluster.job(job.number)["NumNodes"] == "4")
-    cluster.hosts.mend(cut)
+    cluster.mend(cut)
     final = job.finish()
     assert len(final["recoveries"]) == 1
     job.wait_end("COMPLETED")
