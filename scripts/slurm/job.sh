@@ -36,7 +36,7 @@ newest_state() {
 }
 
 run_training() {
-    local run step status=0 old
+    local run step old status=0 verdict=0
     mkdir -p "$RUNS"
     if [ -e "$RUNS/OVER" ]; then
         say "nothing to do: $(cat "$RUNS/OVER") (remove $RUNS/OVER to go on all the same)"
@@ -72,21 +72,24 @@ run_training() {
         nap 5
     done
     answer_nodes "$run"
-    judge "$run" "$status"
+    judge "$run" || verdict=$?
+    say "status of the run: $verdict (of srun: $status)"
+    return "$verdict"
 }
 
 # One task per node. Both --no-kill are needed: sbatch's keeps the job, this one keeps the step, when
 # a node is lost. And no task's end may end the others: a fenced or finished agent is no failure.
+# Takes the place of the (sub)shell that calls it, so that signals reach srun.
 on_all_nodes() {
-    srun --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none \
+    exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none \
         --nodes="$((NODES + SPARES))" --ntasks="$((NODES + SPARES))" --ntasks-per-node=1 \
         "${SRUN_OPTIONS[@]}" "$@"
 }
 
 # The exit status of srun says little, as one bad node is enough for it; the verdict counts.
 check_nodes() {
-    on_all_nodes deadpool check --from-slurm --run-dir "$1" --nodes "$NODES" --spares "$SPARES" \
-        --nproc-per-node "$GPUS_PER_NODE" "${CHECK[@]}" || true
+    (on_all_nodes deadpool check --from-slurm --run-dir "$1" --nodes "$NODES" --spares "$SPARES" \
+        --nproc-per-node "$GPUS_PER_NODE" "${CHECK[@]}") || true
     grep -q '"ok": true' "$1/check.json"
 }
 
@@ -103,13 +106,12 @@ time_is_nearly_over() {
     deadpool stop --dump --wait "$NOTICE_SECONDS" "$1" || true
 }
 
+# Exits with the run's own status, and ends the chain where another job would only repeat it.
 judge() {
     local run=$1 status
     deadpool status --verdict "$run" && status=0 || status=$?
-    case $status in
-        0 | 1 | 3) echo "job $SLURM_JOB_ID ended with status $status" >"$RUNS/OVER" ;;
-        2) [ ! -e "$run/final.json" ] || echo "job $SLURM_JOB_ID: bad input" >"$RUNS/OVER" ;;
-    esac
-    say "status of the run: $status (of srun: $2)"
+    if [ -e "$run/final.json" ] && [ "$status" -le 3 ]; then
+        echo "run ${run##*/} ended with status $status" >"${run%/*}/OVER"
+    fi
     return "$status"
 }

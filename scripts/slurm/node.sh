@@ -11,6 +11,8 @@ set -uo pipefail
 
 run=$1 notice=$2
 shift 2
+# shellcheck source=scripts/slurm/job.sh
+. "${0%/*}/job.sh"
 # A shared file system may show a new file late.
 patience=${DEADPOOL_BATCH_HOST_SECONDS:-90}
 
@@ -60,6 +62,7 @@ kill "$clock" 2>/dev/null
 
 if is_over && ! batch_host_lives; then
     echo "node.sh: the batch host does not answer: the run is over, and the job is ended from here"
+    judge "$run"
     sleep "$((SLURM_PROCID % 10))"
     scancel "$SLURM_JOB_ID"
 fi

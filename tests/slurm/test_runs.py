@@ -53,6 +53,8 @@ def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
     job.finish()
     job.wait_end("COMPLETING", "CANCELLED")
     assert "the job is ended from here" in job.logs()
+    # Nor is the script there that would tell the next job of a chain.
+    assert "ended with status 0" in (jobs.directory / "OVER").read_text()
 
 
 @pytest.mark.parametrize("also", [(), (2,)], ids=["alone", "and one that trains"])
