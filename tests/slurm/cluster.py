@@ -26,6 +26,7 @@ PATIENCE_SECONDS = 90.0
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 SWITCH = "DEADPOOL_TEST_SLURM"
 _ROOT = Path(__file__).parents[2]
+_PREFIX = "dpslurm"
 _MEMBER = re.compile(r"dp-n\d+s")
 
 _CONFIGURATION = """\
@@ -81,13 +82,21 @@ def _path() -> str:
     return f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
+def _remove_leftovers() -> None:
+    """Directories of sessions that were killed; their processes died with them."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
 class Cluster:
     """Use as a context manager: in it all nodes are idle; at its end nothing is left."""
 
     def __init__(self, nodes: int, *, silence_seconds: int = 6) -> None:
         self.nodes = tuple(f"host{number}" for number in range(1, nodes + 1))
+        _remove_leftovers()
         # Short, because of the munge socket's name in it.
-        self.directory = Path(tempfile.mkdtemp(prefix="dpslurm-"))
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{os.getpid()}-"))
         self._hosts = Hosts(1 + nodes, self.directory)
         self._silence_seconds = silence_seconds
         self._daemons: list[subprocess.Popen[bytes]] = []
