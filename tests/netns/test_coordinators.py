@@ -157,3 +157,30 @@ def test_coordinator_that_was_held_up_steps_down(tmp_path: Path, measured: Measu
             f"the next one after {taken.wall_seconds - began:.1f} s, longest pause of training"
             f" {cluster.longest_pause(began):.1f} s",
         )
+
+
+@pytest.mark.parametrize("fault", ["cut", "mute", "deafen"])
+def test_coordinator_is_cut_off_while_all_reach_the_journal(
+    tmp_path: Path, measured: Measured, fault: str
+) -> None:
+    """Storage has a network of its own, so its sign of life could go on: it must not."""
+    with running(tmp_path) as cluster:
+        members = members_of(cluster)
+        host = cluster.coordinator_host()
+        getattr(cluster.hosts.switch, fault)(host.name)
+        began = time.time()
+        taken = cluster.wait_term(2)
+        cluster.wait_progress(20)
+        time.sleep(max(0.0, began + 20 - time.time()))
+        cluster.hosts.switch.clear()
+        host.mend()
+        cluster.wait_progress(20)
+        assert all(posix.is_alive(pid) for pid in members)
+        assert cluster.term().number == 2
+        assert cluster.epoch() == 1
+        assert cluster.finish()["recoveries"] == []
+        measured(
+            f"cable of the coordinator's host for 20 s: {fault}",
+            f"the next one after {taken.wall_seconds - began:.1f} s, longest pause of training"
+            f" {cluster.longest_pause(began):.1f} s",
+        )
