@@ -146,15 +146,17 @@ class CoordinatorLink:
         AuthenticationError when the coordinator refuses the run secret.
         """
         pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
-        why = "never reached"
+        why, greeting = "never reached", self._settings.connect_seconds
         while True:
             try:
-                await self._serve(await self._open(self._settings.connect_seconds))
+                await self._serve(await self._open(greeting))
             except (OSError, TimeoutError, WireError) as error:
                 why = str(error) or type(error).__name__
             if self._refused:
                 raise CoordinatorLost("this node is refused")
             if self._session is not None:
+                # From here on the fence has a limit, and the next one may be elsewhere any moment.
+                greeting = self._settings.fence_seconds / 3
                 self.close()
                 pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
             if time.monotonic() - lost_at > patience_seconds:

@@ -70,10 +70,11 @@ class Coordinator:
             self._journal,
             options.term.number,
             Rhythm.of(self._settings),
+            is_heard=self._is_heard,
             sync=self._chronicle.sync,
             on_gap=lambda: self._peers.forgive(time.monotonic()),
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
-            on_trouble=lambda text: self._warn(f"{text}; nothing can be decided until it can"),
+            on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
         )
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
@@ -375,6 +376,10 @@ class Coordinator:
             self.feed(inputs.Tick())
 
     # The end of this coordinator.
+
+    def _is_heard(self) -> bool:
+        limit = Rhythm.of(self._settings).alone
+        return self._peers.hears_most(limit, time.monotonic(), self._options.term.node)
 
     def _is_superseded(self) -> bool:
         """A last look before something that another coordinator could do as well."""

@@ -85,18 +85,21 @@ class Rhythm:
 
     ``beat``: from one to the next, and from look to look. ``gap``: after a longer one of its own a
     coordinator trusts none of its silences. ``stall``: a reader takes the coordinator for gone.
+    ``alone``: a coordinator that has not heard most agents for so long withholds its sign; then
+    alone + beat + stall + beat is less than the limit of the fence, so that nobody is fenced.
     Safe because gap + beat < stall: who takes it for gone has seen a gap that it will notice too.
     """
 
     beat: float
     gap: float
     stall: float
+    alone: float
 
     @staticmethod
     def of(settings: Settings) -> Rhythm:
-        """With the default fence limit of 6 s: 0.5, 1.0 and 2.0 s."""
+        """With the default fence limit of 6 s: 0.5, 1.0, 2.0 and 2.0 s."""
         beat = settings.fence_seconds / 12
-        return Rhythm(beat, 2 * beat, 4 * beat)
+        return Rhythm(beat, 2 * beat, 4 * beat, 4 * beat)
 
 
 # Before the first record spares may still be starting: training nodes let so many turns pass.
@@ -140,9 +143,14 @@ class Succession:
         """Whether it is time to knock at the coordinator's door."""
         return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
 
-    def may_claim(self, order: int, refused: bool, now: float) -> bool:
-        """``refused``: nobody listens any more where the coordinator did."""
+    def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:
+        """``refused``: nobody listens any more where the coordinator did. ``in_touch``: the own
+        agent still hears the coordinator. If it is cut off from the others, so is this node, and
+        those others come first.
+        """
         still = now - self._changed_at - 2 * self._rhythm.beat * order
         if self._mark[0] == 0:
             return still >= 0
-        return still >= (0 if refused and self.is_stale(now) else self._silence_seconds)
+        if refused and self.is_stale(now):
+            return still >= 0
+        return still >= (2 if in_touch else 1) * self._silence_seconds

@@ -144,6 +144,14 @@ class Peers:
         """Agents that are connected but have said nothing for longer than the limit."""
         return [p for p in self.agents.values() if now - p.heard_at > limit_seconds]
 
+    def hears_most(self, limit_seconds: float, now: float, own_node: int | None) -> bool:
+        """Whether at least half of the connected agents have spoken within the limit, without the
+        one on the host of this coordinator: no cable lies between.
+        """
+        others = [peer for peer in self.agents.values() if peer.node != own_node]
+        silent = sum(now - peer.heard_at > limit_seconds for peer in others)
+        return 2 * silent <= len(others)
+
     def forgive(self, now: float) -> None:
         """Count every silence anew: what was not heard until now proves nothing."""
         for peer in self.agents.values():

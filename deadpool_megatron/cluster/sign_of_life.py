@@ -16,6 +16,8 @@ _SYNC_SECONDS = 1.0
 class SignOfLife:
     """Writes the sign and looks, in a thread of its own: a network file system may hang.
 
+    ``is_heard()``: whether enough agents are heard. A coordinator that is cut off from most agents
+    withholds its sign: else they would all fence themselves, and nobody would take over.
     ``sync()`` makes the coordinator's other files durable, about once a second. ``on_gap()``: the
     sign stood still for so long that standbys and agents may have taken the coordinator for gone.
     ``on_newer(term)``: another one has taken over. ``on_trouble(text)``: the journal cannot be
@@ -27,6 +29,7 @@ class SignOfLife:
         journal: Journal,
         term: int,
         rhythm: Rhythm,
+        is_heard: Callable[[], bool],
         sync: Callable[[], None],
         on_gap: Callable[[], None],
         on_newer: Callable[[int], None],
@@ -35,6 +38,7 @@ class SignOfLife:
         self._journal = journal
         self._term = term
         self._rhythm = rhythm
+        self._is_heard = is_heard
         self._sync = sync
         self._synced_at = 0.0
         self._on_gap = on_gap
@@ -53,21 +57,26 @@ class SignOfLife:
         loop = asyncio.get_running_loop()
         known = ""
         while True:
+            show = self._is_heard()
+            trouble = "" if show else "more than half of the agents are silent at once"
             try:
-                newer = await loop.run_in_executor(self._thread, self._once)
+                newer = await loop.run_in_executor(self._thread, self._once, show)
             except (JournalError, OSError) as error:
-                if str(error) != known:
-                    known = str(error)
-                    self._on_trouble(known)
+                trouble = str(error)
             else:
-                known = ""
-                now = time.monotonic()
-                if not self.is_fresh(now):
-                    self._on_gap()
-                self._written_at = now
+                if show:
+                    self._shown(time.monotonic())
                 if newer > self._term:
                     self._on_newer(newer)
+            if trouble and trouble != known:
+                self._on_trouble(trouble)
+            known = trouble
             await asyncio.sleep(self._rhythm.beat)
+
+    def _shown(self, now: float) -> None:
+        if not self.is_fresh(now):
+            self._on_gap()
+        self._written_at = now
 
     def look(self) -> int:
         """The newest term, asked right now from the calling thread. Raises JournalError."""
@@ -78,10 +87,10 @@ class SignOfLife:
         """Stop the thread, without waiting for a look that hangs."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _once(self) -> int:
+    def _once(self, show: bool) -> int:
         self._count += 1
         newer = self.look()
-        if newer <= self._term:
+        if show and newer <= self._term:
             self._journal.beat(f"{self._term} {self._count}")
         if time.monotonic() - self._synced_at > _SYNC_SECONDS:
             self._sync()

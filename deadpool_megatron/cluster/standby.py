@@ -111,7 +111,8 @@ class Standby:
             refused = self._nobody_listens(self._term.address)
         info = self._options.info
         order = claim_order(self._newest_record(), info.nodes, info.spares, self._options.node)
-        if not self._succession.may_claim(order, refused, time.monotonic()):
+        now = time.monotonic()
+        if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):
             return None
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1

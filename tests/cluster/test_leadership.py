@@ -16,8 +16,9 @@ from deadpool_megatron.cluster.leadership import (
     newest_term,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.settings import Settings
 
-RHYTHM = Rhythm(beat=0.5, gap=1.0, stall=2.0)
+RHYTHM = Rhythm(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
 
 
 def test_a_term_has_one_holder(tmp_path: Path) -> None:
@@ -84,3 +85,18 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
     assert not succession.may_claim(0, refused=True, now=4.3)
     succession.look(2, "2 1", 4.4)
     assert not succession.may_claim(0, refused=False, now=7.3)
+
+
+def test_who_still_hears_the_coordinator_lets_the_others_go_first() -> None:
+    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession.look(1, "1 1", 0.0)
+    assert succession.may_claim(2, refused=False, now=5.0)
+    assert not succession.may_claim(0, refused=False, now=5.9, in_touch=True)
+    assert succession.may_claim(0, refused=False, now=6.0, in_touch=True)
+    assert succession.may_claim(0, refused=True, now=2.0, in_touch=True)
+
+
+def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
+    settings = Settings()
+    rhythm = Rhythm.of(settings)
+    assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds

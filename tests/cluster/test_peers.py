@@ -28,6 +28,7 @@ class Events:
         self.refusals: list[str] = []
         self.joined: list[tuple[int, bool]] = []
         self.left: list[int] = []
+        self.farewells: list[str] = []
         self.changed = asyncio.Event()
         self.peers: Peers | None = None
 
@@ -49,6 +50,10 @@ class Events:
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         del cause
         self.left.append(peer.node)
+        self.changed.set()
+
+    def superseded(self, why: str) -> None:
+        self.farewells.append(why)
         self.changed.set()
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,3 +250,35 @@ def test_link_without_coordinator_ends_after_the_fence_limit() -> None:
             await asyncio.wait_for(link.run(0.2), SECONDS)
 
     asyncio.run(run())
+
+
+def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        _, writer = await connect(address)
+        writer.write(framing.encode(join(3)))
+        await events.until(lambda: events.joined)
+        writer.write(framing.encode({"t": "superseded", "term": 2}))
+        writer.close()
+        await events.until(lambda: events.left)
+        assert events.farewells == ["node 3 went over to term 2"]
+
+    serve(scenario)
+
+
+def test_coordinator_hears_most_agents_its_own_one_not_counted() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        agents = [await connect(address) for _ in range(4)]  # kept: what is dropped is closed
+        for node, (_, writer) in enumerate(agents):
+            writer.write(framing.encode(join(node)))
+        await events.until(lambda: len(events.joined) == 4)
+        peers = events.peers
+        assert peers is not None
+        now = max(peer.heard_at for peer in peers.agents.values())
+        for node in (0, 1):
+            peers.agents[node].heard_at = now - 3.0
+        assert peers.hears_most(2.0, now, own_node=None)
+        assert peers.hears_most(4.0, now, own_node=3)
+        assert not peers.hears_most(2.0, now, own_node=3)
+        assert peers.hears_most(2.0, now, own_node=0)
+
+    serve(scenario)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.cluster.leadership import Term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
@@ -195,6 +196,18 @@ class Cluster:
             assert time.monotonic() < limit, f"waited too long for: {what}"
             assert any(a.poll() is None for a in self.agents.values()), f"no agent left: {what}"
             time.sleep(0.02)
+
+    def wait_stopped(self, host: Host, marker: Path) -> int:
+        """Until the process of a host that fired a planned fault is stopped; its number here."""
+
+        def number() -> int:
+            text = marker.read_text() if marker.exists() else ""
+            pid = host.processes()[json.loads(text)["pid"]] if text else 0
+            state = posix.state_and_cpu_ticks(pid)
+            return pid if state is not None and state[0] == "T" else 0
+
+        stopped: int = self.wait_for(f"a stop at {marker.name}", number)
+        return stopped
 
     def wait_progress(self, steps: int = 1) -> int:
         """Until so many more iterations were reported; answers the newest."""

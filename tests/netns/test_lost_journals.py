@@ -22,7 +22,7 @@ pytestmark = [
 ]
 _NODES, _SPARES, _VICTIM = 2, 2, 1
 # Longer than any limit of fence or takeover.
-_GONE_SECONDS = 12.0
+_GONE_SECONDS = 8.0
 Measured = Callable[[str, str], None]
 
 
@@ -90,14 +90,11 @@ def test_coordinator_alone_loses_the_run_directory(
         )
 
 
-@pytest.mark.parametrize("how", ["fail", "hang"])
-def test_node_without_network_and_journal_stops_in_time(
-    tmp_path: Path, measured: Measured, how: str
-) -> None:
+def test_node_without_network_and_journal_stops_in_time(tmp_path: Path, measured: Measured) -> None:
     with running(tmp_path) as cluster:
         host = cluster.hosts[_VICTIM]
         (member,) = [Obituary(pid) for pid in cluster.members(_VICTIM)]
-        host.hide(cluster.run.journal, how)
+        host.hide(cluster.run.journal, "hang")
         host.cut()
         began = time.time()
         lost = cluster.wait_event(Kind.NODE_LOST)
@@ -112,7 +109,7 @@ def test_node_without_network_and_journal_stops_in_time(
         joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
         cluster.finish()
         measured(
-            f"node without network and journal ({how})",
+            "node without network and journal",
             f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
             f" {lost.wall_seconds - began:.1f} s; a spare again"
             f" {joined.wall_seconds - mended:.1f} s after both are back",
