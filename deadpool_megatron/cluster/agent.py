@@ -376,8 +376,7 @@ class Agent:
         """How long a first connection may take; later ones are the fence's business, except where
         a launcher watches over both sides.
         """
-        settings = self._settings
-        return max(settings.spare_timeout_seconds, 3 * settings.connect_seconds)
+        return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
 
     def _look_for_cut(self, now: float) -> None:
         silent = self._cut_limit.silent_seconds(now)

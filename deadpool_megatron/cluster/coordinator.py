@@ -40,7 +40,7 @@ from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import Phase
 from deadpool_megatron.cluster.orders import Orders
 from deadpool_megatron.cluster.pacing import acknowledge_seconds
-from deadpool_megatron.cluster.peers import AgentPeer, Peers
+from deadpool_megatron.cluster.peers import AgentPeer, Peers, join_credit_seconds
 from deadpool_megatron.cluster.results import Results
 from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.cluster.sign_of_life import SignOfLife
@@ -52,9 +52,8 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
-EXIT_INTERRUPTED = 130
-_GARBAGE_OBJECTS = 200_000
 EXIT_SUPERSEDED = 71
+_GARBAGE_OBJECTS = 200_000
 
 
 class Coordinator:
@@ -85,9 +84,7 @@ class Coordinator:
         self._peers = Peers(
             self._settings.connect_seconds,
             self,
-            join_credit_seconds=max(
-                0.0, self._settings.rejoin_seconds - self._settings.node_silence_seconds
-            ),
+            join_credit_seconds=join_credit_seconds(self._settings),
             acknowledge_seconds=acknowledge_seconds(self._settings),
         )
         self._orders = Orders(options, self._peers)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
@@ -76,6 +77,13 @@ class AgentPeer:
         self.writer.write(frame)
         if self.writer.transport.get_write_buffer_size() > MAXIMUM_PENDING_BYTES:
             self.writer.transport.abort()
+
+
+def join_credit_seconds(settings: Settings) -> float:
+    """By how much longer an agent that only joined may be silent: it may not know that it is in,
+    and then counts on the limit for rejoining.
+    """
+    return max(0.0, settings.rejoin_seconds - settings.node_silence_seconds)
 
 
 class PeerEvents(Protocol):

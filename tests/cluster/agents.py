@@ -58,6 +58,7 @@ class Agents:
 
     def start(self, name: str, *which: str) -> subprocess.Popen[bytes]:
         """One more agent; ``which``: its ``--node-id`` or ``--attach``, and more options."""
+        session = os.getpid()
         with open(self._outputs / f"{name}.out", "ab") as output:
             self.agents[name] = subprocess.Popen(
                 [
@@ -69,6 +70,8 @@ class Agents:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # No launcher ends them when the session is killed.
+                preexec_fn=lambda: posix.die_with_parent(session),
             )
         return self.agents[name]
 
