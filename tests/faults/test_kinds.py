@@ -40,7 +40,7 @@ def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> N
 
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -> None:
     plain = trainer(DP4, 36)
-    slow = Program((SLOW_TRAINER, "2", "0.1", *plain.command[2:]), DP4.nodes)
+    slow = Program((SLOW_TRAINER, "2", "0.6", *plain.command[2:]), DP4.nodes)
     outcome = run_program(tmp_path / "run", slow, spares=1, settings="--deadpool-evict-slow on")
     assert outcome.status == 0, outcome.story()
     first = outcome.of_kind("slow-node")[0]
