@@ -117,7 +117,8 @@ def _lines(status: dict[str, Any]) -> list[str]:
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
     lines = [
         f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
-        f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}"
+        f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}",
+        _coordinator_line(status["coordinator"]),
     ]
     for role, known in status["roles"].items():
         node, slot, incarnation = known["seat"]
@@ -150,6 +151,11 @@ def _lines(status: dict[str, Any]) -> list[str]:
     if status["diverged"]:
         lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     return lines
+
+
+def _coordinator_line(term: dict[str, Any]) -> str:
+    beside = "" if term["node"] is None else f", beside node {term['node']}"
+    return f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}"
 
 
 def _drain(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from deadpool_megatron.cli.story import describe_slowness
+from deadpool_megatron.cli.story import describe_coordinator, describe_slowness
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
@@ -160,6 +160,8 @@ class Progress:
                 why = [in_words(str(data.get("kind", ""))), str(data.get("cause"))]
                 text = f"epoch {event.epoch} closed: {': '.join(filter(None, why))}"
                 self._line(event, text, "yellow")
+            case Kind.COORDINATOR if int(data.get("term", 1)) > 1:
+                self._line(event, f"coordinator: {describe_coordinator(event)}", "yellow")
             case Kind.NODE_ASIDE:
                 self._line(event, str(data.get("cause")), "bold red")
             case Kind.SLOW_NODE:

@@ -20,6 +20,7 @@ from deadpool_megatron.cli.results import (
 from deadpool_megatron.cli.story import (
     Failure,
     Story,
+    describe_coordinator,
     describe_loss,
     describe_seats,
     describe_slowness,
@@ -198,6 +199,8 @@ def _describe_protection(story: Story) -> list[str]:
             "  lost without an interruption: "
             + _joined(describe_loss(loss) for loss in story.unrelated_losses)
         )
+    if len(story.coordinators) > 1:
+        lines.append("  coordinators: " + _joined(map(describe_coordinator, story.coordinators)))
     names = {
         Kind.REFUSED: "refused messages or connections",
         Kind.CORRUPTION: "corrupted copies caught",

@@ -91,6 +91,7 @@ class Story:
     aside: list[Event] = field(default_factory=list)
     slow: list[Event] = field(default_factory=list)
     durable: list[Event] = field(default_factory=list)
+    coordinators: list[Event] = field(default_factory=list)
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
     last_wall: float = 0.0
     _losses: list[Event] = field(default_factory=list)
@@ -132,6 +133,8 @@ class Story:
                 self.slow.append(event)
             case Kind.DURABLE:
                 self.durable.append(event)
+            case Kind.COORDINATOR:
+                self.coordinators.append(event)
             case _:
                 self._add_to_failure(event)
 
@@ -284,6 +287,12 @@ def describe_slowness(event: Event) -> str:
     own, peers = float(event.data["seconds"]), float(event.data["peer_seconds"])
     times = f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
     return f"node {event.node} {what}: {times} (role {event.role})"
+
+
+def describe_coordinator(event: Event) -> str:
+    """``term 2 on host b7 (node 5)``."""
+    beside = "" if event.node is None else f" (node {event.node})"
+    return f"term {event.data.get('term')} on host {event.data.get('hostname')}{beside}"
 
 
 def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:

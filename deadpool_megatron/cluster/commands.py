@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
-from deadpool_megatron.cluster.journal import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
+from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.machine_state import State
-from deadpool_megatron.cluster.run_directory import RunInfo
 
 _KNOWN = ("status", "drain", "stop", "dump", "info", "attach")
 
@@ -20,14 +20,14 @@ class Commands:
 
     def __init__(
         self,
-        info: RunInfo,
-        journal: Journal,
+        options: CoordinatorOptions,
         state: Callable[[], State],
         status: Callable[[], dict[str, Any]],
         feed: Callable[[inputs.Input], None],
     ) -> None:
-        self._info = info
-        self._journal = journal
+        self._info = options.info
+        self._term = options.term
+        self._journal = options.journal
         self._state = state
         self._status = status
         self._feed = feed
@@ -39,7 +39,8 @@ class Commands:
         """
         match message.get("command"):
             case "status":
-                return {"ok": True, "status": self._status()}
+                term = {"term": self._term.number, **self._term.to_dict()}
+                return {"ok": True, "status": {**self._status(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":

@@ -91,8 +91,7 @@ class Coordinator:
         self._looks = Looks(self._settings, self._peers)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
-            options.info,
-            self._journal,
+            options,
             state=lambda: self._state,
             status=lambda: {**paced.newest(), "slow": self._looks.slow()},
             feed=self.feed,
