@@ -57,7 +57,7 @@ class Settings:
         3.0, "a standby takes over from a coordinator without a sign of life for this long"
     )
     rejoin_seconds: float = _setting(
-        20.0, "a node that has not come to the new coordinator for this long is taken for lost"
+        12.0, "a node that has not come to the new coordinator for this long is taken for lost"
     )
     hang_seconds: float = _setting(
         300.0, "no progress of any role for this long, outside announced long sections, is a hang"
