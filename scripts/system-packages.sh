@@ -7,7 +7,7 @@
 # need what is missing are then skipped.
 set -euo pipefail
 
-packages=(slurmctld slurmd slurm-client munge nftables iproute2 util-linux etcd-server)
+packages=(slurmctld slurmd slurm-client munge nftables iproute2 util-linux etcd-server openssl)
 policy=/usr/sbin/policy-rc.d
 
 missing() {
