@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -142,6 +143,17 @@ def check_journal(run: RunDirectory, info: RunInfo) -> None:
         open_journal(info.settings, info.run_id, run.journal).newest("epoch")
     except JournalError as error:
         raise CommandError(f"--deadpool-journal {info.settings.journal}: {error}") from error
+
+
+def check_address(run: RunDirectory, host: str) -> None:
+    """A node that others on other hosts cannot reach would only be found out by its silence."""
+    here = socket.gethostname()
+    others = {str(one.get("hostname", here)) for one in run.node_listings().values()} - {here}
+    if host.startswith("127.") and others:
+        raise CommandError(
+            f"this node would listen on {host}, but the run has nodes on other hosts"
+            f" ({', '.join(sorted(others)[:3])}): give --host ADDRESS or --interface NAME"
+        )
 
 
 def check_shared_memory(info: RunInfo) -> None:

@@ -15,7 +15,13 @@ from typing import Any
 
 from deadpool_megatron import arguments
 from deadpool_megatron.cli import scripts
-from deadpool_megatron.cli.checks import check_command
+from deadpool_megatron.cli.checks import (
+    check_address,
+    check_command,
+    check_domains,
+    check_journal,
+    check_sizes,
+)
 from deadpool_megatron.cli.common import (
     CommandError,
     RunNotReachable,
@@ -138,6 +144,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
+    if args.node_id is not None and args.node_id < 0:
+        raise CommandError(f"--node-id must be at least 0, got {args.node_id}")
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(run, args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
@@ -149,6 +157,9 @@ def run(args: argparse.Namespace) -> int:
             _create_run(run, args)
     info = _run_of(run, args)
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
+    check_journal(run, info)
+    place = _place(args, node, slurm, info.settings)
+    check_address(run, place.host)
     if fixed is not None:
         _probe(fixed, auth.load_secret(run.path), info)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
@@ -159,7 +170,6 @@ def run(args: argparse.Namespace) -> int:
     claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    place = _place(args, node, slurm, info.settings)
     return _serve(run, info, args, place, fixed, modules, standby=shared and not args.no_standby)
 
 
@@ -297,6 +307,9 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
     info = make_info(args, arguments.settings_from(args), restore)
     tls.contexts(info.settings)
+    check_sizes(info)
+    check_domains(info)
+    check_journal(run, info)
     run.path.mkdir(parents=True, exist_ok=True)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)

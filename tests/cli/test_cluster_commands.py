@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+    write_json,
+)
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
@@ -149,3 +154,43 @@ def test_events_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
     kinds = [event.kind for event in read_events(run.run.events)]
     assert kinds[0] is Kind.RUN_STARTED
     assert Kind.RUN_ENDED in kinds
+
+
+SIZE = ("--nodes", "2", "--nproc-per-node", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--node-id", "0"), "there is no run in"),
+        ((*SIZE, "--node-id", "-3", "--", MEMBER), "--node-id must be at least 0"),
+        (("--nodes", "1", *SIZE[2:], "--node-id", "0", "--", MEMBER), "needs at least 2 nodes"),
+        (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
+        (
+            (
+                *("--node-id", "0", *SIZE, "--deadpool-connect-seconds", "1"),
+                *("--deadpool-journal", "etcd://127.0.0.1:1/p", "--", MEMBER),
+            ),
+            "etcd does not answer",
+        ),
+    ],
+)
+def test_agent_that_cannot_work_says_so_at_once(
+    tmp_path: Path, arguments: tuple[str, ...], line: str
+) -> None:
+    done = deadpool("agent", "--run-dir", str(tmp_path / "r"), *arguments)
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+def test_agent_that_only_its_own_host_could_reach_is_refused(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        write_json(run.run.node(9), {"hostname": "elsewhere"})
+        refused = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "5")
+        assert refused.returncode == 2
+        assert "nodes on other hosts (elsewhere): give --host" in refused.stderr
+        run.run.node(9).unlink()
+        run.finish()
