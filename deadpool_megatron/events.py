@@ -153,5 +153,6 @@ def read_events(path: Path) -> Iterator[Event]:
     for file in event_files(path):
         with open(file, encoding="utf-8") as lines:
             for line in lines:
-                if line.endswith("\n"):
-                    yield Event.from_dict(json.loads(line))
+                if not line.endswith("\n"):
+                    break  # being written: its rest, read now, would look like a line of its own
+                yield Event.from_dict(json.loads(line))

@@ -144,3 +144,19 @@ def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
     assert results.last_iteration == 2
     results.add(Event(Kind.STATE_HASH, 2, role=0, iteration=3, data={"sha256": "b"}))
     assert not results.diverged
+
+
+def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """The rest of a line that arrives while it is read is not taken for a line."""
+    run = RunDirectory(tmp_path)
+    chronicle = Chronicle(run, info(), 1)
+    for iteration in range(1, 3000):
+        chronicle.write(step(iteration))
+    whole = run.events.read_bytes()
+    run.events.write_bytes(whole[:-40])
+    reading = read_events(run.events)
+    next(reading)
+    with open(run.events, "ab") as file:
+        file.write(whole[-40:])
+    assert [event.iteration for event in reading][-1] in (2998, 2999)
+    chronicle.close()

@@ -99,7 +99,7 @@ def test_fault_points(text: str, tmp_path: Path) -> None:
     assert [point for point, _ in reached] == [
         *("step.begin", "forward", "backward", "forward", "backward", "grads.final"),
         *("optimizer.before", "optimizer.inside", "optimizer.updated", "optimizer.after"),
-        "step.end",
+        *("loss", "step.end"),
         *("evaluation.begin", "evaluation.microbatch", "evaluation.microbatch", "evaluation.end"),
         *("save.begin", "save.written"),
     ]
