@@ -104,7 +104,7 @@ def test_fault_points(text: str, tmp_path: Path) -> None:
         *("save.begin", "save.written"),
     ]
     sections = [facts["section"] for _, facts in reached]
-    assert sections == 6 * ["forward-backward"] + 5 * ["optimizer"] + 4 * ["evaluation"] + (
+    assert sections == 6 * ["forward-backward"] + 6 * ["optimizer"] + 4 * ["evaluation"] + (
         2 * ["save"]
     )
     assert all(facts["iteration"] == 1 for _, facts in reached)
