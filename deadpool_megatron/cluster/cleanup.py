@@ -73,7 +73,11 @@ def remove_segments(directory: Path) -> None:
     """Remove a node's directory; the last node of the run on this host takes the run's along."""
     shutil.rmtree(directory, ignore_errors=True)
     root = directory.parent
-    if root.is_dir() and all(entry.name == _OWNER for entry in root.iterdir()):
+    try:
+        is_last = all(entry.name == _OWNER for entry in root.iterdir())
+    except FileNotFoundError:
+        return  # another node of the run on this host was the last one
+    if is_last:
         shutil.rmtree(root, ignore_errors=True)
 
 
