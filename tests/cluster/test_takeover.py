@@ -7,12 +7,16 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from deadpool_megatron.cluster.run_directory import read_json
 from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
 from tests.wire import certificates
+
+pytestmark = pytest.mark.slow
 
 
 def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_path: Path) -> None:
