@@ -32,7 +32,19 @@ def _setting(default: Any, help_text: str) -> Any:
 class Settings:
     """Everything a user can choose; all times in seconds."""
 
-    replicas: int = _setting(1, "copies of each role's unique state kept on other nodes")
+    replicas: int = _setting(
+        1, "copies of each role's unique state kept on other nodes (parity: blocks of a group)"
+    )
+    protection: str = _setting(
+        "buddy",
+        "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
+        " the own node only (no node may be lost); recompute: whole copies now and then, gradients"
+        " in between; mixed: chosen by what is measured",
+    )
+    parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
+    full_every: int = _setting(
+        8, "recompute: a whole copy every so many iterations, gradients in between"
+    )
     max_lag: int = _setting(0, "iterations that commits may trail behind training (more slots)")
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
@@ -136,7 +148,14 @@ class Settings:
             value = getattr(self, entry.name)
             if entry.name.endswith("_seconds") and not value > 0:
                 raise SettingsError(f"{flag_name(entry.name)} must be positive, got {value}")
-        limits = {"replicas": 1, "max_lag": 0, "hash_interval": 0, "node_crashes": 1}
+        limits = {
+            "replicas": 1,
+            "parity_group": 2,
+            "full_every": 2,
+            "max_lag": 0,
+            "hash_interval": 0,
+            "node_crashes": 1,
+        }
         for name, least in limits.items():
             if getattr(self, name) < least:
                 raise SettingsError(
@@ -144,6 +163,7 @@ class Settings:
                 )
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
+        self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
         self._check_choice("divergence", ("auto", "stop", "report"))

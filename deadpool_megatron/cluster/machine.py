@@ -38,6 +38,7 @@ from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, keep_line
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.schemes import first_plan
 from deadpool_megatron.layout.seats import SeatTable
 
 
@@ -57,7 +58,8 @@ class Machine:
         }
         saved = config.start if config.start.kind != "initial" else None
         deadline = now + config.settings.start_seconds
-        return State(Phase.GATHERING, deadline, SeatTable(wished), durable=saved)
+        plan = first_plan(config.settings)
+        return State(Phase.GATHERING, deadline, SeatTable(wished), durable=saved, protection=plan)
 
     def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal.
@@ -79,6 +81,7 @@ class Machine:
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
             durable=durable or self.start(now).durable,
+            protection=last.protection,
             nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(

@@ -40,6 +40,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
+from deadpool_megatron.layout.schemes import losses_survived
 from deadpool_megatron.layout.seats import SeatTable
 
 
@@ -148,7 +149,8 @@ def decide(turn: Turn) -> None:
         restore=restore,
         store_host=state.store[0],
         store_port=state.store[1],
-        replicas=turn.config.settings.replicas,
+        replicas=losses_survived(turn.config.settings),
+        protection=state.protection,
         emitted_up_to=state.newest,
         fewer_copies=_missing_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
@@ -172,7 +174,7 @@ def _missing_copies(
         {role: seat.node for role, seat in seats.items()},
         {node: address.domain for node, address in nodes.items()},
         {node for node, address in nodes.items() if address.spare},
-        turn.config.settings.replicas,
+        losses_survived(turn.config.settings),
     )
 
 

@@ -29,6 +29,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
+from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.settings import Settings
 
@@ -169,11 +170,11 @@ class State:
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
     the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``nonfinite``: iterations whose loss was not finite;
-    ``poisoned_from``: the one of them from which on nothing may be restored, until an epoch is
-    decided that goes on before it. ``missed``: why the epoch that was found at a takeover must be
-    closed as soon as all agents are back. ``dump_wanted``: why the state is to be saved and the run
-    ended next; empty when it is not.
+    ended the last epoch, as a record says it. ``protection``: for the next record. ``nonfinite``:
+    iterations whose loss was not finite; ``poisoned_from``: the one of them from which on nothing
+    may be restored, until an epoch is decided that goes on before it. ``missed``: why the epoch
+    that was found at a takeover must be closed as soon as all agents are back. ``dump_wanted``: why
+    the state is to be saved and the run ended next; empty when it is not.
     """
 
     phase: Phase
@@ -212,6 +213,7 @@ class State:
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)
+    protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
     exit_status: int | None = None

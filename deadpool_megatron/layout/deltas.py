@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat, Source
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 Sources = Mapping[int, Mapping[str, tuple[Source, ...]]]
 
@@ -24,23 +25,30 @@ class NotTheBase(ValueError):
 
 def for_node(record: EpochRecord, node: int) -> EpochRecord:
     """The record as this node needs it: with the sources of the roles it plays only."""
-    mine = {
-        role: found
-        for role, found in record.restore.sources.items()
-        if role in record.seats and record.seats[role].node == node
-    }
-    return replace(record, restore=replace(record.restore, sources=mine))
+    mine = {role for role, seat in record.seats.items() if seat.node == node}
+    restore = replace(
+        record.restore,
+        sources={r: found for r, found in record.restore.sources.items() if r in mine},
+        recipes={r: recipe for r, recipe in record.restore.recipes.items() if r in mine},
+    )
+    return replace(record, restore=restore)
 
 
 def sources_by_node(record: EpochRecord) -> dict[int, dict[str, Any]]:
-    """Node -> JSON form of the sources of its roles; nodes without any are missing."""
-    every = record.restore.sources
+    """Node -> JSON form of the sources (and recipes) of its roles; nodes without any are missing.
+
+    One entry per role: [part -> places] or [part -> places, recipe].
+    """
+    recipes = record.restore.recipes
     found: dict[int, dict[str, Any]] = {}
-    for role, parts in every.items():
+    for role, parts in record.restore.sources.items():
         if role in record.seats:
-            found.setdefault(record.seats[role].node, {})[str(role)] = {
-                name: [source.to_list() for source in sources] for name, sources in parts.items()
-            }
+            entry: list[Any] = [
+                {name: [source.to_list() for source in places] for name, places in parts.items()}
+            ]
+            if role in recipes:
+                entry.append(recipes[role].to_dict())
+            found.setdefault(record.seats[role].node, {})[str(role)] = entry
     return found
 
 
@@ -48,7 +56,7 @@ def change(base: EpochRecord | None, record: EpochRecord) -> dict[str, Any]:
     """JSON form of what turns ``base`` (None: nothing is known) into ``record``, but sources."""
     seats = {} if base is None else base.seats
     nodes = {} if base is None else base.nodes
-    restore = replace(record.restore, sources={}).to_dict()
+    restore = replace(record.restore, sources={}, recipes={}).to_dict()
     return {
         "epoch": record.epoch,
         "base": 0 if base is None else base.epoch,
@@ -66,6 +74,7 @@ def change(base: EpochRecord | None, record: EpochRecord) -> dict[str, Any]:
         "emitted_up_to": record.emitted_up_to,
         "fewer_copies": sorted(record.fewer_copies),
         "cause": record.cause,
+        "protection": record.protection.to_dict(),
     }
 
 
@@ -91,13 +100,20 @@ def apply(
         epoch=int(changed["epoch"]),
         seats=dict(sorted(seats.items())),
         nodes=dict(sorted(nodes.items())),
-        restore=Restore.from_dict({**changed["restore"], "sources": sources}),
+        restore=Restore.from_dict(
+            {
+                **changed["restore"],
+                "sources": {role: entry[0] for role, entry in sources.items()},
+                "recipes": {role: entry[1] for role, entry in sources.items() if len(entry) > 1},
+            }
+        ),
         store_host=str(host),
         store_port=int(port),
         replicas=int(changed["replicas"]),
         emitted_up_to=int(changed["emitted_up_to"]),
         fewer_copies=frozenset(changed["fewer_copies"]),
         cause=str(changed["cause"]),
+        protection=ProtectionPlan.from_dict(changed["protection"]),
     )
 
 

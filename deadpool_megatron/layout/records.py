@@ -6,9 +6,11 @@ behaviour beyond their own encoding. Words are those of docs/design: role, node,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
 BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
@@ -220,6 +222,101 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How a shard part without a whole copy is computed from ``k`` of k+m coded blocks.
+
+    Block i < k is the part of role ``group[i]`` (zeros behind its end), from k on parity blocks.
+    ``blocks``: number of a block -> places that hold it; the wanted one is not among them.
+    """
+
+    group: tuple[int, ...]
+    parities: int
+    blocks: Mapping[int, tuple[Source, ...]]
+
+    def to_list(self) -> list[Any]:
+        """JSON form."""
+        blocks = {str(number): _places(found) for number, found in self.blocks.items()}
+        return [list(self.group), self.parities, blocks]
+
+    @staticmethod
+    def from_list(values: Any) -> Decoding:
+        """Inverse of :meth:`to_list`."""
+        group, parities, blocks = values
+        return Decoding(
+            tuple(int(role) for role in group),
+            int(parities),
+            {int(number): _sources(found) for number, found in blocks.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A whole copy of ``base`` and the gradients of ``steps`` (ascending) that lead from it to the
+    generation which is restored. ``sources``: generation -> part -> places; whole shard parts for
+    the base, gradients and extras for each step.
+    """
+
+    base: Generation
+    steps: tuple[Generation, ...]
+    sources: Mapping[Generation, Mapping[str, tuple[Source, ...]]]
+
+    def to_list(self) -> list[Any]:
+        """JSON form."""
+        sources = [
+            [generation.to_list(), {name: _places(found) for name, found in parts.items()}]
+            for generation, parts in self.sources.items()
+        ]
+        return [self.base.to_list(), [step.to_list() for step in self.steps], sources]
+
+    @staticmethod
+    def from_list(values: Any) -> Replay:
+        """Inverse of :meth:`to_list`."""
+        base, steps, sources = values
+        return Replay(
+            Generation.from_list(base),
+            tuple(Generation.from_list(step) for step in steps),
+            {
+                Generation.from_list(generation): {
+                    str(name): _sources(found) for name, found in parts.items()
+                }
+                for generation, parts in sources
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a role does for shard parts that nobody holds whole: ``decodings`` by part, ``replay``
+    for all of them together."""
+
+    decodings: Mapping[str, Decoding] = field(default_factory=dict)
+    replay: Replay | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "decodings": {name: one.to_list() for name, one in self.decodings.items()},
+            "replay": None if self.replay is None else self.replay.to_list(),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Recipe:
+        """Inverse of :meth:`to_dict`."""
+        return Recipe(
+            {str(name): Decoding.from_list(one) for name, one in values["decodings"].items()},
+            None if values["replay"] is None else Replay.from_list(values["replay"]),
+        )
+
+
+def _places(sources: Iterable[Source]) -> list[list[int]]:
+    return [source.to_list() for source in sources]
+
+
+def _sources(places: Iterable[Iterable[int]]) -> tuple[Source, ...]:
+    return tuple(Source(int(node), int(owner)) for node, owner in places)
+
+
+@dataclass(frozen=True)
 class Restore:
     """Where the state of an epoch comes from.
 
@@ -227,7 +324,7 @@ class Restore:
     lists for every role and part the nodes to try, best first), ``durable`` (the torch_dist
     checkpoint at ``path``), ``dump`` (slot files that vaults wrote to directory ``path``).
     ``generation`` is what the roles have afterwards and ``boundary`` the last moment after that
-    iteration which all roles had reached.
+    iteration which all roles had reached. ``recipes``: for roles of which no whole copy is left.
     """
 
     kind: str
@@ -235,6 +332,7 @@ class Restore:
     boundary: str = "step"
     path: str = ""
     sources: Mapping[int, Mapping[str, tuple[Source, ...]]] = field(default_factory=dict)
+    recipes: Mapping[int, Recipe] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -244,9 +342,10 @@ class Restore:
             "boundary": self.boundary,
             "path": self.path,
             "sources": {
-                str(role): {name: [s.to_list() for s in found] for name, found in parts.items()}
+                str(role): {name: _places(found) for name, found in parts.items()}
                 for role, parts in self.sources.items()
             },
+            "recipes": {str(role): recipe.to_dict() for role, recipe in self.recipes.items()},
         }
 
     @staticmethod
@@ -258,18 +357,18 @@ class Restore:
             boundary=str(values["boundary"]),
             path=str(values["path"]),
             sources={
-                int(role): {
-                    name: tuple(Source(int(node), int(owner)) for node, owner in found)
-                    for name, found in parts.items()
-                }
+                int(role): {name: _sources(found) for name, found in parts.items()}
                 for role, parts in values["sources"].items()
+            },
+            recipes={
+                int(role): Recipe.from_dict(recipe) for role, recipe in values["recipes"].items()
             },
         )
 
 
 def without_details(record: Mapping[str, Any]) -> dict[str, Any]:
     """JSON form of a record of the past: what was restored, but not who played and from where."""
-    restore = {**record["restore"], "sources": {}}
+    restore = {**record["restore"], "sources": {}, "recipes": {}}
     return {**record, "seats": {}, "nodes": {}, "restore": restore}
 
 
@@ -283,7 +382,8 @@ class EpochRecord:
     store process in which the communicators of this epoch meet. ``failure``: what ended the epoch
     before, empty at the start: ``kind`` (of cluster.failures), ``signature`` (list of texts, equal
     for the same failure again), ``exited`` (a process ended by itself), ``iteration`` (newest
-    finished one) and ``node`` (where it was, or None).
+    finished one) and ``node`` (where it was, or None). ``replicas``: lost nodes that the protection
+    survives; ``protection``: how.
     """
 
     epoch: int
@@ -297,6 +397,7 @@ class EpochRecord:
     fewer_copies: frozenset[int] = frozenset()
     cause: str = ""
     failure: Mapping[str, Any] = field(default_factory=dict)
+    protection: ProtectionPlan = field(default_factory=ProtectionPlan)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in the journal."""
@@ -311,6 +412,7 @@ class EpochRecord:
             "fewer_copies": sorted(self.fewer_copies),
             "cause": self.cause,
             "failure": dict(self.failure),
+            "protection": self.protection.to_dict(),
         }
 
     @staticmethod
@@ -332,4 +434,5 @@ class EpochRecord:
             fewer_copies=frozenset(values["fewer_copies"]),
             cause=str(values["cause"]),
             failure=dict(values.get("failure", {})),
+            protection=ProtectionPlan.from_dict(values["protection"]),
         )

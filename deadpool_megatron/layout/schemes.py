@@ -1,0 +1,114 @@
+"""How state is protected: the schemes, and the plan of an epoch that names one for each part. Pure.
+
+Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
+blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP);
+``recompute`` copies the whole state now and then and reduced gradients in between (REFT's AOR).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from deadpool_megatron.settings import Settings
+
+ANY = "*"
+
+
+class Kind(StrEnum):
+    """What is done with the bytes of a part."""
+
+    BUDDY = "buddy"
+    PARITY = "parity"
+    LOCAL = "local"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One scheme with its numbers. How many lost nodes it survives is EpochRecord.replicas (r):
+    r copies, or r parity blocks for ``group`` roles; 0 for ``local``.
+
+    ``group``: most roles that share parity blocks (k). ``full_every``: a whole copy every so many
+    generations, gradients in between.
+    """
+
+    kind: Kind
+    group: int = 0
+    full_every: int = 1
+
+    def to_list(self) -> list[Any]:
+        """JSON form."""
+        return [str(self.kind), self.group, self.full_every]
+
+    @staticmethod
+    def from_list(values: Any) -> Scheme:
+        """Inverse of :meth:`to_list`."""
+        kind, group, full_every = values
+        return Scheme(Kind(kind), int(group), int(full_every))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``scheme`` for shard parts called ``part`` of roles on nodes of ``domain``; ANY for all."""
+
+    part: str
+    domain: str
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class ProtectionPlan:
+    """Part of an epoch record, so that all nodes follow the same one; it changes with the epoch.
+
+    The first rule that fits a shard part counts. Extras are small: they travel as copies wherever
+    the scheme is not ``local``. ``every``: only generations of iterations that it divides are
+    protected (and can be restored).
+    """
+
+    rules: tuple[Rule, ...] = (Rule(ANY, ANY, Scheme(Kind.BUDDY)),)
+    every: int = 1
+
+    def scheme(self, part: str, domain: str) -> Scheme:
+        """The scheme of a shard part of a role whose node lies in ``domain``."""
+        for rule in self.rules:
+            if rule.part in (ANY, part) and rule.domain in (ANY, domain):
+                return rule.scheme
+        return Scheme(Kind.BUDDY)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """All kinds that the rules name."""
+        return frozenset(rule.scheme.kind for rule in self.rules)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        rules = [[rule.part, rule.domain, rule.scheme.to_list()] for rule in self.rules]
+        return {"rules": rules, "every": self.every}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> ProtectionPlan:
+        """Inverse of :meth:`to_dict`."""
+        rules = tuple(
+            Rule(str(part), str(domain), Scheme.from_list(scheme))
+            for part, domain, scheme in values["rules"]
+        )
+        return ProtectionPlan(rules, int(values["every"]))
+
+
+def first_plan(settings: Settings) -> ProtectionPlan:
+    """The plan that a run starts with; ``mixed`` measures under ``buddy`` before it chooses."""
+    kind = Kind.BUDDY if settings.protection == "mixed" else Kind(settings.protection)
+    scheme = Scheme(
+        kind,
+        group=settings.parity_group if kind is Kind.PARITY else 0,
+        full_every=settings.full_every if kind is Kind.RECOMPUTE else 1,
+    )
+    return ProtectionPlan((Rule(ANY, ANY, scheme),))
+
+
+def losses_survived(settings: Settings) -> int:
+    """The value of EpochRecord.replicas: copies, or parity blocks of a group."""
+    return 0 if settings.protection == Kind.LOCAL else settings.replicas
