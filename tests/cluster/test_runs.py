@@ -14,6 +14,8 @@ from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
 
+pytestmark = pytest.mark.slow
+
 
 def test_undisturbed(tmp_path: Path) -> None:
     with Run(tmp_path / "r", "--iterations", "30", nproc=2) as run:

@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deadpool_megatron.cluster.status import PacedStatus
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 AGENTS = 24

@@ -22,6 +22,7 @@ from tests.preflight.nodes import Check, Ended
 GOOD, SPARE, LEFT_OUT = "good", "spare", "left out"
 
 
+@pytest.mark.slow
 def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import xxhash
 
 from deadpool_megatron.cluster.run_directory import read_json
@@ -19,6 +20,8 @@ from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, Node, cluster, wait_until
 from tests.vault.test_faults import FIRST, LAYOUTS, begin
 from tests.wire import mutations
+
+pytestmark = pytest.mark.slow
 
 STRANGERS = 60
 INSIDERS = 80
