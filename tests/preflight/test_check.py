@@ -52,6 +52,7 @@ def test_good_nodes_keep_their_numbers_and_one_of_them_speaks(
     assert said[-1] == "ok: 2 nodes to train on, 1 spare, 0 left out"
 
 
+@pytest.mark.slow
 def test_each_kind_of_bad_node_is_found_and_named(tmp_path: Path) -> None:
     made_up = {
         1: {"facts": {"versions": {"torch": "2.12.1"}}},
@@ -82,6 +83,7 @@ def test_each_kind_of_bad_node_is_found_and_named(tmp_path: Path) -> None:
     assert isinstance(assignment(check.verdict(), "host3", 3), LeftOut)
 
 
+@pytest.mark.slow
 def test_too_few_good_nodes(tmp_path: Path) -> None:
     made_up = {1: {"facts": {"shm_bytes": 64 << 20}}}
     with Check(tmp_path, spares=0, made_up=made_up) as check:
@@ -95,6 +97,7 @@ def test_too_few_good_nodes(tmp_path: Path) -> None:
     assert "sbatch --exclude=host1)" in said[-1]
 
 
+@pytest.mark.slow
 def test_a_node_killed_in_the_middle_is_left_out(tmp_path: Path) -> None:
     fault = {"id": "middle", "point": "check.measure", "match": {"node": 1}}
     with Check(tmp_path, nodes=4, spares=0, faults=[fault]) as check:
@@ -108,6 +111,7 @@ def test_a_node_killed_in_the_middle_is_left_out(tmp_path: Path) -> None:
     assert len(check.verdict()["nodes"][3]["rates"]) == 1
 
 
+@pytest.mark.slow
 def test_when_the_conductor_is_killed_the_next_one_begins_anew(tmp_path: Path) -> None:
     with Check(tmp_path, spares=1, faults=[{"id": "judge", "point": "check.judge"}]) as check:
         check.start(0, 1, 2)
@@ -119,6 +123,7 @@ def test_when_the_conductor_is_killed_the_next_one_begins_anew(tmp_path: Path) -
     assert ended[2].output == ""
 
 
+@pytest.mark.slow
 def test_without_node_0_the_lowest_conducts(tmp_path: Path) -> None:
     with Check(tmp_path, spares=1) as check:
         # What a killed process of an earlier check has left behind disturbs nobody.
@@ -134,6 +139,7 @@ def test_without_node_0_the_lowest_conducts(tmp_path: Path) -> None:
     assert ended[2].output == ""
 
 
+@pytest.mark.slow
 def test_a_node_with_another_secret_gives_no_verdict(tmp_path: Path) -> None:
     with Check(tmp_path, spares=0) as check:
         check.start(0)
@@ -146,6 +152,7 @@ def test_a_node_with_another_secret_gives_no_verdict(tmp_path: Path) -> None:
     assert len(ended[1].errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_node_that_comes_too_late_leaves_the_verdict_alone(tmp_path: Path) -> None:
     with Check(tmp_path) as check:
         check.directory.mkdir()
@@ -157,6 +164,7 @@ def test_a_node_that_comes_too_late_leaves_the_verdict_alone(tmp_path: Path) -> 
     assert check.verdict() == {}
 
 
+@pytest.mark.slow
 def test_slurm_says_which_node_and_which_rack(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
