@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,23 @@ def run_protected(tokens: int, steps: int, base: Path) -> Measured:
     return measured
 
 
-def watch(command: list[str], log: Path, steps: int, new_steps: Callable[[], int]) -> Measured:
+def watch(
+    command: list[str],
+    log: Path,
+    steps: int,
+    new_steps: Callable[[], int],
+    variables: Mapping[str, str] | None = None,
+    unmeasured_steps: int = 0,
+) -> Measured:
     """Run to the end; ``new_steps`` answers how many steps were reported since it was asked last.
 
-    Raises BenchError when the run fails, or reports nothing for a long time.
+    ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
+    fails, or reports nothing for a long time.
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment |= variables or {}
+    expected = _WARM_UP + 1 + steps + unmeasured_steps
     measured = Measured()
     times: list[float] = []
     cpu_before = 0.0
@@ -166,16 +177,16 @@ def watch(command: list[str], log: Path, steps: int, new_steps: Callable[[], int
                 child.wait(_POLL_SECONDS)
     finally:
         _stop(child)
-    if child.returncode != 0 or len(times) != _WARM_UP + 1 + steps:
+    if child.returncode != 0 or len(times) < expected:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
         raise BenchError(
-            f"exit status {child.returncode}, saw {len(times)} steps of"
-            f" {_WARM_UP + 1 + steps}; the end of its output:\n{end}"
+            f"exit status {child.returncode}, saw {len(times)} steps of {expected};"
+            f" the end of its output:\n{end}"
         )
     # Memory was looked at while the step after the warm-up ran: measured are those after it.
     measured.step_seconds = [
         after - before
-        for before, after in zip(times[_WARM_UP:], times[_WARM_UP + 1 :], strict=False)
+        for before, after in itertools.pairwise(times[_WARM_UP : _WARM_UP + 1 + steps])
     ]
     return measured
 

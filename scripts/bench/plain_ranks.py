@@ -14,8 +14,9 @@ import random
 import socket
 import sys
 
+from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer import (
-    loop,  # noqa: F401 - Megatron is loaded before the forks
+    loop,  # noqa: F401 - loaded before the forks
     plain,
 )
 
