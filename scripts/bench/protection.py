@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,17 @@ def run_plain(name: str, steps: int, base: Path) -> Measured:
         return watch([*command, *arguments], log, steps, new_steps)
 
 
-def run_protected(name: str, scheme: str, steps: int, base: Path, *, strike: bool) -> Protected:
-    """The training under ``deadpool run``; ``strike``: a node is killed after what is measured."""
+def run_protected(
+    name: str,
+    flags: Sequence[str],
+    steps: int,
+    base: Path,
+    victim: str = "",
+    training: Sequence[str] = (),
+) -> Protected:
+    """The training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of role
+    1 is killed after what is measured. ``training``: further flags of the trainer.
+    """
     directory = base / uuid.uuid4().hex
     struck_iteration = WARM_UP + 1 + steps + BEFORE
     fault = {
@@ -120,16 +130,17 @@ def run_protected(name: str, scheme: str, steps: int, base: Path, *, strike: boo
         "point": "backward",
         "match": {"role": 1, "iteration": struck_iteration},
         "action": "signal",
-        "target": "self" if scheme == "local" else "node",
+        "target": victim,
         "signal": "KILL",
     }
     plan = directory.with_suffix(".faults.json")
-    plan.write_text(json.dumps([fault] if strike else []))
+    plan.write_text(json.dumps([fault] if victim else []))
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run"),
         *("--nodes", str(NODES), "--spares", "1", "--nproc-per-node", "1"),
-        *("--run-dir", str(directory), *SCHEMES[scheme], "--", "-m", "deadpool_megatron.trainer"),
+        *("--run-dir", str(directory), *flags, "--", "-m", "deadpool_megatron.trainer"),
         *training_arguments(name, struck_iteration + AFTER),
+        *training,
     ]
     tail = EventTail(RunDirectory(directory).events)
     run = Protected(Measured())
@@ -153,8 +164,8 @@ def run_protected(name: str, scheme: str, steps: int, base: Path, *, strike: boo
     # Of the whole run: generation 0 and, where a node was lost, what was protected anew.
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
     run.measured.shipped_bytes_per_step = shipped / (struck_iteration + AFTER + 1)
-    if strike and not run.result.recoveries:
-        raise BenchError(f"{scheme}: nothing was recovered, see {directory}")
+    if victim and not run.result.recoveries:
+        raise BenchError(f"nothing was recovered, see {directory}")
     return run
 
 
@@ -177,7 +188,7 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
     """One size: all schemes in turns."""
     count = parameters(name)
     print(f"{name}: undisturbed run to compare with", file=sys.stderr, flush=True)
-    undisturbed = run_protected(name, "buddy", steps, base, strike=False).result
+    undisturbed = run_protected(name, SCHEMES["buddy"], steps, base).result
     assert undisturbed is not None
     plain: list[Measured] = []
     runs: dict[str, list[Protected]] = {scheme: [] for scheme in schemes}
@@ -186,7 +197,8 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
         plain.append(run_plain(name, steps, base))
         for scheme in schemes:
             print(f"{name}: {scheme}, {number} of {rounds}", file=sys.stderr, flush=True)
-            runs[scheme].append(run_protected(name, scheme, steps, base, strike=True))
+            victim = "self" if scheme == "local" else "node"
+            runs[scheme].append(run_protected(name, SCHEMES[scheme], steps, base, victim))
     return {
         "parameters": count,
         "plain": {
