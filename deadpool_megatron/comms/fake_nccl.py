@@ -33,7 +33,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from . import uneven
+from deadpool_megatron.platform.gathers import SeveralWorks
+
 from .epoch import Epoch
 from .gloo import GlooFabric, GlooGroup
 from .inner import GroupSpec
@@ -234,7 +235,7 @@ class FakeWork:
             self.inner.wait()
         except RuntimeError:
             return  # a kernel whose peer is gone hangs until it is aborted
-        if isinstance(self.inner, uneven.SeveralWorks):
+        if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
         if not self._communicator.aborted:
             self._done.set()

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
 
 from . import poison, uneven
 from .epoch import Activity, Epoch
@@ -34,7 +35,8 @@ from .works import HostWork, communication_failed
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
 _HANDED = POINT_TO_POINT | _RUN_BY_WAIT
 
-#: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores
+#: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores.
+#: With more than one, an operation of gloo's must not be used: platform/gathers.py
 _THREADS_PER_GROUP = 2
 _DEVICE_ATTEMPTS = 5
 _device_lock = threading.Lock()
@@ -95,6 +97,8 @@ class GlooGroup(InnerGroup):
         }
         self._starts["allgather"] = partial(uneven.allgather, plain, spec.rank)
         self._starts["reduce_scatter"] = partial(uneven.reduce_scatter, plain, spec.rank)
+        for name in INSTEAD.keys() & self._starts.keys():
+            self._starts[name] = partial(INSTEAD[name], plain)
         self._collectives = 0
         self._messages = 0
 
@@ -121,16 +125,18 @@ class GlooGroup(InnerGroup):
         else:
             self._collectives += 1
             sequence, tracked = self._collectives, is_asynchronous(args, kwargs)
+        several = isinstance(inner, SeveralWorks)
+        private = several and inner.private
         return HostWork(
             inner,
             self,
             operation,
             sequence,
             args,
-            operation in _HANDED and not isinstance(inner, uneven.SeveralWorks),
+            operation in _HANDED and not several,
             tracked,
-            operation not in SENDS and not isinstance(inner, uneven.SeveralWorks),
-            inner.copy_results if isinstance(inner, uneven.SeveralWorks) else None,
+            operation not in SENDS and not private,
+            inner.copy_results if private else None,
         )
 
     def backend(self) -> Any:

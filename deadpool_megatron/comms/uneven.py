@@ -7,56 +7,12 @@ when to do so. Plain calls go to gloo unchanged.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from time import monotonic
 from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions, ReduceOptions
 
-
-class SeveralWorks:
-    """Several gloo Works as one; ``copy_results`` moves results from buffers when all are done."""
-
-    def __init__(
-        self, works: list[Any], results: list[tuple[torch.Tensor, torch.Tensor]], kept: list[Any]
-    ) -> None:
-        self._works = works
-        self._results = results
-        self._kept = kept
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As Work.wait, over all of them."""
-        until = None if timeout is None else monotonic() + timeout.total_seconds()
-        for work in self._works:
-            if until is None:
-                work.wait()
-            else:
-                # Zero would mean "no timeout".
-                work.wait(timedelta(seconds=max(until - monotonic(), 0.001)))
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all have ended; in failure too."""
-        return all(work.is_completed() for work in self._works)
-
-    def copy_results(self) -> None:
-        """Move results into the caller's outputs; once, on the caller's thread."""
-        for output, buffer in self._results:
-            output.copy_(buffer)
-
-    def is_success(self) -> bool:
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> Any:
-        return next((e for e in (work.exception() for work in self._works) if e), None)
-
-    def result(self) -> list[torch.Tensor]:
-        return [output for output, _ in self._results]
-
-    def synchronize(self) -> None:
-        for work in self._works:
-            work.synchronize()
+from deadpool_megatron.platform.gathers import SeveralWorks
 
 
 def allgather(

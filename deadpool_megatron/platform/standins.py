@@ -2,8 +2,9 @@
 
 Megatron runs its real components here (parallel state, model, DDP, distributed optimizer,
 schedules); nothing of it is edited. Each stand-in names the places that reach it. All of them
-replace calls that would raise without a GPU, with two exceptions that change a working answer and
-are therefore limited to callers inside Megatron: ``Tensor.type()`` and ``torch.compile``.
+replace calls that would raise without a GPU, with three exceptions. Two change a working answer and
+are therefore limited to callers inside Megatron: ``Tensor.type()`` and ``torch.compile``. The third
+gives the same answer without corrupting memory: coalesced all-gathers (:mod:`.gathers`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from deadpool_megatron.platform import gathers
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _installed = False
@@ -38,6 +41,8 @@ def install() -> None:
     _replace_tensor_methods()
     _replace_streams()
     _replace_generators()
+    # Parameters are gathered in coalesced calls (param_and_grad_buffer.py:274), on gloo here.
+    gathers.mend_plain_groups()
     with _eager_compile():
         importlib.import_module("megatron.core.transformer.transformer_layer")
         importlib.import_module("megatron.core.transformer.moe.moe_layer")

@@ -227,6 +227,31 @@ def test_uneven_gather_and_reduce_scatter() -> None:
     assert all(run(3, uneven).values())
 
 
+def kinds_of_gathers(member: Member) -> bool:
+    member.init()
+    member.attach(1)
+    size = member.size
+    plain = dist.all_gather([torch.zeros(2) for _ in range(size)], torch.ones(2), async_op=True)
+    kinds = []
+    for sizes in ([2], [2, 3]):
+        outputs = [torch.zeros(n * size) for n in sizes]
+        with c10d._coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+            for n, output in zip(sizes, outputs, strict=True):
+                dist.all_gather_into_tensor(output, torch.ones(n))
+        manager.wait()
+        assert all(bool((output == 1).all()) for output in outputs)
+        (work,) = manager.works
+        kinds += [one._get_op_type() for one in getattr(work.inner, "_works", [work.inner])]
+    assert kinds == [plain._get_op_type()] * 3
+    plain.wait()
+    return True
+
+
+def test_coalesced_gathers_have_a_name_that_harms_nobody() -> None:
+    """See platform/gathers.py: torch's own operation corrupts memory."""
+    assert all(run(2, kinds_of_gathers).values())
+
+
 def errors_of_the_caller(member: Member) -> bool:
     member.init()
     member.attach(1)
