@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import uuid
 from collections import Counter
@@ -51,6 +52,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    ranks = sys.modules.get("tests.trainer.ranks")
+    if ranks is not None:
+        ranks.stop()  # a process that the tests of a session share
     leftovers = _leftover_processes()
     leftovers += [f"{path}" for path in _leftover_segments(session.config.stash[_SEGMENTS_BEFORE])]
     session.config.stash[_LEFTOVERS] = leftovers

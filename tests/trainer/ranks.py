@@ -1,39 +1,38 @@
-"""Runs a function on several ranks: Megatron is imported once, here, and the ranks are forks.
+"""Runs a function on several ranks: forks of a process that has Megatron imported already.
 
-No thread may exist in this process when ranks are forked, so nothing here starts one.
+That process is :mod:`tests.trainer.nursery`, started at the first use and ended with the session.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
 import os
-import pickle
-import signal
+import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from tests.trainer.nursery import Answer, Request, preload
 
-from deadpool_megatron.platform import select_platform
+__all__ = ["preload", "run_ranks", "stop"]
 
 RANK_SECONDS = 120.0
+_START_SECONDS = 120.0
+# Beyond the time of the ranks: forking, killing, reading.
+_ANSWER_SECONDS = 20.0
+_END_SECONDS = 10.0
 
 
-@functools.cache
-def preload() -> None:
-    """Import everything a rank needs, so that forks have it at once."""
-    select_platform().install()
-    from deadpool_megatron.hooks import hashing  # noqa: F401
-    from deadpool_megatron.trainer import checkpoint, loop, plain  # noqa: F401
+@dataclass
+class _Nursery:
+    process: subprocess.Popen[bytes]
+    connection: Connection
 
-    torch.set_num_threads(1)
+
+_running: _Nursery | None = None
 
 
 def run_ranks(
@@ -45,78 +44,68 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``function(*args)`` on ``world_size`` forked ranks; answers their results by rank.
 
-    ``connect(folder, rank, world_size)`` makes the process groups; by default stock gloo. Raises
-    AssertionError with the traceback of the first rank that failed, or for a rank that hangs.
+    ``connect(folder, rank, world_size)`` makes the process groups; by default stock gloo. All of
+    these travel by pickle: functions of modules, not local ones. Raises AssertionError with the
+    end of each rank that failed (a signal by its name) and all it wrote, or for one that hangs.
     """
-    preload()
-    with tempfile.TemporaryDirectory() as folder:
-        pids = {}
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                _rank(Path(folder), rank, world_size, function, args, connect or _connect_gloo)
-            pids[pid] = rank
-        _wait(pids, Path(folder), time.monotonic() + seconds)
-        return [
-            pickle.loads((Path(folder) / f"{rank}.result").read_bytes())
-            for rank in range(world_size)
-        ]
-
-
-def _connect_gloo(folder: Path, rank: int, world_size: int) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=60),
-    )
-
-
-def _rank(
-    folder: Path,
-    rank: int,
-    world_size: int,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    connect: Callable[[Path, int, int], None],
-) -> None:
-    status = 1
+    request = Request(world_size, function, args, connect, seconds)
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-        connect(folder, rank, world_size)
-        result = function(*args)
-        (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
-        # Nobody leaves while another still reads from it.
-        dist.barrier()
-        status = 0
+        nursery = _start()
+        nursery.connection.send(request)
+        answer = _receive(nursery, seconds + _ANSWER_SECONDS, "the ranks to end")
+        assert isinstance(answer, Answer)
     except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc())
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        # Also a time limit of pytest's: an answer that comes late must not meet another request.
+        _kill()
+        raise
+    assert not answer.failure, answer.failure
+    return answer.results
 
 
-def _wait(pids: dict[int, int], folder: Path, deadline: float) -> None:
-    """Wait for all ranks; kill the others soon after the first failure."""
-    failed: list[int] = []
-    while pids and time.monotonic() < deadline:
-        for pid, rank in list(pids.items()):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done == 0:
-                continue
-            del pids[pid]
-            if status != 0:
-                failed.append(rank)
-                deadline = min(deadline, time.monotonic() + 1.0)
-        time.sleep(0.005)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert failed or not pids, f"ranks {sorted(pids.values())} did not finish in time"
-    if failed:
-        error = folder / f"{failed[0]}.error"
-        text = error.read_text() if error.exists() else "it left no traceback"
-        raise AssertionError(f"rank {failed[0]} failed:\n{text}")
+def stop() -> None:
+    """End the process that forks ranks, if it runs."""
+    global _running
+    if _running is None:
+        return
+    nursery, _running = _running, None
+    nursery.connection.close()
+    try:
+        nursery.process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:
+        nursery.process.kill()
+        nursery.process.wait()
+
+
+def _start() -> _Nursery:
+    global _running
+    if _running is not None:
+        return _running
+    ours, theirs = Pipe()
+    # Libraries that start a thread per core do so when they are loaded.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.nursery", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+    )
+    theirs.close()
+    _running = _Nursery(process, ours)
+    assert _receive(_running, _START_SECONDS, "Megatron to be imported") == "ready"
+    return _running
+
+
+def _receive(nursery: _Nursery, seconds: float, what: str) -> Any:
+    assert nursery.connection.poll(seconds), f"waited {seconds:g} s for {what}"
+    try:
+        return nursery.connection.recv()
+    except (EOFError, ConnectionError):
+        status = nursery.process.wait(_END_SECONDS)
+        raise AssertionError(f"the process that forks ranks ended, status {status}") from None
+
+
+def _kill() -> None:
+    """At once; its ranks go with it."""
+    if _running is not None:
+        _running.process.kill()
+    stop()
