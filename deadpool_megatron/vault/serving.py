@@ -19,6 +19,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
@@ -44,6 +45,7 @@ class Server:
     def __init__(self, state: VaultState, transport: Transport) -> None:
         self._state = state
         self._transport = transport
+        self._combiner = Combiner(state, transport)
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -66,6 +68,7 @@ class Server:
         with self._lock:
             for channel in self._channels:
                 channel.shutdown()
+        self._combiner.drop()
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
@@ -118,7 +121,7 @@ class Server:
         try:
             if not self._authenticate(channel):
                 return
-            connection = _Connection(self._state, channel)
+            connection = _Connection(self._state, channel, self._combiner)
             while not self._stopping.is_set():
                 if channel.readable(1.0):
                     connection.handle(channel.receive())
@@ -139,9 +142,10 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel) -> None:
+    def __init__(self, state: VaultState, channel: Channel, combiner: Combiner) -> None:
         self._state = state
         self._channel = channel
+        self._combiner = combiner
         self._layout: RoleLayout | None = None
 
     def handle(self, message: Mapping[str, Any]) -> None:
@@ -151,6 +155,8 @@ class _Connection:
             self._layout = RoleLayout.from_dict(message["layout"])
         elif kind == "put":
             self._put(message)
+        elif kind == "contribute":
+            self._contribute(message)
         elif kind == "fetch":
             self._fetch(message)
         elif kind == "describe":
@@ -214,6 +220,23 @@ class _Connection:
         finally:
             state.release(segment, slot)
         self._acknowledge(epoch, role, have)
+
+    def _contribute(self, message: Mapping[str, Any]) -> None:
+        """Take a role's share of a parity block that this node holds."""
+        epoch, role, number = int(message["epoch"]), int(message["role"]), int(message["block"])
+        generation = Generation.from_list(message["generation"])
+        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
+        why = self._objection(message, epoch, role, generation, offered)
+        layout = self._layout
+        if why is not None or layout is None:
+            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
+            return
+        parts = {name: (size, digest) for name, size, digest in offered}
+        answer = self._combiner.receive(self._channel, layout, number, generation, epoch, parts)
+        if answer["t"] == "refused":
+            self._refuse(answer["why"], role=role, epoch=epoch)
+        else:
+            self._channel.send(answer)
 
     def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
         if self._state.is_open(epoch):

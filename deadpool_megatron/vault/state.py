@@ -325,15 +325,16 @@ class VaultState:
         return sorted(g for g in found if g == restored or g.lineage == self.open_epoch)
 
     def shipment(
-        self, layout: RoleLayout, node: int, epoch: int
+        self, layout: RoleLayout, node: int, epoch: int, *, coded: bool = False
     ) -> tuple[Generation, list[Place]] | None:
-        """The oldest generation of which ``node`` is owed parts that it has not acknowledged."""
+        """The oldest generation of which ``node`` is owed parts that it has not acknowledged;
+        ``coded``: as in :meth:`Ledger.missing`."""
         with self.lock:
             if not self.is_open(epoch) or self.ledger is None:
                 return None
             for generation in self.tracked(layout.role):
                 sealed = self.table.parts(layout.role, generation)
-                missing = self.ledger.missing(layout, generation, sealed, node)
+                missing = self.ledger.missing(layout, generation, sealed, node, coded=coded)
                 if missing:
                     return generation, [
                         self.table.find(layout.role, generation, name)[0] for name in missing
@@ -424,7 +425,7 @@ class VaultState:
             return record.seats.get(role) == segment.seat
         if self.ledger is None or role in self.own_roles():
             return False
-        return self.node in self.ledger.buddies(segment.layout)
+        return self.ledger.keeps(segment.layout, self.node)
 
     def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
         kept = record.restore.generation

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -592,18 +590,6 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
 
 
 # Memory.
-
-
-@pytest.fixture
-def tight_memory(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB for the segments of one node."""
-    mount = tmp_path / "tight"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a tmpfs here")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(
