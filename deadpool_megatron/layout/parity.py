@@ -24,6 +24,7 @@ from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan
 
 PARITY_BASE = 1 << 32
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
+MOST_BLOCKS = 256  # k + m, a limit of codes over bytes
 # The part of a parity role that says what has been combined into its blocks.
 MEMBERS = "members"
 _STAGE = "parity"
@@ -147,7 +148,9 @@ class ParityPlacement:
 
 
 def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
-    """All groups of an epoch."""
+    """All groups of an epoch; none where its plan knows no parity."""
+    if Kind.PARITY not in record.protection.kinds:
+        return ()
     return ParityPlacement.of_record(record).groups
 
 

@@ -12,22 +12,16 @@ Blocks may differ in length: what is missing at the end of one counts as zeros. 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy
 
-MOST_BLOCKS = 256  # k + m, a limit of codes over bytes
+from deadpool_megatron.layout.parity import MOST_BLOCKS
+
 _ALL_BYTES = bytes(range(256))
 _NO_BYTES = bytes(256)
-
-
-def missing_package(parities: int) -> str | None:
-    """Name of the package that coding with so many parity blocks needs and which is not there."""
-    needed = parities > 1 and importlib.util.find_spec("zfec") is None
-    return "zfec" if needed else None
 
 
 class Coder:

@@ -9,7 +9,6 @@ import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.vault import erasure
 from deadpool_megatron.vault.erasure import Coder
 
 
@@ -76,9 +75,3 @@ def test_what_cannot_be_computed_is_refused() -> None:
         coder.decode(two, 1, memoryview(bytearray(2)))
     with pytest.raises(ValueError, match="no code for 255 data and 2 parity"):
         Coder(255, 2)
-
-
-def test_only_several_parity_blocks_need_zfec(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert erasure.missing_package(1) is None
-    assert erasure.missing_package(2) == "zfec"
