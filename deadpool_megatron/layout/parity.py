@@ -30,6 +30,9 @@ MEMBERS = "members"
 _STAGE = "parity"
 # A node may get so many times its fair share of blocks before the next one on the ring is asked.
 _SLACK = 1.25
+# ... and so many times before a node in a domain of the group is asked: where nearly all nodes
+# share one domain, the few others could not hold the blocks of all.
+_MOST = 4
 # With so few nodes left to choose from they are listed instead of looked for all round the ring.
 _FEW = 128
 
@@ -340,6 +343,7 @@ class _Holders:
         for node in self._load:
             self._nodes.setdefault(domains[node], []).append(node)
         self._caps = dict.fromkeys(self._all, math.ceil(_SLACK * share))
+        self._most = math.ceil(_MOST * share)
         self._open = dict(self._all)
         self._all_open = len(self._load)
         self._drawn: dict[int, list[int]] = {}
@@ -366,9 +370,7 @@ class _Holders:
     def _one(self, block: int, outside: set[int], used: set[str]) -> int | None:
         """A node in a new domain, be it above its share; else any other, within its share first."""
         fresh = len(self._load) - sum(self._all[domain] for domain in used)
-        if fresh:
-            if self._all_open == sum(self._open[domain] for domain in used):
-                self._raise_caps(used)
+        if fresh and self._have_room(used):
             return next(
                 node
                 for node in (self._few(block, used) if fresh < _FEW else self._ring(block))
@@ -381,6 +383,21 @@ class _Holders:
                     return node
                 fallback = node if fallback is None else fallback
         return fallback
+
+    def _have_room(self, used: set[str]) -> bool:
+        """Whether a node outside these domains may get a block; if all of them have had their
+        share, they may get one more."""
+
+        def room() -> int:
+            return self._all_open - sum(self._open[domain] for domain in used)
+
+        if not room():
+            for domain in self._all.keys() - used:
+                if self._caps[domain] < self._most:
+                    self._caps[domain] += 1
+                    self._open[domain] = self._all[domain]
+                    self._all_open += self._all[domain]
+        return room() > 0
 
     def _few(self, block: int, used: set[str]) -> list[int]:
         """The nodes of all domains that are left, beginning elsewhere for each block."""
@@ -397,13 +414,6 @@ class _Holders:
         if self._load[node] == self._caps[domain]:
             self._open[domain] -= 1
             self._all_open -= 1
-
-    def _raise_caps(self, used: set[str]) -> None:
-        """All nodes of the domains that are left have their share: one block more for each."""
-        for domain in self._all.keys() - used:
-            self._caps[domain] += 1
-            self._open[domain] = self._all[domain]
-            self._all_open += self._all[domain]
 
     def _ring(self, block: int) -> Iterator[int]:
         """All nodes, most wanted first. Each spare draws its share of the blocks, the rest goes

@@ -35,6 +35,7 @@ class Contributor(Shipper):
         super().__init__(state, transport, layout, node, epoch)
         self.name = f"contribute-{layout.role}-to-{node}"
         self._block = block
+        self._sent_bytes = 0  # since the last acknowledgement
 
     def _work(self) -> tuple[Generation, list[Place]] | None:
         return self._state.shipment(self._layout, self._node, self._epoch, coded=True)
@@ -84,8 +85,9 @@ class Contributor(Shipper):
             self._node,
             [place.name for place in places if place.name in names],
             self._epoch,
-            shipped_bytes=sum(place.nbytes for place in places),
+            shipped_bytes=self._sent_bytes,
         )
+        self._sent_bytes = 0
         return True
 
     def _send_from(
@@ -102,4 +104,5 @@ class Contributor(Shipper):
             chunk = view[start : start + size]
             digest.update(chunk)
             self._send_chunk(channel, generation, place, chunk)
+            self._sent_bytes += len(chunk)
             channel.send_bulk(memoryview(DIGEST.pack(digest.intdigest())))

@@ -125,10 +125,13 @@ def test_no_domain_twice_where_that_can_be(drawn: tuple[EpochRecord, int]) -> No
     composed = {tuple(sorted(record.seats[r].node for r in group.roles)) for group in groups}
     shared = sum(len(nodes) - len({domain[n] for n in nodes}) for nodes in composed)
     assert shared == sum(max(0, count - len(composed)) for count in sizes.values())
+    load = Counter(holder for group in groups for holder in group.holders)
+    most = 4 * load.total() / len(domain)
     for group in groups:
         used = {domain[record.seats[role].node] for role in group.roles}
         for holder in group.holders:
-            assert domain[holder] not in used or used >= set(domain.values())
+            others = [node for node in domain if domain[node] not in used]
+            assert domain[holder] not in used or all(load[node] >= most for node in others)
             used.add(domain[holder])
 
 
@@ -142,6 +145,13 @@ def test_memory_is_even(size: int, parities: int, rack: int) -> None:
     share = load.total() / 70
     assert max(load.values()) <= 1.25 * share + 1
     assert len(load) > 0.8 * min(70, load.total())
+
+
+def test_one_node_in_a_rack_of_its_own_does_not_hold_everything() -> None:
+    found = record(["all"] * 63 + ["own"], 0, 4, 4, 1)
+    load = Counter(holder for group in parity_groups(found) for holder in group.holders)
+    assert max(load, key=load.__getitem__) == 63
+    assert load[63] == 4 * load.total() / 64
 
 
 @pytest.mark.parametrize("parities", [1, 2])

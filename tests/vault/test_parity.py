@@ -212,63 +212,46 @@ def test_covered_parts_are_in_no_block(tmp_path: Path) -> None:
         assert bytes(segment.data(0, "shard", 5000)) == content(2, FIRST, "shard", 5000)
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("holder", {"point": "vault.combine", "match": {"role": 1}, "nth": 2}),
-        ("contributor", {"point": "vault.chunk", "match": {"role": 1, "part": "shard"}, "nth": 2}),
-        (
-            "stopped",
-            {
-                "point": "vault.combine",
-                "match": {"role": 0},
-                "nth": 2,
-                "signal": "STOP",
-                "resume_after_seconds": 0.7,
-            },
-        ),
-        (
-            "wire",
-            {
-                "point": "vault.chunk",
-                "match": {"role": 1, "part": "shard"},
-                "nth": 3,
-                "action": "mark",
-            },
-        ),
-    ],
-)
-def test_the_block_is_right_in_spite_of(tmp_path: Path, name: str, fault: dict[str, Any]) -> None:
-    """A kill, a stop or a damaged piece in the middle of a contribution of generation 1."""
+def in_the_middle(name: str, point: str, iteration: int, role: int, **more: Any) -> dict[str, Any]:
+    """A fault in the second piece of a contribution."""
+    match = {"iteration": iteration, "role": role, "part": "shard"}
+    return {"id": name, "point": point, "match": match, "nth": 2, **more}
+
+
+def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None:
+    """Holder killed, contributor killed, holder stopped, a piece damaged: one generation each."""
     layouts = layouts_of({0: BIG, 1: BIG - 5000, 2: 3 << 20})
-    fault = {"id": name, **fault, "match": {**fault["match"], "iteration": 1}}
-    with cluster(tmp_path, 4, roles=3, faults=[fault], chunk_bytes=1 << 20) as running:
+    plan = [
+        in_the_middle("holder", "vault.combine", 1, 1),
+        in_the_middle("contributor", "vault.chunk", 2, 1),
+        in_the_middle("stopped", "vault.combine", 3, 0, signal="STOP", resume_after_seconds=0.3),
+        in_the_middle("wire", "vault.chunk", 4, 1, action="mark"),
+    ]
+    victims = {1: 3, 2: 1}
+    everything = sum(part.nbytes for layout in layouts.values() for part in layout.parts[:2])
+    with cluster(tmp_path, 4, roles=3, faults=plan, chunk_bytes=1 << 20) as running:
         record = with_parity(running.record(1))
         members = begin(running, layouts, record)
         step(members, FIRST)
-        killed = {"holder": 3, "contributor": 1}.get(name)
-        for member in members:
-            member.write(Generation(1, 1))
-        if killed is not None:
-            process = running.nodes[killed].process
-            assert process is not None
-            assert process.wait(20) == -signal.SIGKILL
-            running.nodes[killed].start()
-            running.nodes[killed].adopt(record)
-        for member in members:
-            assert member.wait(Generation(1, 1)) == "committed"
-        assert (tmp_path / "faults.json.fired" / name).exists()
-        check_blocks(running, record, Generation(1, 1), layouts)
-        combined = running.nodes[3].count("bytes combined")
-        everything = sum(part.nbytes for layout in layouts.values() for part in layout.parts[:2])
-        if name == "wire":
-            (event,) = running.nodes[3].seen(Kind.CORRUPTION)
-            assert (event.data["where"], event.role) == ("wire", 1)
-            # The damaged piece came once more, nothing else did.
-            assert combined == 2 * everything
-        if name == "contributor":
-            assert combined == 2 * everything  # it went on where it had been
-        step(members, Generation(1, 2))
+        for iteration, name in enumerate(["holder", "contributor", "stopped", "wire"], 1):
+            generation = Generation(1, iteration)
+            before = running.nodes[3].count("bytes combined")
+            for member in members:
+                member.write(generation)
+            if iteration in victims:
+                victim = running.nodes[victims[iteration]]
+                assert victim.process is not None
+                assert victim.process.wait(20) == -signal.SIGKILL
+                victim.start()
+                victim.adopt(record)
+            for member in members:
+                assert member.wait(generation) == "committed"
+            assert (tmp_path / "faults.json.fired" / name).exists()
+            check_blocks(running, record, generation, layouts)
+            if iteration > 1:  # it went on where it had been: no byte was combined twice
+                assert running.nodes[3].count("bytes combined") - before == everything
+        (event,) = running.nodes[3].seen(Kind.CORRUPTION)
+        assert (event.data["where"], event.role) == ("wire", 1)
 
 
 def test_other_bytes_than_sealed_poison_no_block(tmp_path: Path) -> None:
