@@ -3,8 +3,8 @@
 One contribution: ``contribute`` with the parts on offer; ``want`` with the size of the pieces and,
 for each part that is not yet in the block, where to go on; then for each of these eight bytes with
 the digest of what went before, and piece after piece with the digest up to there. ``sealed`` comes
-when the block is complete, ``early`` when that takes too long: then the contributor asks again, and
-goes on where it was. Nobody is acknowledged before the block with all contributions is sealed.
+when the block is complete, ``waited`` when that takes too long: then the contributor asks again,
+and goes on where it was. Nobody is acknowledged before the block with all contributions is sealed.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Combiner:
     def __init__(self, state: VaultState, transport: Transport) -> None:
         self._state = state
         self._transport = transport
+        self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._assemblies: dict[tuple[int, Generation], Assembly] = {}
@@ -77,7 +78,8 @@ class Combiner:
                 damaged = self._take(channel, assembly, layout.role, parts)
                 if damaged:
                     return {"t": "damaged", "parts": damaged}
-                self._wait(assembly)
+                if not self._wait(assembly):
+                    return {"t": "refused", "why": "waited"}
         except GivenUp:
             return {"t": "refused", "why": "early"}
         except _Refused as refusal:
@@ -166,7 +168,7 @@ class Combiner:
 
         with state.changed:
             state.changed.wait_for(
-                lambda: not missing() or not state.is_open(epoch), timeout=_WAIT_SECONDS
+                lambda: not missing() or not state.is_open(epoch), self._wait_seconds
             )
             unknown = missing()
         for role in unknown:
@@ -313,16 +315,17 @@ class Combiner:
             stream.role, assembly.generation, stream.name, where, expected, found
         )
 
-    def _wait(self, assembly: Assembly) -> None:
-        """Until the block is sealed. Raises GivenUp when it is not in time."""
+    def _wait(self, assembly: Assembly) -> bool:
+        """True when the block is sealed in time. Raises GivenUp when it never will be."""
         assembly.finish()
         state = self._state
         with state.changed:
             state.changed.wait_for(
-                lambda: assembly.over or not state.is_open(assembly.epoch), timeout=_WAIT_SECONDS
+                lambda: assembly.over or not state.is_open(assembly.epoch), self._wait_seconds
             )
-        if not assembly.sealed:
+        if assembly.given_up and not assembly.sealed:
             raise GivenUp
+        return assembly.sealed
 
 
 def _receive_digest(channel: Channel) -> int:

@@ -41,7 +41,8 @@ class Contributor(Shipper):
         return self._state.shipment(self._layout, self._node, self._epoch, coded=True)
 
     def _put(self, generation: Generation, places: list[Place]) -> bool:
-        """True when the block with these parts is sealed; False to ask again after a pause."""
+        """True when the block with these parts is sealed, or to ask again at once; False to ask
+        again after a pause."""
         failpoints.hit(
             "vault.contribute",
             role=self._layout.role,
@@ -68,6 +69,8 @@ class Contributor(Shipper):
             for name, offset in answer["parts"]:
                 self._send_from(channel, generation, by_name[name], int(offset), size)
             answer = channel.receive()
+        if answer["t"] == "refused" and answer["why"] == "waited":
+            return True  # there is no need for a pause: the holder makes one, and ends it in time
         return self._judge(answer, generation, places)
 
     def _judge(self, answer: dict[str, Any], generation: Generation, places: list[Place]) -> bool:

@@ -167,8 +167,8 @@ class _Connection:
             raise WireError(f"unknown message {kind!r}")
 
     def _refuse(self, why: str, **facts: object) -> None:
-        """Say no; `early` is no offence and not counted."""
-        if why != "early":
+        """Say no; `early` and `waited` are no offence and not counted."""
+        if why not in ("early", "waited"):
             self._state.refuse(why, **facts)
         self._channel.send({"t": "refused", "why": why})
 

@@ -31,7 +31,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme, in_words
 
 
 def plan(size: int) -> ProtectionPlan:
@@ -246,3 +246,14 @@ def test_a_large_cluster_is_decided_at_once() -> None:
     found = record([f"rack{node // 16}" for node in range(4160)], 64, 8, 4, 2)
     groups = parity_groups(found)
     assert len(groups) == 8192
+
+
+def test_a_plan_in_words() -> None:
+    assert in_words(ProtectionPlan(), 1) == "buddy (1 copy)"
+    assert in_words(plan(4), 2) == "parity (2 blocks for up to 4 roles)"
+    local = Rule("shard1", "rack0", Scheme(Kind.LOCAL))
+    recompute = Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=8))
+    assert in_words(ProtectionPlan((local, recompute), 2), 1) == (
+        "local (no node may be lost) part shard1 domain rack0;"
+        " recompute (whole every 8 iterations, gradients in between), every 2 iterations"
+    )

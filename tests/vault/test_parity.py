@@ -288,7 +288,7 @@ def test_nothing_is_sealed_when_the_epoch_is_closed_in_the_middle(tmp_path: Path
         step(members, FIRST)
         for member in members[:2]:
             member.write(Generation(1, 1))
-        assert members[0].wait(Generation(1, 1), seconds=0.5) == "shut"
+        assert members[0].wait(Generation(1, 1), seconds=1.3) == "shut"
         assert running.nodes[3].count("bytes combined") > 3 * 41_000
         inventories = running.close(1)
         blocks = [h for h in inventories[3].holdings if is_parity_role(h.role)]
