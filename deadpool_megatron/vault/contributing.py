@@ -7,20 +7,26 @@ one piece. The dialogue is described in vault/combining.py.
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.combining import DIGEST
-from deadpool_megatron.vault.segment import checksum_of
-from deadpool_megatron.vault.shipping import Shipper
+from deadpool_megatron.vault.segment import checksum, checksum_of
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.framing import WireError
 
+log = logging.getLogger(__name__)
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.5
 
-class Contributor(Shipper):
+
+class Contributor(threading.Thread):
     """Thread that brings one role's generations of one epoch into one parity block."""
 
     def __init__(
@@ -32,15 +38,71 @@ class Contributor(Shipper):
         node: int,
         epoch: int,
     ) -> None:
-        super().__init__(state, transport, layout, node, epoch)
-        self.name = f"contribute-{layout.role}-to-{node}"
+        super().__init__(name=f"contribute-{layout.role}-to-{node}", daemon=True)
+        self._state = state
+        self._transport = transport
+        self._layout = layout
         self._block = block
+        self._node = node
+        self._epoch = epoch
+        self._channel: Channel | None = None
         self._sent_bytes = 0  # since the last acknowledgement
 
-    def _work(self) -> tuple[Generation, list[Place]] | None:
-        return self._state.shipment(self._layout, self._node, self._epoch, coded=True)
+    def run(self) -> None:
+        """Until the epoch is closed."""
+        pause = _FIRST_PAUSE_SECONDS
+        while self._going():
+            work = self._next()
+            if work is None:
+                continue
+            try:
+                done = self._contribute(*work)
+            except (OSError, WireError, LookupError, TypeError, ValueError) as error:
+                log.info("%s: %s: %s", self.name, type(error).__name__, error)
+                self._disconnect()
+                done = False
+            if done:
+                pause = _FIRST_PAUSE_SECONDS
+                continue
+            with self._state.changed:
+                self._state.changed.wait_for(lambda: not self._going(), timeout=pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        self._disconnect()
 
-    def _put(self, generation: Generation, places: list[Place]) -> bool:
+    def cut(self) -> None:
+        """Break the connection, from any thread: the epoch is over."""
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+
+    def _going(self) -> bool:
+        return self._state.is_open(self._epoch)
+
+    def _disconnect(self) -> None:
+        """Only this thread closes: a descriptor must not be reused under its feet."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def _next(self) -> tuple[Generation, list[Place]] | None:
+        with self._state.changed:
+            work = self._state.shipment(self._layout, self._node, self._epoch, coded=True)
+            if work is None and self._going():
+                self._state.changed.wait(timeout=1.0)
+            return work
+
+    def _connect(self) -> Channel:
+        if self._channel is None:
+            address = self._state.address(self._node)
+            if address is None:
+                raise WireError(f"node {self._node} has no address in epoch {self._epoch}")
+            self._channel = self._transport.connect(address.host, address.vault_port)
+            if not self._going():
+                raise WireError("the epoch was closed while connecting")
+            self._channel.send({"t": "offer", "layout": self._layout.to_dict()})
+        return self._channel
+
+    def _contribute(self, generation: Generation, places: list[Place]) -> bool:
         """True when the block with these parts is sealed, or to ask again at once; False to ask
         again after a pause."""
         failpoints.hit(
@@ -69,19 +131,24 @@ class Contributor(Shipper):
             for name, offset in answer["parts"]:
                 self._send_from(channel, generation, by_name[name], int(offset), size)
             answer = channel.receive()
-        if answer["t"] == "refused" and answer["why"] == "waited":
-            return True  # there is no need for a pause: the holder makes one, and ends it in time
         return self._judge(answer, generation, places)
 
-    def _judge(self, answer: dict[str, Any], generation: Generation, places: list[Place]) -> bool:
-        if answer["t"] == "refused":
-            return self._refused(answer, generation, places)
+    def _judge(
+        self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
+    ) -> bool:
+        why = str(answer["why"]) if answer["t"] == "refused" else ""
+        if why == "waited":
+            return True  # there is no need for a pause: the holder makes one, and ends it in time
         if answer["t"] == "damaged":
             for place in places:
                 if place.name in answer["parts"]:
                     self._examine(place)
             return False
-        names = set(answer["parts"])
+        if why and why != "superseded":
+            if why != "early":
+                self._state.refuse(f"contribution: {why}", role=self._layout.role, by=self._node)
+            return False
+        names = {place.name for place in places} if why else set(answer["parts"])
         self._state.acknowledge(
             self._layout,
             generation,
@@ -107,5 +174,30 @@ class Contributor(Shipper):
             chunk = view[start : start + size]
             digest.update(chunk)
             self._send_chunk(channel, generation, place, chunk)
-            self._sent_bytes += len(chunk)
             channel.send_bulk(memoryview(DIGEST.pack(digest.intdigest())))
+
+    def _send_chunk(
+        self, channel: Channel, generation: Generation, place: Place, chunk: memoryview
+    ) -> None:
+        if not self._going():
+            raise WireError("the epoch was closed")
+        fault = failpoints.hit(
+            "vault.chunk",
+            role=self._layout.role,
+            iteration=generation.iteration,
+            to=self._node,
+            part=place.name,
+        )
+        if fault is not None:
+            damaged = bytearray(chunk)
+            damaged[0] ^= 0xFF
+            chunk = memoryview(damaged)
+        channel.send_bulk(chunk)
+        self._state.counters["bytes shipped"] += len(chunk)
+        self._sent_bytes += len(chunk)
+
+    def _examine(self, place: Place) -> None:
+        """The holder found other bytes than were announced: our memory has changed."""
+        found = checksum(place.view)
+        if found != place.checksum:
+            self._state.mark_bad(place, found)

@@ -43,7 +43,7 @@ class RoleWorker(threading.Thread):
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
-        self._shippers: list[Shipper] = []
+        self._shippers: list[Shipper | Contributor] = []
         self._refused: set[tuple[int, Generation]] = set()
         self._obtainer = Obtainer(state, transport, record, role)
 

@@ -78,13 +78,10 @@ class Shipper(threading.Thread):
 
     def _next(self) -> tuple[Generation, list[Place]] | None:
         with self._state.changed:
-            work = self._work()
+            work = self._state.shipment(self._layout, self._node, self._epoch)
             if work is None and self._state.is_open(self._epoch):
                 self._state.changed.wait(timeout=1.0)
             return work
-
-    def _work(self) -> tuple[Generation, list[Place]] | None:
-        return self._state.shipment(self._layout, self._node, self._epoch)
 
     def _put(self, generation: Generation, places: list[Place]) -> bool:
         """True when the buddy has the parts; False to try again after a pause."""
@@ -144,26 +141,22 @@ class Shipper(threading.Thread):
         view = place.view
         size = self._state.settings.chunk_bytes
         for start in range(0, len(view), size):
-            self._send_chunk(channel, generation, place, view[start : start + size])
-
-    def _send_chunk(
-        self, channel: Channel, generation: Generation, place: Place, chunk: memoryview
-    ) -> None:
-        if not self._state.is_open(self._epoch):
-            raise WireError("the epoch was closed")
-        fault = failpoints.hit(
-            "vault.chunk",
-            role=self._layout.role,
-            iteration=generation.iteration,
-            to=self._node,
-            part=place.name,
-        )
-        if fault is not None:
-            damaged = bytearray(chunk)
-            damaged[0] ^= 0xFF
-            chunk = memoryview(damaged)
-        channel.send_bulk(chunk)
-        self._state.counters["bytes shipped"] += len(chunk)
+            if not self._state.is_open(self._epoch):
+                raise WireError("the epoch was closed")
+            chunk = view[start : start + size]
+            fault = failpoints.hit(
+                "vault.chunk",
+                role=self._layout.role,
+                iteration=generation.iteration,
+                to=self._node,
+                part=place.name,
+            )
+            if fault is not None:
+                damaged = bytearray(chunk)
+                damaged[0] ^= 0xFF
+                chunk = memoryview(damaged)
+            channel.send_bulk(chunk)
+            self._state.counters["bytes shipped"] += len(chunk)
 
     def _refused(
         self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
