@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -98,19 +99,21 @@ class Assembly:
 
         self.epoch = epoch
         self.generation = generation
+        self.expected = expected
+        self.begun = time.monotonic()
         self.sealed = False
         self.given_up = False
         self._state = state
         self._segment = segment
         self._slot = slot
         self._group = group
-        self._expected = expected
         self._number, self._parities = parity_numbers(segment.layout)
         self._coder = Coder(len(group.roles), self._parities)
         self._chunk_bytes = state.settings.chunk_bytes
         self._lock = threading.Lock()
         self._stripes = [threading.Lock() for _ in range(_STRIPES)]
         self._streams: dict[tuple[int, str], Stream] = {}
+        self._asked: set[int] = set()
         self._touched: set[tuple[str, int]] = set()
         self._users = 0
         self._sealing = False
@@ -119,6 +122,17 @@ class Assembly:
     def over(self) -> bool:
         """True when there is nothing to wait for any more."""
         return self.sealed or self.given_up
+
+    def absent(self) -> list[int]:
+        """Roles that have not begun to contribute and have not been asked for it either."""
+        with self._lock:
+            came = {role for role, _ in self._streams} | self._asked
+            return [role for role, names in self.expected.items() if names and role not in came]
+
+    def asked(self, role: int) -> None:
+        """The vault of an absent role knows that it is waited for."""
+        with self._lock:
+            self._asked.add(role)
 
     def open(self, role: int, parts: Mapping[str, tuple[int, int]], owner: object) -> list[Stream]:
         """The streams of a role, owned by ``owner`` from now on. ``parts``: name -> (nbytes,
@@ -178,7 +192,7 @@ class Assembly:
         with self._lock:
             missing = any(
                 (role, name) not in self._streams or not self._streams[role, name].done
-                for role, names in self._expected.items()
+                for role, names in self.expected.items()
                 for name in names
             )
             if missing or self._sealing or self.over:

@@ -5,6 +5,8 @@ for each part that is not yet in the block, where to go on; then for each of the
 the digest of what went before, and piece after piece with the digest up to there. ``sealed`` comes
 when the block is complete, ``waited`` when that takes too long: then the contributor asks again,
 and goes on where it was. Nobody is acknowledged before the block with all contributions is sealed.
+Should a block be damaged after that and somebody ask for it once more, the holder has to have all
+contributions again, and asks the vaults of those who do not come by themselves (``again``).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 import struct
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +38,8 @@ log = logging.getLogger(__name__)
 DIGEST = struct.Struct("<Q")
 # How long a contributor is kept waiting for the others. It blocks nobody but its own next answer.
 _WAIT_SECONDS = 1.0
+# So long after a block was begun, those who have not come are asked whether they think it is done.
+_PATIENCE_SECONDS = 3.0
 
 
 class _Refused(Exception):
@@ -103,8 +108,9 @@ class Combiner:
         """The block to add to; None when all of it is sealed already."""
         state = self._state
         with state.changed:
+            if layout.role not in self._layouts:
+                state.changed.notify_all()
             self._layouts[layout.role] = layout
-            state.changed.notify_all()
             group = self._group(layout.role, number, epoch)
         if not self._know_layouts(group, epoch):
             raise _Refused("early")
@@ -177,23 +183,29 @@ class Combiner:
             return not missing()
 
     def _ask(self, role: int) -> None:
+        answer = self._tell(role, {"t": "describe", "role": role})
+        layout = answer.get("layout")
+        if layout is not None:
+            with self._state.lock:
+                self._layouts.setdefault(role, RoleLayout.from_dict(layout))
+
+    def _tell(self, role: int, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The answer of the vault on the node of a role; empty when it gives none."""
         record = self._state.record
         seat = record.seats.get(role) if record is not None else None
         address = self._state.address(seat.node) if seat is not None else None
         if address is None:
-            return
+            return {}
         try:
             channel = self._transport.connect(address.host, address.vault_port)
             try:
-                channel.send({"t": "describe", "role": role})
-                layout = channel.receive()["layout"]
+                channel.send(message)
+                return channel.receive()
             finally:
                 channel.close()
-            if layout is not None:
-                with self._state.lock:
-                    self._layouts.setdefault(role, RoleLayout.from_dict(layout))
-        except (OSError, WireError, LookupError, TypeError, ValueError) as error:
-            log.info("describe role %d: %s: %s", role, type(error).__name__, error)
+        except (OSError, WireError) as error:
+            log.info("%s to role %d: %s: %s", message["t"], role, type(error).__name__, error)
+            return {}
 
     def _is_sealed(
         self,
@@ -231,12 +243,16 @@ class Combiner:
         expected: Mapping[int, frozenset[str]],
     ) -> Assembly:
         state = self._state
+        with state.lock:
+            held = [slot.generation for slot in state.table.sealed(layout.role) if slot.parts]
+        if any(newer > generation for newer in held):
+            # Roles contribute in order: who asks for this one has only forgotten that it is done.
+            # A slot for it there may be none until he contributes to the newest one.
+            raise _Refused("superseded")
         segment = state.ensure_copy(layout)
         slot = state.claim(segment, generation, epoch)
         if slot is None:
-            with state.lock:
-                superseded = state.table.superseded(segment, generation)
-            raise _Refused("superseded" if superseded else "early")
+            raise _Refused("early")
         names = [MEMBERS, *sorted({name for parts in expected.values() for name in parts})]
         try:
             segment.reserve(names, [slot])
@@ -325,7 +341,23 @@ class Combiner:
             )
         if assembly.given_up and not assembly.sealed:
             raise GivenUp
+        if not assembly.sealed and time.monotonic() - assembly.begun > _PATIENCE_SECONDS:
+            for role in assembly.absent():
+                self._demand(assembly, role)
         return assembly.sealed
+
+    def _demand(self, assembly: Assembly, role: int) -> None:
+        """Have a role contribute once more, if it believes that it need not."""
+        message = {
+            "t": "again",
+            "epoch": assembly.epoch,
+            "node": self._state.node,
+            "role": role,
+            "generation": assembly.generation.to_list(),
+            "parts": sorted(assembly.expected[role]),
+        }
+        if self._tell(role, message).get("t") == "again":
+            assembly.asked(role)
 
 
 def _receive_digest(channel: Channel) -> int:

@@ -96,6 +96,10 @@ class Ledger:
         """A node has sealed these parts, or the parity blocks they are in."""
         self._acknowledged.setdefault((role, generation, node), set()).update(names)
 
+    def forget(self, role: int, generation: Generation, node: int, names: Iterable[str]) -> None:
+        """A node has lost these parts again; what was reported as committed stays so."""
+        self._acknowledged.get((role, generation, node), set()).difference_update(names)
+
     def missing(
         self,
         layout: RoleLayout,

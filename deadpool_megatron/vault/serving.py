@@ -157,6 +157,8 @@ class _Connection:
             self._put(message)
         elif kind == "contribute":
             self._contribute(message)
+        elif kind == "again":
+            self._forget(message)
         elif kind == "fetch":
             self._fetch(message)
         elif kind == "describe":
@@ -237,6 +239,17 @@ class _Connection:
             self._refuse(answer["why"], role=role, epoch=epoch)
         else:
             self._channel.send(answer)
+
+    def _forget(self, message: Mapping[str, Any]) -> None:
+        """A holder lacks contributions to a parity block that we take for sealed."""
+        epoch, role, node = (int(message[key]) for key in ("epoch", "role", "node"))
+        generation = Generation.from_list(message["generation"])
+        state = self._state
+        with state.changed:
+            if state.is_open(epoch) and state.ledger is not None:
+                state.ledger.forget(role, generation, node, message["parts"])
+                state.changed.notify_all()
+        self._channel.send({"t": "again"})
 
     def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
         if self._state.is_open(epoch):

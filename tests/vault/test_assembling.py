@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityPlacement, parity_layout
+from deadpool_megatron.layout.parity import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -49,20 +49,21 @@ class Bench:
             store_host="h",
             store_port=1,
             replicas=parities,
-            protection=ProtectionPlan((Rule(ANY, ANY, scheme),)),
+            protection=ProtectionPlan((Rule("shard", ANY, scheme),)),
         )
         self.state.adopt(self.record)
         self.layouts: dict[int, RoleLayout] = {r: make_layout(r, n) for r, n in enumerate(sizes)}
-        (self.group,) = ParityPlacement.of_record(self.record).groups
+        placed = ParityPlacement.of_record(self.record)
+        (self.group,) = placed.groups
         self.number = self.group.holders.index(k)
-        layout = parity_layout(self.layouts, self.group, self.number, parities)
-        self.segment = self.state.ensure_copy(layout)
+        self.role = self.group.blocks[self.number]
+        self.segment = self.state.ensure_copy(placed.layout(self.role, self.layouts))
 
     def begin(self) -> tuple[Assembly, int]:
         slot = self.state.claim(self.segment, G, 1)
         assert slot is not None
-        self.segment.reserve(["shard", "tail", MEMBERS], [slot])
-        for name in ("shard", "tail", MEMBERS):
+        self.segment.reserve(["shard", MEMBERS], [slot])
+        for name in ("shard", MEMBERS):
             self.state.open_part(self.segment, slot, name, 1)
         expected = {role: frozenset({"shard"}) for role in self.layouts}
         return Assembly(self.state, self.segment, slot, G, 1, self.group, expected), slot
