@@ -309,7 +309,7 @@ def begin_processes(
 
 def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
     coded = CodedGroup(2, 2, nbytes=2 << 20)
-    match = {"role": 1, "node": 1, "part": "shard"}
+    match = {"role": 1, "node": 1, "part": "shard", "to": None}  # asked for it, not to a buddy
     fault = {"id": "cut", "point": "vault.chunk", "match": match, "nth": 9}
     running, record = begin_processes(tmp_path, coded, [fault])
     try:
