@@ -1,19 +1,23 @@
-"""One coded block on its way from another vault, received in pieces by a thread of its own.
+"""Coded blocks on their way to where a part is computed from them, each by a thread of its own.
 
-The receiver checks the bytes as they come against the checksum that the sending vault keeps of
-them; the thread that decodes learns of it at the end of the block.
+A block comes from another vault's memory or from a file of a dump. Its bytes are checked as they
+come against the checksum that its place keeps of them; the thread that decodes learns of it at the
+end of the block.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.records import EpochRecord, Source
+from deadpool_megatron.layout.records import EpochRecord, Generation, Source
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.segment import PartState, Segment
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.transport import Channel
 from deadpool_megatron.wire.framing import WireError
@@ -21,8 +25,9 @@ from deadpool_megatron.wire.framing import WireError
 _MOST_SMALL_BYTES = 16 << 20
 _PIECES = 2  # of each block: one is decoded while the other one arrives
 _UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
+_NOTHING = memoryview(b"")
 
-# A new connection to the vault of a node.
+# A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
 Dial = Callable[[int], Channel]
 
 
@@ -42,31 +47,149 @@ class BlockError(Exception):
         self.number, self.source, self.final, self.damaged = number, source, final, damaged
 
 
+class Supply(ABC):
+    """One part from one place. One thread, but :meth:`cut`. Methods raise VaultError when the place
+    cannot give it, and OSError or WireError when it could not be asked.
+    """
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """The place, for people."""
+
+    @abstractmethod
+    def begin(self) -> tuple[int, int]:
+        """Size in bytes and checksum of the part, whose bytes follow."""
+
+    @abstractmethod
+    def read(self, target: memoryview) -> None:
+        """Fill ``target`` with the next bytes."""
+
+    @abstractmethod
+    def cut(self) -> None:
+        """Make the other methods fail soon; from any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the resources back."""
+
+
+# The supply of a part from a place.
+Supplier = Callable[[Source, str], Supply]
+
+
+class VaultSupply(Supply):
+    """A part in the memory of another vault, or of this one, by a connection of its own."""
+
+    def __init__(
+        self, state: VaultState, record: EpochRecord, dial: Dial, source: Source, part: str
+    ) -> None:
+        self._state = state
+        self._record = record
+        self._dial = dial
+        self._source = source
+        self._part = part
+        self._channel: Channel | None = None
+        self._over = False
+
+    @property
+    def where(self) -> str:
+        return f"from node {self._source.node}"
+
+    def begin(self) -> tuple[int, int]:
+        state, record = self._state, self._record
+        self._channel = channel = self._dial(self._source.node)
+        if self._over or not state.is_open(record.epoch):
+            raise ConnectionError("the epoch was closed while connecting")
+        channel.send(
+            {
+                "t": "fetch",
+                "epoch": record.epoch,
+                "node": state.node,
+                "role": self._source.role,
+                "generation": record.restore.generation.to_list(),
+                "part": self._part,
+            }
+        )
+        answer = channel.receive()
+        if answer["t"] == "refused":
+            if answer["why"] == "early":
+                raise ConnectionError("has not adopted the epoch yet")
+            raise VaultError(str(answer["why"]))
+        return int(answer["nbytes"]), int(answer["checksum"])
+
+    def read(self, target: memoryview) -> None:
+        assert self._channel is not None, "begin() comes first"
+        self._channel.receive_bulk(target)
+
+    def cut(self) -> None:
+        self._over = True
+        channel = self._channel
+        if channel is not None:
+            channel.shutdown()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+class FileSupply(Supply):
+    """A part in a file of a dump."""
+
+    def __init__(self, path: Path, part: str) -> None:
+        self._path = path
+        self._part = part
+        self._dumped: Segment | None = None
+        self._position = 0
+
+    @property
+    def where(self) -> str:
+        return str(self._path)
+
+    def begin(self) -> tuple[int, int]:
+        self._dumped = Segment.open(self._path, writable=False)
+        entry = self._dumped.entry(0, self._part)
+        if entry.state is not PartState.SEALED:
+            raise VaultError("not in the file")
+        return entry.nbytes, entry.checksum
+
+    def read(self, target: memoryview) -> None:
+        assert self._dumped is not None, "begin() comes first"
+        self._dumped.read_into(0, self._part, self._position, target)
+        self._position += len(target)
+
+    def cut(self) -> None:
+        """A file keeps nobody waiting."""
+
+    def close(self) -> None:
+        self._dumped = None
+
+
 class Block(threading.Thread):
-    """Receives one block in pieces. :meth:`take`, :meth:`give_back` and :meth:`finish` are for the
-    thread that decodes; it puts zeros behind the end of a block that is shorter than others.
+    """Receives one block in pieces of ``chunk_bytes``.
+
+    ``wanted``: bytes and checksum that it must have; None for parity, which nobody else vouches
+    for. :meth:`take`, :meth:`give_back` and :meth:`finish` are for the thread that decodes.
     """
 
     def __init__(
         self,
         state: VaultState,
-        record: EpochRecord,
+        supply: Supply,
         number: int,
         source: Source,
-        name: str,
-        dial: Dial,
-        wanted: tuple[int, int] | None,
+        generation: Generation,
+        part: str,
+        wanted: tuple[int, int] | None = None,
     ) -> None:
         super().__init__(name=f"block-{source.role}-from-{source.node}", daemon=True)
         self.number = number
-        # Bytes and checksum that it must have; None for parity, which nobody else vouches for.
-        self._wanted = wanted
         self._state = state
-        self._record = record
+        self._supply = supply
         self._source = source
-        self._part = name
-        self._dial = dial
-        self._channel: Channel | None = None
+        self._generation = generation
+        self._part = part
+        self._wanted = wanted
         self._over = threading.Event()
         # A piece and how many of its bytes have come; None at the end of the block.
         self._full: queue.SimpleQueue[tuple[bytearray, int] | BlockError | None] = (
@@ -80,25 +203,19 @@ class Block(threading.Thread):
         """End it, from any thread."""
         self._over.set()
         self._free.put(None)
-        channel = self._channel
-        if channel is not None:
-            channel.shutdown()
+        self._supply.cut()
 
     # For the thread that decodes.
 
     def take(self, count: int) -> memoryview:
-        """The next ``count`` bytes, valid until :meth:`give_back`. Raises BlockError."""
+        """The next ``count`` bytes, fewer at the end of the block; valid until :meth:`give_back`.
+        Pieces have to be taken in the size in which they come. Raises BlockError."""
         filled = self._next()
-        if self._piece is None:
-            self._piece = bytearray(count)
-        view = memoryview(self._piece)[:count]
-        if filled < count:
-            view[filled:] = bytes(count - filled)
-        return view
+        return memoryview(self._piece)[: min(count, filled)] if self._piece else _NOTHING
 
     def give_back(self) -> None:
         """The bytes of :meth:`take` have been used."""
-        if not self._ended and self._piece is not None:
+        if self._piece is not None:
             self._free.put(self._piece)
             self._piece = None
 
@@ -135,39 +252,31 @@ class Block(threading.Thread):
         try:
             self._receive()
             self._full.put(None)
-        except BlockError as error:
-            self._full.put(error)
-        except _UNREACHABLE as error:
-            self._full.put(self._error(f"{type(error).__name__}: {error}"))
-        except VaultError as error:
-            self._full.put(self._error(str(error), final=True))
+        except (BlockError, VaultError, *_UNREACHABLE) as error:
+            self._full.put(self._translated(error))
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            self._supply.close()
 
     def small(self) -> bytes:
-        """The whole part, which has to be a small one, in the calling thread. Raises BlockError,
-        or ValueError for one that is too large."""
+        """The whole part, which has to be a small one, in the calling thread instead. Raises
+        BlockError."""
         try:
-            channel, nbytes, expected = self._ask()
-            if nbytes > _MOST_SMALL_BYTES:
-                raise ValueError(f"{nbytes} bytes")
+            nbytes, expected = self._supply.begin()
+            if not 0 <= nbytes <= _MOST_SMALL_BYTES:
+                raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
-            channel.receive_bulk(memoryview(content))
-        except (OSError, WireError, LookupError, TypeError) as error:
-            raise self._error(f"{type(error).__name__}: {error}") from error
+            self._supply.read(memoryview(content))
+            self._check(xxhash.xxh3_64_intdigest(content), expected)
+        except (BlockError, VaultError, *_UNREACHABLE) as error:
+            raise self._translated(error) from error
         finally:
-            if self._channel is not None:
-                self._channel.close()
-        found = xxhash.xxh3_64_intdigest(content)
-        if found != expected:
-            raise self._damaged(expected, found)
+            self._supply.close()
         return bytes(content)
 
     def _receive(self) -> None:
-        channel, nbytes, expected = self._ask()
-        if self._wanted is not None and self._wanted != (nbytes, expected):
-            raise self._error("holds other bytes than the parity was computed from", final=True)
+        nbytes, expected = self._supply.begin()
+        if self._wanted not in (None, (nbytes, expected)):
+            raise VaultError("holds other bytes than the parity was computed from")
         size = self._state.settings.chunk_bytes
         for _ in range(_PIECES):
             self._free.put(bytearray(size))
@@ -175,48 +284,25 @@ class Block(threading.Thread):
         for start in range(0, nbytes, size):
             piece = self._free.get()
             if piece is None or self._over.is_set():
-                raise self._error("is not wanted any more")
+                raise ConnectionError("is not wanted any more")
             filled = min(size, nbytes - start)
-            channel.receive_bulk(memoryview(piece)[:filled])
+            self._supply.read(memoryview(piece)[:filled])
             digest.update(memoryview(piece)[:filled])
             self._full.put((piece, filled))
-        if digest.intdigest() != expected:
-            raise self._damaged(expected, digest.intdigest())
+        self._check(digest.intdigest(), expected)
 
-    def _ask(self) -> tuple[Channel, int, int]:
-        """Have the part sent: the channel it comes by, its size in bytes and its checksum."""
-        state, record = self._state, self._record
-        try:
-            self._channel = channel = self._dial(self._source.node)
-        except VaultError as error:
-            raise self._error(str(error), final=True) from error
-        if self._over.is_set() or not state.is_open(record.epoch):
-            raise self._error("the epoch was closed while connecting")
-        channel.send(
-            {
-                "t": "fetch",
-                "epoch": record.epoch,
-                "node": state.node,
-                "role": self._source.role,
-                "generation": record.restore.generation.to_list(),
-                "part": self._part,
-            }
-        )
-        answer = channel.receive()
-        if answer["t"] == "refused":
-            early = answer["why"] == "early"
-            raise self._error(
-                "has not adopted the epoch yet" if early else str(answer["why"]), final=not early
-            )
-        nbytes, expected = int(answer["nbytes"]), int(answer["checksum"])
-        if nbytes < 0:
-            raise self._error(f"part of {nbytes} bytes", final=True)
-        return channel, nbytes, expected
-
-    def _damaged(self, expected: int, found: int) -> BlockError:
-        generation = self._record.restore.generation
+    def _check(self, found: int, expected: int) -> None:
+        if found == expected:
+            return
         self._state.counters["corruption"] += 1
-        where = f"from node {self._source.node}"
-        role = self._source.role
-        self._state.emit_corruption(role, generation, self._part, where, expected, found)
-        return self._error("checksum does not match", damaged=True)
+        self._state.emit_corruption(
+            self._source.role, self._generation, self._part, self._supply.where, expected, found
+        )
+        raise self._error("checksum does not match", damaged=True)
+
+    def _translated(self, error: Exception) -> BlockError:
+        if isinstance(error, BlockError):
+            return error
+        if isinstance(error, VaultError):
+            return self._error(str(error), final=True)
+        return self._error(f"{type(error).__name__}: {error}")

@@ -1,6 +1,6 @@
-"""Computing a part that nobody holds whole from k coded blocks in the memory of other vaults.
+"""Computing a part that nobody holds whole from k coded blocks of other vaults, or of a dump.
 
-The blocks arrive at once, one thread and connection for each, in pieces; each round of pieces is
+The blocks arrive at once, a thread and a connection for each, in pieces; each round of pieces is
 decoded straight into the slot while the next one arrives, so the memory needed is that of 2k pieces
 whatever the size of the part. Every block is held against its own checksum, a data block also
 against what the parity was computed from, and the result against the checksum that its owner gave
@@ -23,7 +23,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
-from deadpool_megatron.vault.blocks import Block, BlockError, Dial
+from deadpool_megatron.vault.blocks import Block, BlockError, Supplier
 from deadpool_megatron.vault.erasure import Coder, missing_package
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import Segment
@@ -47,8 +47,8 @@ class _WrongResultError(Exception):
 class Decoder:
     """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
 
-    ``dial``: a new connection to the vault of a node. ``target``: the claimed slot for the role.
-    ``seal``: vouch for a part in it; raises VaultError when the epoch was closed.
+    ``supplier``: where blocks come from. ``target``: the claimed slot for the role. ``seal``: vouch
+    for a part in it; raises VaultError when the epoch was closed.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Decoder:
         state: VaultState,
         record: EpochRecord,
         role: int,
-        dial: Dial,
+        supplier: Supplier,
         target: Target,
         seal: Seal,
     ) -> None:
         self._state = state
         self._record = record
         self._role = role
-        self._dial = dial
+        self._supplier = supplier
         self._target = target
         self._seal = seal
         self._blocks: list[Block] = []
@@ -190,10 +190,15 @@ class Decoder:
                     continue
             if source is None:
                 raise BlockError(number, None, "was contributed, but nobody is said to hold it")
-            blocks.append(
-                Block(self._state, self._record, number, source, name, self._dial, wanted)
-            )
+            blocks.append(self._block(number, source, name, wanted))
         return blocks
+
+    def _block(
+        self, number: int, source: Source, part: str, wanted: tuple[int, int] | None
+    ) -> Block:
+        generation = self._record.restore.generation
+        supply = self._supplier(source, part)
+        return Block(self._state, supply, number, source, generation, part, wanted)
 
     def _combine(
         self,
@@ -209,13 +214,12 @@ class Decoder:
         iteration = self._record.restore.generation.iteration
         digest = xxhash.xxh3_64()
         size = self._state.settings.chunk_bytes
-        zeros = memoryview(bytes(min(size, len(view))))
+        nothing = dict.fromkeys(choice, memoryview(b""))
         for start in range(0, len(view), size):
             failpoints.hit("vault.decode", role=self._role, iteration=iteration, part=name)
             piece = view[start : start + size]
-            pieces = dict.fromkeys(choice, zeros[: len(piece)])
-            pieces.update({block.number: block.take(len(piece)) for block in blocks})
-            coder.decode(pieces, wanted, piece)
+            pieces = {block.number: block.take(len(piece)) for block in blocks}
+            coder.decode({**nothing, **pieces}, wanted, piece)
             digest.update(piece)
             for block in blocks:
                 block.give_back()
@@ -230,7 +234,7 @@ class Decoder:
         assert source is not None, "only data blocks can be all zeros"
         members = self._members.get(source.role)
         if members is None:
-            block = Block(self._state, self._record, number, source, MEMBERS, self._dial, None)
+            block = self._block(number, source, MEMBERS, None)
             self._blocks = [block]
             try:
                 members = Members.decode(block.small())

@@ -23,7 +23,9 @@ from deadpool_megatron.layout.records import (
     Source,
     extras_part,
 )
+from deadpool_megatron.vault.blocks import Supply, VaultSupply
 from deadpool_megatron.vault.decoding import Decoder
+from deadpool_megatron.vault.dumped import dumped_decodings, supplier
 from deadpool_megatron.vault.dumping import dump_files
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, checksum
@@ -54,7 +56,7 @@ class Obtainer:
         self._role = role
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
-        self._decoder = Decoder(state, record, role, self._dial, self._target, self._seal)
+        self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
@@ -105,7 +107,7 @@ class Obtainer:
         if place is not None:
             return place
         if restore.kind == "dump":
-            return self._load(layout, name, Path(restore.path))
+            return self._load(layout, name, Path(restore.path), deadline)
         sources = list(restore.sources.get(self._role, {}).get(name, ()))
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
@@ -184,9 +186,9 @@ class Obtainer:
             raise _Hopeless("checksum does not match")
         return self._seal(segment, slot, name, nbytes, expected)
 
-    def _load(self, layout: RoleLayout, name: str, directory: Path) -> Place:
-        """Read a part from the files of a dump."""
-        tried = []
+    def _load(self, layout: RoleLayout, name: str, directory: Path, deadline: float) -> Place:
+        """Read a part from the files of a dump, or decode it from them."""
+        tried: list[tuple[int, int, str]] = []
         for dumped in dump_files(directory, self._role):
             why = self._unfit(dumped, layout, name)
             if why is None:
@@ -197,6 +199,18 @@ class Obtainer:
                 why = "checksum does not match"
             node = int(dumped.path.stem.rsplit("-", 1)[1])
             tried.append((node, self._role, why))
+        iteration = self._record.restore.generation.iteration
+        for decoding in dumped_decodings(directory, self._role, name, iteration):
+            decoder = Decoder(
+                self._state,
+                self._record,
+                self._role,
+                supplier(directory),
+                self._target,
+                self._seal,
+            )
+            with contextlib.suppress(RestoreUnavailable):
+                return decoder.obtain(layout, name, decoding, tried, deadline)
         raise RestoreUnavailable(name, tuple(tried))
 
     def _unfit(self, dumped: Segment, layout: RoleLayout, name: str) -> str | None:
@@ -248,6 +262,9 @@ class Obtainer:
             yield segment, slot
         finally:
             self._state.release(segment, slot)
+
+    def _supply(self, source: Source, part: str) -> Supply:
+        return VaultSupply(self._state, self._record, self._dial, source, part)
 
     def _dial(self, node: int) -> Channel:
         """A new connection. Raises OSError, WireError, or VaultError for a node that is gone."""

@@ -18,6 +18,7 @@ from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
 from deadpool_megatron.layout.parity import MEMBERS
 from deadpool_megatron.layout.records import (
     EpochRecord,
+    Generation,
     Inventory,
     NodeAddress,
     Restore,
@@ -26,9 +27,10 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.dumping import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.restoring import Obtainer
-from deadpool_megatron.vault.segment import copy_name, own_name
+from deadpool_megatron.vault.segment import copy_name, dump_name, own_name
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
@@ -283,6 +285,38 @@ def test_whole_copies_that_fail_fall_to_the_blocks(begin: Begin) -> None:
     record = vaults.adopt(replace(coded, sources={**coded.sources, 0: hoped}))
     vaults.obtain(record, 0)
     assert vaults.decoded() == [[1, 2, 3]]
+
+
+def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: Path) -> None:
+    """A later job on other nodes; one file is damaged, and another block stands in for it."""
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    folder = tmp_path / "dump"
+    for state in vaults.states.values():
+        dump(state, folder, GENERATION, "step", None)
+    assert len(list(folder.glob("dump-*.seg"))) == 7  # 2 whole roles, 2 blocks, 3 roles' extras
+    flip(folder / dump_name(1, 1), "shard")
+    strange = folder / dump_name(vaults.coded.group.blocks[0], 77)
+    strange.write_bytes(b"cut off")
+    record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
+    generation = record.restore.generation
+    state = vaults.states[vaults.spare]
+    obtainer = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    places = obtainer.obtain(vaults.coded.layouts[0])
+    for name, place in places.items():
+        assert bytes(place.view) == vaults.coded.part(0, name), name
+        assert place.segment.generation(place.slot) == generation
+    assert vaults.decoded() == [[2, 3, 4]]
+    (event, _) = vaults.corruptions()
+    assert event.data["where"] == str(folder / dump_name(1, 1))
+    for path in folder.glob("dump-*-4.seg"):
+        if path != folder / dump_name(0, 4):
+            path.unlink()
+    (place,) = state.table.find(0, generation, "shard")
+    state.mark_bad(place, 0)
+    again = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    with pytest.raises(RestoreUnavailable, match="role 1 on node 1: checksum"):
+        again.obtain(vaults.coded.layouts[0])
 
 
 # Real processes.
