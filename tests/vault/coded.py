@@ -42,7 +42,11 @@ class CodedGroup:
     def part(self, role: int, name: str) -> bytes:
         """What a role has."""
         (nbytes,) = [part.nbytes for part in self.layouts[role].parts if part.name == name]
-        return content(role, GENERATION, name, 777 if name == EXTRAS else nbytes)
+        return self.bytes_of(role, name, 777 if name == EXTRAS else nbytes)
+
+    def bytes_of(self, role: int, name: str, nbytes: int) -> bytes:
+        """The bytes that the harness expects."""
+        return content(role, GENERATION, name, nbytes)
 
     def parity(self, j: int, name: str) -> bytes:
         """A parity block of a shard part."""
