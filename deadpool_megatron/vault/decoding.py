@@ -24,7 +24,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.blocks import Block, BlockError, Supplier
-from deadpool_megatron.vault.erasure import Coder, missing_package
+from deadpool_megatron.vault.erasure import Coder
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState
@@ -88,10 +88,11 @@ class Decoder:
 
         Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
         """
-        missing = missing_package(decoding.parities)
-        if missing is not None:
-            why = f"the package {missing} is not installed here"
-            raise RestoreUnavailable(name, (*tried, (self._state.node, self._role, why)))
+        try:
+            coder = Coder(len(decoding.group), decoding.parities)
+        except ModuleNotFoundError as error:
+            here = (self._state.node, self._role, f"cannot decode: {error}")
+            raise RestoreUnavailable(name, (*tried, here)) from error
         zeros = {number for number, places in decoding.blocks.items() if not places}
         left = {number: list(places) for number, places in decoding.blocks.items() if places}
         wrong: set[frozenset[int]] = set()
@@ -101,7 +102,7 @@ class Decoder:
                 raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
             late = time.monotonic() > deadline
             try:
-                return self._attempt(layout, name, decoding, choice)
+                return self._attempt(layout, name, decoding, coder, choice)
             except _WrongResultError:
                 wrong.add(frozenset(choice))
                 why = f"block of {sorted(choice)}, which give other bytes than the role had"
@@ -151,7 +152,9 @@ class Decoder:
                 return {number: best.get(number) for number in sorted(numbers)}
         return None
 
-    def _attempt(self, layout: RoleLayout, name: str, decoding: Decoding, choice: Choice) -> Place:
+    def _attempt(
+        self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice
+    ) -> Place:
         started = time.monotonic()
         members = self._members_of(name, decoding, choice)
         nbytes, expected = members.contributions[self._role][name]
@@ -167,7 +170,8 @@ class Decoder:
                 for block in blocks:
                     block.start()
                 view = segment.data(slot, name, nbytes)
-                found = self._combine(decoding, choice, blocks, view, name)
+                wanted = decoding.group.index(self._role)
+                found = self._combine(coder, wanted, choice, blocks, view, name)
                 if found != expected:
                     self._report_wrong(name, choice, expected, found)
                     raise _WrongResultError
@@ -202,15 +206,14 @@ class Decoder:
 
     def _combine(
         self,
-        decoding: Decoding,
+        coder: Coder,
+        wanted: int,
         choice: Choice,
         blocks: list[Block],
         view: memoryview,
         name: str,
     ) -> int:
         """Decode all pieces into ``view``; its checksum, when every block was what it should be."""
-        coder = Coder(len(decoding.group), decoding.parities)
-        wanted = decoding.group.index(self._role)
         iteration = self._record.restore.generation.iteration
         digest = xxhash.xxh3_64()
         size = self._state.settings.chunk_bytes
