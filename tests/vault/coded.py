@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deadpool_megatron.layout.parity import MEMBERS, Members, ParityGroup, parity_layout
@@ -24,11 +24,16 @@ class CodedGroup:
     data: int
     parities: int
     nbytes: int = 64 << 10
+    lacking: int | None = None  # role without the part "tail"
     layouts: dict[int, RoleLayout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         roles = tuple(range(self.data))
         self.layouts = {r: make_layout(r, self.nbytes - 4099 * ((r + 1) % 3)) for r in roles}
+        if self.lacking is not None:
+            layout = self.layouts[self.lacking]
+            parts = tuple(part for part in layout.parts if part.name != "tail")
+            self.layouts[self.lacking] = replace(layout, parts=parts)
         numbers = tuple((1 << 33) + j for j in range(self.parities))
         self.group = ParityGroup(roles, numbers, self.holders)
         for j, number in enumerate(numbers):
@@ -50,7 +55,8 @@ class CodedGroup:
 
     def parity(self, j: int, name: str) -> bytes:
         """A parity block of a shard part."""
-        parts = [self.part(role, name) for role in self.group.roles]
+        names = {role: self.layouts[role].shard_parts for role in self.group.roles}
+        parts = [self.part(role, name) if name in names[role] else b"" for role in names]
         block = bytearray(max(map(len, parts)))
         for i, part in enumerate(parts):
             piece = bytearray(part.ljust(len(block), b"\0"))

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,8 +146,8 @@ Begin = Callable[..., Vaults]
 def begin(tmp_path: Path) -> Iterator[Begin]:
     running: list[Vaults] = []
 
-    def start(data: int, parities: int, lost: set[int]) -> Vaults:
-        running.append(Vaults(tmp_path, CodedGroup(data, parities), lost))
+    def start(data: int, parities: int, lost: set[int], **more: Any) -> Vaults:
+        running.append(Vaults(tmp_path, CodedGroup(data, parities, **more), lost))
         return running[-1]
 
     yield start
@@ -174,6 +175,17 @@ def test_lost_roles_come_back_byte_for_byte(
         lambda: not [one for one in threading.enumerate() if one.name.startswith("block-")],
         "the threads of blocks end",
     )
+
+
+def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> None:
+    """Shards that differ by more than a piece, and a role without one of the parts."""
+    vaults = begin(3, 1, {1}, lacking=2)
+    vaults.open(replace(SETTINGS, chunk_bytes=4096))
+    record = vaults.adopt()
+    assert record.restore.recipes[1].decodings["tail"].blocks[2] == ()
+    vaults.obtain(record, 1)
+    assert vaults.decoded() == [[0, 2, 3]]
+    assert vaults.decoded("tail") == [[0, 3]]
 
 
 @pytest.mark.parametrize(
