@@ -10,7 +10,7 @@ from tests.faults.jobs import assert_unnoticed, fault, recomputed, reference, ru
 from tests.faults.layouts import PP2_DP2
 
 pytestmark = pytest.mark.slow
-ITERATIONS = 14
+ITERATIONS = 12
 
 
 def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: Path) -> None:
@@ -22,14 +22,14 @@ def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: 
         fault("two", "backward", when_role=0, when_iteration=5, target="node", nodes=[0, 2]),
         fault("third", "optimizer.inside", when_role=1, when_iteration=9, target="node"),
     ]
-    parity = "--deadpool-protection parity --deadpool-parity-group 4 --deadpool-replicas 2"
+    parity = "--deadpool-protection parity --deadpool-replicas 2 --deadpool-parity-group"
     dumped = run_job(
         tmp_path / "run",
         PP2_DP2,
         ITERATIONS,
         plan,
         spares=2,
-        settings=f"{parity} --deadpool-spare-timeout 1",
+        settings=f"{parity} 4 --deadpool-spare-timeout 1",
     )
     assert dumped.status == 75, dumped.story()
     assert {event.role for event in dumped.of_kind("decoded")} == {0, 2}
@@ -39,7 +39,7 @@ def test_two_nodes_of_a_group_at_once_and_a_third_one_without_a_spare(tmp_path: 
         PP2_DP2,
         ITERATIONS,
         arguments=("--resume", str(tmp_path / "run")),
-        settings=parity,
+        settings=f"{parity} 2",  # there are no spares to hold blocks of four
     )
     assert {event.role for event in resumed.of_kind("decoded")} == {1}, resumed.story()
     assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
