@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -24,11 +25,13 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.blocks import Block, BlockError, Supplier
-from deadpool_megatron.vault.erasure import Coder
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.erasure import Coder
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
@@ -88,6 +91,9 @@ class Decoder:
 
         Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
         """
+        # Not at the top: vaults that never decode can do without numpy and its threads.
+        from deadpool_megatron.vault.erasure import Coder
+
         try:
             coder = Coder(len(decoding.group), decoding.parities)
         except ModuleNotFoundError as error:
