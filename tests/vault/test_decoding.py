@@ -217,6 +217,7 @@ def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
         vaults.obtain(record, 0)
     blocks = {(node, role) for node, role, _ in found.value.tried}
     assert blocks == {(1, 1), (3, vaults.coded.group.blocks[0])}
+    assert "parity on node 3: not held" in str(found.value)
     assert not vaults.decoded()
     held = vaults.states[vaults.spare].table.holdings()
     assert not [h for h in held if h.role == 0 and "shard" in h.parts]
