@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import pytest
 from machine_rig import STEP, Phase, Rig, g, layout
 
 from deadpool_megatron.cluster import machine_actions as act
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.deltas import apply, change, for_node, sources_by_node
 from deadpool_megatron.layout.parity import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source
+from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source, without_details
 
 EXTRAS = frozenset({"extras@step"})
 CODED = frozenset({"main", "members"})
@@ -73,6 +77,20 @@ def test_the_record_says_what_a_lost_role_is_computed_from() -> None:
     assert found.group == (0, 1, 2)
     wanted = {0: (Source(0, 0),), 2: (Source(2, 2),), 3: (Source(holder, block),)}
     assert found.blocks == wanted
+
+
+def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None:
+    rig = begin()
+    lose_role_1(rig, g(7))
+    record = rig.record
+    told = sources_by_node(record)
+    changed = json.loads(json.dumps(change(None, record)))
+    for role, seat in record.seats.items():
+        text = json.loads(json.dumps(told[seat.node]))
+        found = apply(None, changed, text)
+        assert found == replace(for_node(record, seat.node), failure={})
+        assert set(found.restore.recipes) == ({1} if role == 1 else set())
+    assert not without_details(record.to_dict())["restore"]["recipes"]
 
 
 def test_the_loss_of_a_block_matters_until_the_role_is_restored() -> None:
