@@ -57,6 +57,8 @@ class Kind(StrEnum):
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now
     CORRUPTION = "corruption"  # where, expected, found
+    # part, bytes, seconds, blocks: number -> [node, role]; a lost part was computed from parity
+    DECODED = "decoded"
     REFUSED = "refused"  # who, why: a message, connection, seal or commit that was not accepted
     STALE_DIVERGENCE = "divergence"  # a replayed step gave other numbers than the first time
     DURABLE = "durable"  # path: a durable checkpoint became valid
