@@ -197,6 +197,8 @@ class VaultClient:
         known = self._known(generation, boundary)
         if known is not None:
             return known
+        # Whatever spreads this generation over the iteration has to let it go now.
+        self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         reports = [started + deadline_seconds, started + report_every_seconds]
         while True:

@@ -198,6 +198,7 @@ class Vault:
                     str(role): [generation.to_list(), boundary]
                     for role, (generation, boundary) in state.committed.items()
                 },
+                "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
                 "segments": {n: s.nbytes for n, s in state.table.segments.items()},
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,

@@ -19,6 +19,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.segment import checksum
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.traffic import Flow
 from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.framing import WireError
 
@@ -104,12 +105,17 @@ class Shipper(threading.Thread):
         if answer["t"] == "refused":
             return self._refused(answer, generation, places)
         wanted = set(answer["parts"])
+        nbytes = sum(place.nbytes for place in places if place.name in wanted)
+        flow = self._state.traffic.flow(
+            self._layout.role, generation, self._node, nbytes, self._epoch
+        )
         for place in places:
             if place.name in wanted:
-                self._send_part(channel, generation, place)
+                self._send_part(channel, flow, place)
         answer = channel.receive()
         if answer["t"] == "refused":
             return self._refused(answer, generation, places)
+        flow.end()
         sealed = set(answer["parts"])
         names = [place.name for place in places if place.name in sealed]
         self._state.acknowledge(
@@ -118,7 +124,7 @@ class Shipper(threading.Thread):
             self._node,
             names,
             self._epoch,
-            shipped_bytes=sum(place.nbytes for place in places if place.name in wanted),
+            shipped_bytes=nbytes,
         )
         damaged = [place for place in places if place.name not in sealed]
         for place in damaged:
@@ -137,17 +143,13 @@ class Shipper(threading.Thread):
             channel.send({"t": "offer", "layout": self._layout.to_dict()})
         return self._channel
 
-    def _send_part(self, channel: Channel, generation: Generation, place: Place) -> None:
-        view = place.view
-        size = self._state.settings.chunk_bytes
-        for start in range(0, len(view), size):
-            if not self._state.is_open(self._epoch):
-                raise WireError("the epoch was closed")
-            chunk = view[start : start + size]
+    def _send_part(self, channel: Channel, flow: Flow, place: Place) -> None:
+        sent = 0
+        for chunk in flow.pieces(place.view, self._going):
             fault = failpoints.hit(
                 "vault.chunk",
                 role=self._layout.role,
-                iteration=generation.iteration,
+                iteration=flow.generation.iteration,
                 to=self._node,
                 part=place.name,
             )
@@ -157,6 +159,12 @@ class Shipper(threading.Thread):
                 chunk = memoryview(damaged)
             channel.send_bulk(chunk)
             self._state.counters["bytes shipped"] += len(chunk)
+            sent += len(chunk)
+        if sent < place.nbytes:
+            raise WireError("the epoch was closed")
+
+    def _going(self) -> bool:
+        return self._state.is_open(self._epoch)
 
     def _refused(
         self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
