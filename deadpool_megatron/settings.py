@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -119,6 +120,16 @@ class Settings:
         " (compute the iteration once more from the state before it; a second time stop), ignore",
     )
     chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
+    rate_limit_gbps: float = _setting(
+        0.0,
+        "most that a node sends for protection (copies, not restores), in gigabits per second;"
+        " 0: as fast as the pace needs",
+    )
+    dscp: int = _setting(
+        0,
+        "traffic class of the connections that ship copies, as the network's rules name it"
+        " (0 to 63; 8 and 1 are usual for traffic that gives way)",
+    )
     restarts_in_place: int = _setting(
         20,
         "process restarts on one node within node_crash_window_seconds before the node is given up",
@@ -161,6 +172,13 @@ class Settings:
                 raise SettingsError(
                     f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
                 )
+        if not 0 <= self.rate_limit_gbps < math.inf:
+            raise SettingsError(
+                "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
+                f" limit, got {self.rate_limit_gbps}"
+            )
+        if not 0 <= self.dscp <= 63:
+            raise SettingsError(f"--deadpool-dscp must be between 0 and 63, got {self.dscp}")
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
         self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))

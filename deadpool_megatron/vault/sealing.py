@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.chain import Chain
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restoring import Obtainer
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, settle
@@ -99,8 +100,9 @@ class RoleWorker(threading.Thread):
             if not self._state.is_open(self.epoch) or self._state.ledger is None:
                 return
             nodes = self._state.ledger.buddies(layout)
+        chain = Chain(nodes)
         self._shippers = [
-            Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes
+            Shipper(self._state, self._transport, layout, node, self.epoch, chain) for node in nodes
         ]
         for shipper in self._shippers:
             shipper.start()

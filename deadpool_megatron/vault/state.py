@@ -64,7 +64,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory)
-        self.traffic = Traffic(settings.chunk_bytes)
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None

@@ -89,14 +89,14 @@ class Traffic:
 
     # Sending.
 
-    def flow(self, role: int, generation: Generation, node: int, nbytes: int, epoch: int) -> Flow:
+    def flow(self, role: int, generation: Generation, nbytes: int, epoch: int) -> Flow:
         """For one shipment. What an epoch begins with is shipped at full speed: until it is there,
         a second loss would be fatal, which is worse than a burst."""
         with self._changed:
             schedule = None
             if generation.lineage == epoch:
                 schedule = self._role(role).window.schedule(generation, nbytes)
-        return Flow(self, role, generation, node, schedule)
+        return Flow(self, role, generation, schedule)
 
     def limit(self, nbytes: int, going: Callable[[], bool]) -> None:
         """Wait until the hard limit lets ``nbytes`` through, or ``going`` answers False."""
@@ -132,26 +132,24 @@ class Traffic:
         most = self._chunk_bytes if self._bucket is None else self._bucket.burst_bytes
         return piece_bytes(flow.schedule.rate if flow.schedule is not None else None, most)
 
-    def _ended(self, flow: Flow, seconds: float) -> None:
+    def _ended(self, flow: Flow, node: int, seconds: float) -> None:
         with self._changed:
             took = self._role(flow.role).shipped.setdefault(flow.generation, {})
-            took[flow.node] = took.get(flow.node, 0.0) + seconds
+            took[node] = took.get(node, 0.0) + seconds
 
 
 class Flow:
-    """One shipment to one node. One thread."""
+    """One shipment. One thread."""
 
     def __init__(
         self,
         traffic: Traffic,
         role: int,
         generation: Generation,
-        node: int,
         schedule: Schedule | None,
     ) -> None:
         self.role = role
         self.generation = generation
-        self.node = node
         self.schedule = schedule
         self.sent_bytes = 0
         self._traffic = traffic
@@ -174,6 +172,11 @@ class Flow:
             start += len(piece)
             self.sent_bytes += len(piece)
 
-    def end(self) -> None:
-        """Everything is there: count what it took."""
-        self._traffic._ended(self, time.monotonic() - self._began - self._held_seconds)
+    @property
+    def seconds(self) -> float:
+        """How long it has taken until now, without what the pace held it back."""
+        return time.monotonic() - self._began - self._held_seconds
+
+    def end(self, node: int) -> None:
+        """``node`` has everything: count what it took."""
+        self._traffic._ended(self, node, self.seconds)

@@ -20,6 +20,9 @@ from deadpool_megatron.wire.tls import Tls
 
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
+# TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
+# when nothing of the default priority waits. It does not leave the machine.
+_BULK = 2
 
 
 def realm_of(run_id: str) -> str:
@@ -53,6 +56,10 @@ class Channel(ABC):
     @abstractmethod
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
+
+    @abstractmethod
+    def give_way(self, dscp: int) -> None:
+        """From now on this side's bytes come after those of training: see docs/streaming.md."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -123,6 +130,16 @@ class SocketChannel(Channel):
             raise framing.ConnectionClosed("channel is closed") from error
         return bool(poll.poll(seconds * 1000))
 
+    def give_way(self, dscp: int) -> None:
+        if self._socket.family == socket.AF_UNIX:
+            return
+        if self._socket.family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+        else:
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+        # After the class, which sets one of its own.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+
     def shutdown(self) -> None:
         # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
         with contextlib.suppress(OSError):
@@ -182,6 +199,8 @@ class FakeNetwork:
         self._condition = threading.Condition()
         self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
         self.cut: set[tuple[str, int]] = set()
+        # From one address to another, as a broken route is.
+        self.cut_routes: set[tuple[tuple[str, int], tuple[str, int]]] = set()
 
     def transport(self, host: str, port: int, deadline_seconds: float) -> FakeTransport:
         """A vault's end; it listens at once."""
@@ -189,11 +208,12 @@ class FakeNetwork:
             self._waiting[host, port] = []
         return FakeTransport(self, (host, port), deadline_seconds)
 
-    def dial(self, address: tuple[str, int]) -> socket.socket:
+    def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> socket.socket:
         """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
         ours, theirs = socket.socketpair()
         with self._condition:
-            if address not in self._waiting or address in self.cut:
+            cut = address in self.cut or (origin, address) in self.cut_routes
+            if address not in self._waiting or cut:
                 ours.close()
                 theirs.close()
                 raise ConnectionRefusedError(f"nobody listens on {address}")
@@ -226,7 +246,8 @@ class FakeTransport(Transport):
         self._deadline_seconds = deadline_seconds
 
     def connect(self, host: str, port: int) -> Channel:
-        return SocketChannel(self._network.dial((host, port)), self._deadline_seconds, None, "")
+        connection = self._network.dial((host, port), self._address)
+        return SocketChannel(connection, self._deadline_seconds, None, "")
 
     def accept(self, seconds: float) -> Channel | None:
         connection = self._network.answer(self._address, seconds)

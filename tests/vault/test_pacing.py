@@ -163,7 +163,7 @@ def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None
         window.sealed(Generation(1, iteration), 3600.0 * iteration - 6 * 3600.0)
     traffic.sealed(3, Generation(1, 6))
     view = memoryview(bytearray(range(256)) * 4096)
-    flow = traffic.flow(3, Generation(1, 6), node=1, nbytes=len(view), epoch=1)
+    flow = traffic.flow(3, Generation(1, 6), nbytes=len(view), epoch=1)
     pieces = flow.pieces(view, lambda: True)
     got = [bytes(next(pieces))]
     rest = threading.Thread(target=lambda: got.extend(map(bytes, pieces)), daemon=True)
@@ -175,7 +175,7 @@ def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None
     rest.join(20)
     assert not rest.is_alive()
     assert b"".join(got) == bytes(view)
-    flow.end()
+    flow.end(1)
     fit = traffic.committed(3, Generation(1, 6))
     assert 0 < fit.ship_seconds < 20
     assert traffic.fits()[3].window_seconds is not None
@@ -186,12 +186,12 @@ def test_the_end_of_an_epoch_ends_a_wait_and_what_it_began_with_has_none() -> No
     for iteration in range(6):
         traffic._role(0).window.sealed(Generation(2, iteration), 1e6 + 1000.0 * iteration)
     view, going = memoryview(bytes(10000)), [True]
-    held = traffic.flow(0, Generation(2, 5), 1, len(view), epoch=2)
+    held = traffic.flow(0, Generation(2, 5), len(view), epoch=2)
     assert held.schedule is not None
     going[0] = False
     assert list(held.pieces(view, lambda: going[0])) == []
-    restored = traffic.flow(0, Generation(1, 5), 1, len(view), epoch=2)
+    restored = traffic.flow(0, Generation(1, 5), len(view), epoch=2)
     assert restored.schedule is None
     assert sum(map(len, restored.pieces(view, lambda: True))) == 10000
     traffic.begin()
-    assert traffic.flow(0, Generation(2, 5), 1, len(view), epoch=2).schedule is None
+    assert traffic.flow(0, Generation(2, 5), len(view), epoch=2).schedule is None
