@@ -165,7 +165,9 @@ class Shipper(threading.Thread):
             links = ()
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        flow = self._state.traffic.flow(self._layout.role, generation, nbytes, self._epoch)
+        flow = self._state.traffic.flow(
+            self._layout.role, generation, nbytes, self._epoch, channel.busy_seconds
+        )
         for place in places:
             if place.name in wanted:
                 self._send_part(channel, flow, place)

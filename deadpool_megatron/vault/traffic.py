@@ -89,14 +89,23 @@ class Traffic:
 
     # Sending.
 
-    def flow(self, role: int, generation: Generation, nbytes: int, epoch: int) -> Flow:
+    def flow(
+        self,
+        role: int,
+        generation: Generation,
+        nbytes: int,
+        epoch: int,
+        busy_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> Flow:
         """For one shipment. What an epoch begins with is shipped at full speed: until it is there,
-        a second loss would be fatal, which is worse than a burst."""
+        a second loss would be fatal, which is worse than a burst. ``busy_seconds``: that of the
+        channel it goes over.
+        """
         with self._changed:
             schedule = None
             if generation.lineage == epoch:
                 schedule = self._role(role).window.schedule(generation, nbytes)
-        return Flow(self, role, generation, schedule)
+        return Flow(self, role, generation, schedule, busy_seconds)
 
     def limit(self, nbytes: int, going: Callable[[], bool]) -> None:
         """Wait until the hard limit lets ``nbytes`` through, or ``going`` answers False."""
@@ -147,6 +156,7 @@ class Flow:
         role: int,
         generation: Generation,
         schedule: Schedule | None,
+        busy_seconds: Callable[[], float],
     ) -> None:
         self.role = role
         self.generation = generation
@@ -155,6 +165,8 @@ class Flow:
         self._traffic = traffic
         self._began = time.monotonic()
         self._held_seconds = 0.0
+        self._busy_seconds = busy_seconds
+        self._busy_before = busy_seconds()
 
     def pieces(self, view: memoryview, going: Callable[[], bool]) -> Iterator[memoryview]:
         """The bytes of a part piece by piece, each when it may go; ends early when ``going``
@@ -174,8 +186,10 @@ class Flow:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken until now, without what the pace held it back."""
-        return time.monotonic() - self._began - self._held_seconds
+        """How long it has taken until now, without what the pace held it back; but bytes are on
+        their way meanwhile, too."""
+        busy = self._busy_seconds() - self._busy_before
+        return max(time.monotonic() - self._began - self._held_seconds, busy)
 
     def end(self, node: int) -> None:
         """``node`` has everything: count what it took."""

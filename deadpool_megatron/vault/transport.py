@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import ssl
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -23,6 +24,11 @@ HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
 # when nothing of the default priority waits. It does not leave the machine.
 _BULK = 2
+# struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (4.10).
+_TCP_INFO_BYTES = 256
+_BUSY_AT = 168
+_BUSY = struct.Struct("=Q")
+_KNOWN_BYTES = _BUSY_AT + _BUSY.size
 
 
 def realm_of(run_id: str) -> str:
@@ -60,6 +66,10 @@ class Channel(ABC):
     @abstractmethod
     def give_way(self, dscp: int) -> None:
         """From now on this side's bytes come after those of training: see docs/streaming.md."""
+
+    @abstractmethod
+    def busy_seconds(self) -> float:
+        """How long bytes of this side have been on their way, in all; 0 where nobody counts."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -139,6 +149,17 @@ class SocketChannel(Channel):
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
         # After the class, which sets one of its own.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+
+    def busy_seconds(self) -> float:
+        if self._socket.family == socket.AF_UNIX:
+            return 0.0
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # cut just now
+            return 0.0
+        return (
+            float(_BUSY.unpack_from(info, _BUSY_AT)[0]) / 1e6 if len(info) >= _KNOWN_BYTES else 0.0
+        )
 
     def shutdown(self) -> None:
         # Not that of an SSLSocket: it would go on in plain text in the thread that reads.

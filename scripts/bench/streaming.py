@@ -4,7 +4,8 @@
     sudo .venv/bin/python scripts/bench/streaming.py [--rounds N] [--steps N] [--out FILE]
 
 Two hosts made of namespaces (root is needed), each with a link of limited rate (tbf), train one
-model data-parallel, without protection (stock gloo) and with it, in turns: A/B/A/B. Computing is a
+model data-parallel, in turns: without protection (stock gloo), with it, and with it but shipping
+nothing (``--deadpool-protection local``), which tells what is the link's part. Computing is a
 sleep, so that it is the link that counts. With the queue ``fifo`` the link knows no classes; with
 ``bands`` it has those that Linux gives every device by default (pfifo_fast), in which what ships
 copies comes last. The first steps of a run are not measured; of the others none is left out.
@@ -20,8 +21,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,7 @@ class Measured:
     """One run: seconds of each measured step; of a protected one also how shipping fitted."""
 
     step_seconds: list[float] = field(default_factory=list)
-    gate_seconds: float = 0.0
-    gate_waits: int = 0
+    gate_waits: list[tuple[int, float]] = field(default_factory=list)  # iteration, seconds
     ship_seconds: list[float] = field(default_factory=list)
     window_seconds: list[float] = field(default_factory=list)
     shipped_bytes: list[int] = field(default_factory=list)
@@ -161,8 +162,7 @@ def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
         cluster.wait_end()
         commits = [e for e in cluster.events(Kind.COMMITTED) if (e.iteration or 0) > _WARM_UP]
     waits = read_story(directory).gate_waits
-    seconds = [s for (_, _, iteration), s in waits.items() if (iteration or 0) > _WARM_UP]
-    measured.gate_waits, measured.gate_seconds = len(seconds), sum(seconds)
+    measured.gate_waits = [(iteration or 0, s) for (_, _, iteration), s in waits.items()]
     measured.shipped_bytes = [event.data["bytes"] for event in commits]
     measured.ship_seconds = [event.data["ship_seconds"] for event in commits]
     measured.window_seconds = [
@@ -195,34 +195,45 @@ def _watch(
 
 def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
     """Both sides in turns on one kind of link."""
-    sides: dict[str, list[Measured]] = {"plain": [], "protected": []}
+    local = replace(link, flags=(*link.flags, "--deadpool-protection", "local"))
+    runs: dict[str, Callable[[Hosts, Path], Measured]] = {
+        "plain": partial(run_plain, link),
+        "protected": partial(run_protected, link),
+        "local": partial(run_protected, local),
+    }
+    sides: dict[str, list[Measured]] = {name: [] for name in runs}
     for number in range(1, rounds + 1):
-        for name, run in (("plain", run_plain), ("protected", run_protected)):
+        for name, run in runs.items():
             print(f"{queue}, {name}, {number} of {rounds}", file=sys.stderr, flush=True)
             place = base / f"{queue}-{name}-{number}"
             place.mkdir()
             with Hosts(NODES, place) as hosts:
                 for host in hosts:
                     link.lay(host, queue)
-                sides[name].append(run(link, hosts, place))
+                sides[name].append(run(hosts, place))
     times = {
         name: summary([s for run in runs for s in run.step_seconds]) for name, runs in sides.items()
     }
     protected = sides["protected"]
     return {
-        "ratio": {key: times["protected"][key] / times["plain"][key] for key in ("mean", "p50")},
+        "ratio": _ratios(times["protected"], times["plain"]),
+        "ratio_to_shipping_nothing": _ratios(times["protected"], times["local"]),
         "ratio_of_each_pair": [
             summary(b.step_seconds)["mean"] / summary(a.step_seconds)["mean"]
             for a, b in zip(sides["plain"], protected, strict=True)
         ],
         "step_seconds": times,
         "runs": {name: [run.step_seconds for run in runs] for name, runs in sides.items()},
-        "gate_seconds": sum(run.gate_seconds for run in protected),
-        "gate_waits": sum(run.gate_waits for run in protected),
+        "gate_waits": [run.gate_waits for run in protected],
+        "gate_seconds": sum(s for run in protected for i, s in run.gate_waits if i > _WARM_UP),
         "ship_seconds": summary([s for run in protected for s in run.ship_seconds]),
         "window_seconds": summary([s for run in protected for s in run.window_seconds]),
         "shipped_bytes": summary([float(n) for run in protected for n in run.shipped_bytes]),
     }
+
+
+def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str, float]:
+    return {key: above[key] / below[key] for key in ("mean", "p50")}
 
 
 def main() -> int:
@@ -263,7 +274,13 @@ def main() -> int:
                 print(f"streaming bench: {error}", file=sys.stderr)
                 return 1
             facts["queues"][queue] = found
-            print(f"{queue}: step time with over without: {found['ratio']['mean']:.4f}", flush=True)
+            whole, link_only = found["ratio"], found["ratio_to_shipping_nothing"]
+            print(
+                f"{queue}: step time with protection over without {whole['mean']:.4f}, over"
+                f" shipping nothing {link_only['mean']:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
     write_facts(args.out, facts)
     return 0
 
