@@ -3,6 +3,9 @@
 The first buddy of the placement's order that can be had is the head; the others that lack the same
 parts are reached through it, each buddy handing on to the next what arrives. What is owed still
 follows from the ledger alone: who was not reached is simply owed its copy, and is sent it directly.
+
+The order is that of the placement, whose choices lie evenly around the ring of peers: the hops of
+all chains have the same length, so every node sends to one other, as often as there are copies.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
 the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
-one ``role-*`` and one ``ship-*`` for each of its buddies.
+one ``role-*`` and one ``ship-*`` for each of its buddies; while a put is handed on in a chain, one
+``relay-*``.
 """
 
 from __future__ import annotations

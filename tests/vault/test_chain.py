@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import shipping
@@ -33,6 +38,26 @@ def test_the_first_of_those_alike_is_the_head() -> None:
     work[3] = "b"
     assert chain.links(5, 0, work.get) == (8,)
     assert chain.links(3, 0, work.get) == ()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 3))
+def test_the_hops_of_all_chains_spread_over_all_ports(copies: int, times: int, more: int) -> None:
+    """One role on each node of a ring: each node sends and receives as often as there are copies,
+    and where the ring divides evenly it always sends to the same one."""
+    nodes = times * (copies + 1) + (more if copies < times else 0)
+    seats = {role: role for role in range(nodes)}
+    placement = CopyPlacement(seats, {node: f"rack{node}" for node in seats}, (), copies)
+    hops: Counter[tuple[int, int]] = Counter()
+    for role in seats:
+        order = placement.buddies(role, tuple(seats))
+        hops.update(itertools.pairwise((role, *order)))
+    for end in (0, 1):
+        ports = Counter[int]()
+        for hop, count in hops.items():
+            ports[hop[end]] += count
+        assert set(ports.values()) == {copies}
+    if nodes % (copies + 1) == 0:
+        assert set(hops.values()) == {copies}
 
 
 def test_who_is_taken_or_busy_is_nobodys_link() -> None:
