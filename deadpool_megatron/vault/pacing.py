@@ -22,7 +22,7 @@ _LEAST_GAPS = 3
 _MOST_GAPS = 15
 # A gate that was found shut tells how much of an iteration there really is. So many iterations are
 # tried with it before the whole iteration is tried again.
-_GATE_ITERATIONS = 256
+_GATE_ITERATIONS = 64
 _MOST_GATES = 5
 _MOST_SEALS = 16
 # One piece takes about so long at the rate in force, within limits: even, but few system calls.
@@ -59,8 +59,9 @@ class Window:
 
     def waits(self, generation: Generation, now: float) -> None:
         """The role's member stands at its gate until ``generation`` is committed."""
-        self._gates.append((generation.iteration, now - self._seals.get(generation, now)))
         self._waiting = generation, now
+        if len(self._gaps) >= _LEAST_GAPS:  # before, nothing was held back
+            self._gates.append((generation.iteration, now - self._seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
         """``generation`` is committed, and whoever waited for it goes on."""

@@ -65,10 +65,19 @@ def test_a_gate_that_was_shut_once_is_forgotten_in_time() -> None:
     window.waits(Generation(1, 5), 105.25)
     window.committed(Generation(1, 5), 105.25)
     assert window.seconds() == pytest.approx(0.25)
-    run(window, [1.0] * 200, first=6)
+    run(window, [1.0] * 50, first=6)
     assert window.seconds() == pytest.approx(0.25)
-    run(window, [1.0] * 80, first=207)
+    run(window, [1.0] * 20, first=57)
     assert window.seconds() == pytest.approx(1.0)
+
+
+def test_gates_of_the_first_iterations_say_nothing() -> None:
+    """They wait for what is made once; nothing is spread yet."""
+    window = Window()
+    window.waits(Generation(1, 0), 100.0)
+    window.committed(Generation(1, 0), 100.0)
+    run(window, [1.0] * 5)
+    assert window.seconds() == 1.0
 
 
 def test_late_is_what_somebody_waits_for_or_what_has_a_successor() -> None:
