@@ -42,7 +42,7 @@ def add_arguments(
             dest=f"{_PREFIX}{entry.name}",
             type=type(default),
             default=default,
-            metavar="BYTES" if entry.name.endswith("_bytes") else _METAVARS[type(default)],
+            metavar=_UNITS.get(entry.name.rsplit("_", 1)[-1], _METAVARS[type(default)]),
             help=f"{entry.metadata['help']} (default: {default!r})".replace("%", "%%"),
         )
 
@@ -86,7 +86,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 _PREFIX = "deadpool_"
-_METAVARS = {int: "N", float: "SECONDS", str: "TEXT"}
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+_UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),

@@ -52,7 +52,7 @@ class Kind(StrEnum):
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
-    COMMITTED = "committed"  # lineage, boundary, released, bytes shipped for it
+    COMMITTED = "committed"  # lineage, boundary, released, bytes, ship_seconds, window_seconds
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now

@@ -27,6 +27,7 @@ from deadpool_megatron.layout.domains import DomainsError, parse_domains
 from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.machine import available_memory
+from deadpool_megatron.vault.machine import choose_cpus
 
 _MIB = 1 << 20
 # What a process needs besides its model: interpreter, imports that are not shared, buffers.
@@ -171,6 +172,14 @@ def check_journal(run: RunDirectory, info: RunInfo) -> None:
         open_journal(info.settings, info.run_id, run.journal).newest("epoch")
     except JournalError as error:
         raise CommandError(f"--deadpool-journal {info.settings.journal}: {error}") from error
+
+
+def check_vault_cpus(info: RunInfo) -> None:
+    """The processors that the vault is to have are there."""
+    try:
+        choose_cpus(info.settings.vault_cpus, os.sched_getaffinity(0))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
 
 
 def check_address(run: RunDirectory, host: str) -> None:

@@ -16,6 +16,7 @@ from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_thread
 from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
+from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.wire import tls
 
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
     checks.check_domains(info)
     checks.check_run_directory(directory)
     checks.check_journal(directory, info)
+    checks.check_vault_cpus(info)
+    local_address(settings.interface)  # refused here, or it is looked up again later
     tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_shared_memory(info)

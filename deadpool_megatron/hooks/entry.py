@@ -78,6 +78,7 @@ class EpochEntry(Stages):
             Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
             link.seat,
             connect_seconds=settings.connect_seconds,
+            memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.machine import memory_near
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
 
@@ -33,15 +34,25 @@ _LOOK_SECONDS = 0.5
 
 
 class VaultClient:
-    """See the module text. ``connect_seconds`` bounds register, which waits for the vault."""
+    """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
+
+    ``memory_node``: NUMA node that the slots are to lie on.
+    """
 
     def __init__(
-        self, socket_path: str, segment_dir: Path, seat: Seat, *, connect_seconds: float
+        self,
+        socket_path: str,
+        segment_dir: Path,
+        seat: Seat,
+        *,
+        connect_seconds: float,
+        memory_node: int | None = None,
     ) -> None:
         self._path = socket_path
         self._directory = Path(segment_dir)
         self._seat = seat
         self._connect_seconds = connect_seconds
+        self._memory_node = memory_node
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
         self._link: socket.socket | None = None
         self._buffer = framing.FrameBuffer()
@@ -68,7 +79,8 @@ class VaultClient:
                 self._segment = Segment.open(path)
             else:
                 names = [part.name for part in layout.parts]
-                self._segment = Segment.create(path, layout, self._seat, names)
+                with memory_near(self._memory_node):
+                    self._segment = Segment.create(path, layout, self._seat, names)
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
@@ -197,6 +209,8 @@ class VaultClient:
         known = self._known(generation, boundary)
         if known is not None:
             return known
+        # Whatever spreads this generation over the iteration has to let it go now.
+        self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         reports = [started + deadline_seconds, started + report_every_seconds]
         while True:

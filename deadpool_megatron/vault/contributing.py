@@ -18,6 +18,7 @@ from deadpool_megatron.vault.combining import DIGEST
 from deadpool_megatron.vault.segment import checksum, checksum_of
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.traffic import Flow
 from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.framing import WireError
 
@@ -99,6 +100,7 @@ class Contributor(threading.Thread):
             self._channel = self._transport.connect(address.host, address.vault_port)
             if not self._going():
                 raise WireError("the epoch was closed while connecting")
+            self._channel.give_way(self._state.settings.dscp)
             self._channel.send({"t": "offer", "layout": self._layout.to_dict()})
         return self._channel
 
@@ -126,10 +128,7 @@ class Contributor(threading.Thread):
         )
         answer = channel.receive()
         if answer["t"] == "want":
-            by_name = {place.name: place for place in places}
-            size = int(answer["chunk_bytes"])
-            for name, offset in answer["parts"]:
-                self._send_from(channel, generation, by_name[name], int(offset), size)
+            self._send_all(channel, generation, places, answer)
             answer = channel.receive()
         return self._judge(answer, generation, places)
 
@@ -160,8 +159,28 @@ class Contributor(threading.Thread):
         self._sent_bytes = 0
         return True
 
+    def _send_all(
+        self,
+        channel: Channel,
+        generation: Generation,
+        places: list[Place],
+        wanted: Mapping[str, Any],
+    ) -> None:
+        """Send what the holder lacks, at the pace of all protection traffic."""
+        by_name = {place.name: place for place in places}
+        size = int(wanted["chunk_bytes"])
+        offsets = {str(name): int(offset) for name, offset in wanted["parts"]}
+        nbytes = sum(by_name[name].nbytes - offset for name, offset in offsets.items())
+        flow = self._state.traffic.flow(
+            self._layout.role, generation, nbytes, self._epoch, channel.busy_seconds
+        )
+        for name, offset in offsets.items():
+            self._send_from(channel, flow, by_name[name], offset, size)
+        if offsets:
+            flow.end(self._node)
+
     def _send_from(
-        self, channel: Channel, generation: Generation, place: Place, offset: int, size: int
+        self, channel: Channel, flow: Flow, place: Place, offset: int, size: int
     ) -> None:
         """Send a part from ``offset`` on, in pieces of ``size`` bytes, each with the digest of all
         that the holder has when it has that piece."""
@@ -173,18 +192,14 @@ class Contributor(threading.Thread):
         for start in range(offset, len(view), size):
             chunk = view[start : start + size]
             digest.update(chunk)
-            self._send_chunk(channel, generation, place, chunk)
+            self._send_chunk(channel, flow, place, chunk)
             channel.send_bulk(memoryview(DIGEST.pack(digest.intdigest())))
 
-    def _send_chunk(
-        self, channel: Channel, generation: Generation, place: Place, chunk: memoryview
-    ) -> None:
-        if not self._going():
-            raise WireError("the epoch was closed")
+    def _send_chunk(self, channel: Channel, flow: Flow, place: Place, chunk: memoryview) -> None:
         fault = failpoints.hit(
             "vault.chunk",
             role=self._layout.role,
-            iteration=generation.iteration,
+            iteration=flow.generation.iteration,
             to=self._node,
             part=place.name,
         )
@@ -192,9 +207,13 @@ class Contributor(threading.Thread):
             damaged = bytearray(chunk)
             damaged[0] ^= 0xFF
             chunk = memoryview(damaged)
-        channel.send_bulk(chunk)
-        self._state.counters["bytes shipped"] += len(chunk)
-        self._sent_bytes += len(chunk)
+        before = flow.sent_bytes
+        for piece in flow.pieces(chunk, self._going):
+            channel.send_bulk(piece)
+            self._state.counters["bytes shipped"] += len(piece)
+            self._sent_bytes += len(piece)
+        if flow.sent_bytes - before < len(chunk):
+            raise WireError("the epoch was closed")
 
     def _examine(self, place: Place) -> None:
         """The holder found other bytes than were announced: our memory has changed."""

@@ -12,7 +12,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
@@ -21,6 +21,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.relaying import Relay
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
 from deadpool_megatron.vault.table import Place
@@ -121,10 +122,13 @@ class Server:
         try:
             if not self._authenticate(channel):
                 return
-            connection = _Connection(self._state, channel, self._combiner)
-            while not self._stopping.is_set():
-                if channel.readable(1.0):
-                    connection.handle(channel.receive())
+            connection = _Connection(self._state, channel, self._transport, self._combiner)
+            try:
+                while not self._stopping.is_set():
+                    if channel.readable(1.0):
+                        connection.handle(channel.receive())
+            finally:
+                connection.close()
         except ConnectionClosed:
             pass
         except WireError as error:
@@ -142,16 +146,24 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel, combiner: Combiner) -> None:
+    def __init__(
+        self, state: VaultState, channel: Channel, transport: Transport, combiner: Combiner
+    ) -> None:
         self._state = state
         self._channel = channel
         self._combiner = combiner
         self._layout: RoleLayout | None = None
+        self._relay = Relay(state, transport)
+
+    def close(self) -> None:
+        """The connection has ended: hand on nothing more."""
+        self._relay.close()
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Answer one message. Raises WireError for an unknown type."""
         kind = message.get("t")
         if kind == "offer":
+            self._channel.give_way(self._state.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
         elif kind == "put":
             self._put(message)
@@ -209,19 +221,30 @@ class _Connection:
         if slot is None:
             self._refuse("superseded" if self._superseded(segment, generation) else "early")
             return
+        # Nodes that the same bytes are to reach through this one, and can: all of them come here.
+        chain = [int(node) for node in message.get("chain", ())] if needed == offered else []
         try:
             try:
                 segment.reserve([name for name, _, _ in needed], [slot])
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
-            self._channel.send({"t": "need", "parts": [name for name, _, _ in needed]})
+            if chain:
+                self._relay.start(message, chain, segment, slot, needed)
+            names = [name for name, _, _ in needed]
+            self._channel.send({"t": "need", "parts": names, "chain": bool(chain)})
             for name, size, digest in needed:
                 if self._receive(segment, slot, name, size, digest, epoch):
                     have.append(name)
         finally:
             state.release(segment, slot)
-        self._acknowledge(epoch, role, have)
+        if not self._acknowledge(epoch, role, have):
+            return
+        for _ in chain:
+            while (answer := self._relay.answer(_PAUSE_SECONDS)) is None:
+                if self._channel.readable(0):
+                    raise ConnectionClosed("the owner waits no longer for the others of the chain")
+            self._channel.send(answer)
 
     def _contribute(self, message: Mapping[str, Any]) -> None:
         """Take a role's share of a parity block that this node holds."""
@@ -251,11 +274,14 @@ class _Connection:
                 state.changed.notify_all()
         self._channel.send({"t": "again"})
 
-    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> bool:
+        """False when it is too late; the relay, if there is one, is cut with the epoch."""
         if self._state.is_open(epoch):
             self._channel.send({"t": "sealed", "parts": have})
-        else:
-            self._refuse("stale", role=role, epoch=epoch)
+            return True
+        self._refuse("stale", role=role, epoch=epoch)
+        self._relay.close()
+        return False
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:
@@ -300,7 +326,10 @@ class _Connection:
         generation = segment.generation(slot)
         if not state.open_part(segment, slot, name, epoch):
             raise ConnectionClosed("the epoch was closed")
-        found = receive_part(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        found = receive_part(
+            *(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes),
+            arrived=self._relay.arrived,
+        )
         if found != expected:
             state.counters["corruption"] += 1
             state.emit_corruption(role, generation, name, "wire", expected, found)
@@ -358,13 +387,23 @@ class _Connection:
 
 
 def receive_part(
-    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
+    channel: Channel,
+    segment: Segment,
+    slot: int,
+    name: str,
+    nbytes: int,
+    chunk_bytes: int,
+    arrived: Callable[[str, int], None] = lambda *_: None,
 ) -> int:
-    """Receive a part's bytes straight into its slot; answers their checksum."""
+    """Receive a part's bytes straight into its slot; answers their checksum.
+
+    ``arrived(name, bytes so far)`` is called after each chunk.
+    """
     view = segment.data(slot, name, nbytes)
     digest = xxhash.xxh3_64()
     for start in range(0, nbytes, chunk_bytes):
         chunk = view[start : start + chunk_bytes]
         channel.receive_bulk(chunk)
+        arrived(name, start + len(chunk))
         digest.update(chunk)
     return digest.intdigest()

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
@@ -30,6 +31,7 @@ from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, copy_name
 from deadpool_megatron.vault.table import Place, Table
+from deadpool_megatron.vault.traffic import Traffic
 
 log = logging.getLogger(__name__)
 # Strangers must not be able to flood the event log: one event a second for each reason.
@@ -62,6 +64,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory)
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
@@ -130,6 +133,7 @@ class VaultState:
             self.record, self.ledger = record, Ledger(record)
             self.committed = {}
             self._newest = restore.generation
+            self.traffic.begin()
             self._remove_unneeded_at_adopt(record)
             since = self._closed_at or time.monotonic()
             restored = restore.kind in ("memory", "dump")
@@ -210,6 +214,7 @@ class VaultState:
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
+                self.traffic.sealed(role, generation)
             self._after_seal(role, generation)
         self.emit(
             Event(
@@ -386,35 +391,26 @@ class VaultState:
     ) -> None:
         self.on_committed(role, generation, boundary, released)
         shipped_bytes = self._shipped.pop(role, 0)
-        self.emit(
-            Event(
-                Kind.COMMITTED,
-                epoch=self.open_epoch,
-                node=self.node,
-                role=role,
-                iteration=generation.iteration,
-                data={
-                    "lineage": generation.lineage,
-                    "boundary": boundary,
-                    "released": released,
-                    "bytes": shipped_bytes,
-                },
-            )
-        )
+        facts = {"lineage": generation.lineage, "boundary": boundary, "released": released}
+        fit = self.traffic.committed(role, generation).to_dict()
+        self._emit(Kind.COMMITTED, role, generation, {**facts, "bytes": shipped_bytes, **fit})
         if released or role not in self._unprotected:
             return
         seconds = time.monotonic() - self._unprotected.pop(role)
         if shipped_bytes:
-            self.emit(
-                Event(
-                    Kind.EXPOSED,
-                    epoch=self.open_epoch,
-                    node=self.node,
-                    role=role,
-                    iteration=generation.iteration,
-                    data={"seconds": seconds},
-                )
+            self._emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
+
+    def _emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
+        self.emit(
+            Event(
+                kind,
+                epoch=self.open_epoch,
+                node=self.node,
+                role=role,
+                iteration=generation.iteration,
+                data=data,
             )
+        )
 
     # Memory that is not needed any more.
 

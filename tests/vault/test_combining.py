@@ -33,6 +33,11 @@ class NoChannel(Channel):
     def readable(self, seconds: float) -> bool:
         raise AssertionError
 
+    def give_way(self, dscp: int) -> None: ...
+
+    def busy_seconds(self) -> float:
+        raise AssertionError
+
     def shutdown(self) -> None: ...
 
     def close(self) -> None: ...
