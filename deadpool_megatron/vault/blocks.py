@@ -15,6 +15,7 @@ from pathlib import Path
 
 import xxhash
 
+from deadpool_megatron.layout.parity import MEMBERS
 from deadpool_megatron.layout.records import EpochRecord, Generation, Source
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment
@@ -32,7 +33,8 @@ Dial = Callable[[int], Channel]
 
 
 class BlockError(Exception):
-    """A block did not come. ``final``: nor will it from this place; ``damaged``: it came wrong."""
+    """A block did not come. ``final``: nor will it from this place; ``damaged``: it came wrong;
+    ``members``: what did not come was what it has been computed from."""
 
     def __init__(
         self,
@@ -42,9 +44,11 @@ class BlockError(Exception):
         *,
         final: bool = False,
         damaged: bool = False,
+        members: bool = False,
     ) -> None:
         super().__init__(why)
-        self.number, self.source, self.final, self.damaged = number, source, final, damaged
+        self.number, self.source = number, source
+        self.final, self.damaged, self.members = final, damaged, members
 
 
 class Supply(ABC):
@@ -243,7 +247,10 @@ class Block(threading.Thread):
         return filled
 
     def _error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
-        return BlockError(self.number, self._source, why, final=final, damaged=damaged)
+        members = self._part == MEMBERS
+        return BlockError(
+            self.number, self._source, why, final=final, damaged=damaged, members=members
+        )
 
     # The thread that receives.
 

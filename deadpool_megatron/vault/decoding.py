@@ -47,6 +47,59 @@ class _WrongResultError(Exception):
     """All blocks were as their places vouch for them, but what came out was not the part."""
 
 
+class _Candidates:
+    """The blocks of a decoding that may still be used, and where they are."""
+
+    def __init__(self, decoding: Decoding, silent: set[int]) -> None:
+        self._count = len(decoding.group)
+        self._silent = silent
+        self._zeros = {number for number, places in decoding.blocks.items() if not places}
+        self._left = {n: list(places) for n, places in decoding.blocks.items() if places}
+        self._wrong: set[frozenset[int]] = set()
+        self._untold: set[Source] = set()
+        self._damaged: Counter[tuple[Source, bool]] = Counter()
+
+    def choose(self) -> Choice | None:
+        """k blocks, those of nodes that kept us waiting last; None when too few are left.
+
+        There is always parity among them, as the data blocks without the wanted one are too few,
+        and at least one of it says what it was computed from.
+        """
+
+        def is_silent(source: Source) -> bool:
+            return source.node in self._silent
+
+        best = {number: min(found, key=is_silent) for number, found in self._left.items() if found}
+        order = sorted(best, key=lambda number: (is_silent(best[number]), number))
+        for numbers in itertools.combinations((*sorted(self._zeros), *order), self._count):
+            told = any(n >= self._count and best[n] not in self._untold for n in numbers)
+            if told and frozenset(numbers) not in self._wrong:
+                return {number: best.get(number) for number in sorted(numbers)}
+        return None
+
+    def drop_together(self, choice: Choice) -> None:
+        """These do not give the part, whichever of them is to blame."""
+        self._wrong.add(frozenset(choice))
+
+    def drop(self, error: BlockError, late: bool) -> bool:
+        """Take a failure into account; True when its place is given up for what it was asked."""
+        source = error.source
+        if source is None:
+            self._zeros.discard(error.number)
+            return False
+        about = (source, error.members)
+        self._damaged[about] += error.damaged
+        if not error.final and not error.damaged:
+            self._silent.add(source.node)
+        if not error.final and not late and self._damaged[about] < _CHANCES:
+            return False
+        if error.members:
+            self._untold.add(source)
+        else:
+            self._left[error.number].remove(source)
+        return True
+
+
 class Decoder:
     """Decodes parts of one role for one epoch. One thread; :meth:`cut` from any.
 
@@ -99,18 +152,15 @@ class Decoder:
         except ModuleNotFoundError as error:
             here = (self._state.node, self._role, f"cannot decode: {error}")
             raise RestoreUnavailable(name, (*tried, here)) from error
-        zeros = {number for number, places in decoding.blocks.items() if not places}
-        left = {number: list(places) for number, places in decoding.blocks.items() if places}
-        wrong: set[frozenset[int]] = set()
-        damaged: Counter[Source] = Counter()
-        while (choice := self._choose(len(decoding.group), zeros, left, wrong)) is not None:
+        candidates = _Candidates(decoding, self._silent)
+        while (choice := candidates.choose()) is not None:
             if not self._state.is_open(self._record.epoch):
                 raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
             late = time.monotonic() > deadline
             try:
                 return self._attempt(layout, name, decoding, coder, choice)
             except _WrongResultError:
-                wrong.add(frozenset(choice))
+                candidates.drop_together(choice)
                 why = f"block of {sorted(choice)}, which give other bytes than the role had"
                 tried += [(one.node, one.role, why) for one in choice.values() if one is not None]
                 if late:
@@ -118,14 +168,7 @@ class Decoder:
                 continue
             except BlockError as error:
                 log.info("role %d part %s: block %d: %s", self._role, name, error.number, error)
-                if error.source is None:
-                    zeros.discard(error.number)
-                    continue
-                damaged[error.source] += error.damaged
-                if not error.final and not error.damaged:
-                    self._silent.add(error.source.node)
-                if error.final or late or damaged[error.source] >= _CHANCES:
-                    left[error.number].remove(error.source)
+                if candidates.drop(error, late) and error.source is not None:
                     tried.append((error.source.node, error.source.role, str(error)))
             except ConnectionError as error:  # no slot is free yet
                 if late:
@@ -135,28 +178,6 @@ class Decoder:
                     lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
                 )
         raise RestoreUnavailable(name, tuple(tried))
-
-    def _choose(
-        self,
-        count: int,
-        zeros: set[int],
-        left: Mapping[int, list[Source]],
-        wrong: set[frozenset[int]],
-    ) -> Choice | None:
-        """``count`` blocks, those of nodes that kept us waiting last; None when too few are left.
-
-        One of them is a parity block, always: the data blocks without the wanted one are too few.
-        """
-
-        def is_silent(source: Source) -> bool:
-            return source.node in self._silent
-
-        best = {number: min(found, key=is_silent) for number, found in left.items() if found}
-        order = sorted(best, key=lambda number: (is_silent(best[number]), number))
-        for numbers in itertools.combinations((*sorted(zeros), *order), count):
-            if frozenset(numbers) not in wrong:
-                return {number: best.get(number) for number in sorted(numbers)}
-        return None
 
     def _attempt(
         self, layout: RoleLayout, name: str, decoding: Decoding, coder: Coder, choice: Choice
@@ -238,9 +259,18 @@ class Decoder:
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> Members:
         """What the parity was computed from, as one of the chosen parity blocks says."""
-        number = max(choice)
-        source = choice[number]
-        assert source is not None, "only data blocks can be all zeros"
+        failed = None
+        for number, source in sorted(choice.items(), reverse=True):
+            if number < len(decoding.group) or source is None:
+                break
+            try:
+                return self._told_by(number, source, name, decoding)
+            except BlockError as error:
+                failed = failed or error
+        assert failed is not None, "a parity block is always among them, and is never all zeros"
+        raise failed
+
+    def _told_by(self, number: int, source: Source, name: str, decoding: Decoding) -> Members:
         members = self._members.get(source.role)
         if members is None:
             block = self._block(number, source, MEMBERS, None)
@@ -248,7 +278,8 @@ class Decoder:
             try:
                 members = Members.decode(block.small())
             except (LookupError, TypeError, ValueError) as error:
-                raise BlockError(number, source, f"members: {error}", final=True) from error
+                why = f"{MEMBERS}: {error}"
+                raise BlockError(number, source, why, members=True, final=True) from error
             finally:
                 block.cut()
                 self._blocks = []

@@ -65,15 +65,22 @@ def vaults(directory: Path, coded: CodedGroup, spares: int) -> Iterator[Cluster]
         running.stop()
 
 
-def restore_seconds(
+def cpu_seconds(running: Cluster) -> dict[int, float]:
+    """Processor time of each vault."""
+    return {node.number: float(node.status()["cpu_seconds"]) for node in running.nodes[1:]}
+
+
+def restore_once(
     running: Cluster, coded: CodedGroup, restore: Restore, epoch: int, spare: int
-) -> float:
-    """From the order to open the epoch until the member of role 0 has all its parts."""
+) -> dict[str, float]:
+    """Seconds from the order to open the epoch until the member of role 0 has all its parts;
+    processor seconds of the restoring vault and of those that sent."""
     seats = {role: Seat(role, 0, 0) for role in range(1, coded.data)}
     record = running.record(epoch, restore, {0: Seat(spare, 0, 0), **seats}, gone={0}, replicas=0)
     for node in running.nodes[1:]:
         node.close_epoch(epoch - 1)
     member = Member(running.nodes[spare], coded.layouts[0])
+    before = cpu_seconds(running)
     started = time.perf_counter()
     running.open(record)
     member.client.register(coded.layouts[0], epoch)
@@ -81,7 +88,9 @@ def restore_seconds(
     seconds = time.perf_counter() - started
     assert bytes(parts.part("shard")) == coded.part(0, "shard")
     parts.close()
-    return seconds
+    spent = {node: after - before[node] for node, after in cpu_seconds(running).items()}
+    restorer = spent.pop(spare)
+    return {"wall": seconds, "restoring_cpu": restorer, "sending_cpu": sum(spent.values())}
 
 
 def compare(data: int, parities: int, megabytes: int, rounds: int) -> dict[str, object]:
@@ -97,7 +106,7 @@ def compare(data: int, parities: int, megabytes: int, rounds: int) -> dict[str, 
         query = RestoreQuery(2, data, inventories, seats, seats, {1: NO_LIMIT})
         coded_restore = choose_restore(query)
         assert not isinstance(coded_restore, NoRestore)
-        found: dict[str, list[float]] = {"parity": [], "buddy": []}
+        found: dict[str, list[dict[str, float]]] = {"parity": [], "buddy": []}
         epoch, spare = 2, first
         for turn in range(2 * rounds):
             way = ("parity", "buddy")[turn % 2]
@@ -107,17 +116,19 @@ def compare(data: int, parities: int, megabytes: int, rounds: int) -> dict[str, 
                 whole |= {name: (Source(first, 0),) for name in ("shard", "tail")}
                 sources = {**coded_restore.sources, 0: whole}
                 restore = replace(coded_restore, sources=sources, recipes={})
-            found[way].append(restore_seconds(running, coded, restore, epoch, spare))
+            found[way].append(restore_once(running, coded, restore, epoch, spare))
             epoch, spare = epoch + 1, spare + 1
-    medians = {way: statistics.median(seconds) for way, seconds in found.items()}
+    medians = {
+        way: {what: statistics.median(one[what] for one in rounds) for what in rounds[0]}
+        for way, rounds in found.items()
+    }
     return {
         "data": data,
         "parities": parities,
         "megabytes": megabytes,
         "seconds": found,
         "median_seconds": medians,
-        "megabytes_per_second": {way: megabytes / one for way, one in medians.items()},
-        "ratio": medians["parity"] / medians["buddy"],
+        "ratio": {what: one / medians["buddy"][what] for what, one in medians["parity"].items()},
         "decoded_megabytes_per_cpu_second": decoded_megabytes_per_cpu_second(data, parities, 1),
     }
 

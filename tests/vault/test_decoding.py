@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
@@ -74,15 +77,15 @@ class Vaults:
         """File of a parity block."""
         return self.directories[self.coded.holders[j]] / copy_name(self.coded.group.blocks[j])
 
-    def open(self, settings: Settings = SETTINGS) -> None:
+    def open(self, chosen: Settings = SETTINGS) -> None:
         """Start all vaults and have them close epoch 1."""
         for node in self.nodes:
-            state = VaultState(node, self.directories[node], settings, self.events.append)
+            state = VaultState(node, self.directories[node], chosen, self.events.append)
             state.table.scan()
             state.close(1)
             self.states[node] = state
-            self.network.transport("fake", node, settings.connect_seconds)
-            transport = QuickTransport(self.network, ("fake", node), settings.connect_seconds)
+            self.network.transport("fake", node, chosen.connect_seconds)
+            transport = QuickTransport(self.network, ("fake", node), chosen.connect_seconds)
             self.transports[node] = transport
             self.servers.append(Server(state, self.transports[node]))
             self.servers[-1].start()
@@ -207,6 +210,16 @@ def test_a_damaged_block_is_replaced_by_another(
     assert any(where.startswith("slot") for where in wheres)
 
 
+def test_one_list_of_members_is_enough(begin: Begin) -> None:
+    vaults = begin(2, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    flip(vaults.own(1), "shard")
+    flip(vaults.block(1), MEMBERS)
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[2, 3]]
+
+
 def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
     vaults = begin(3, 2, {0})
     vaults.open()
@@ -300,6 +313,48 @@ def test_whole_copies_that_fail_fall_to_the_blocks(begin: Begin) -> None:
     assert vaults.decoded() == [[1, 2, 3]]
 
 
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
+    """k, m, the lost role, blocks whose bytes are damaged, parity whose list of members is."""
+    data, parities = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    lost = draw(st.integers(0, data - 1))
+    others = [number for number in range(data + parities) if number != lost]
+    damaged = draw(st.sets(st.sampled_from(others), max_size=parities + 1))
+    unlisted = draw(st.sets(st.sampled_from(others[data - 1 :]), max_size=1))
+    return data, parities, lost, damaged, unlisted
+
+
+@settings(max_examples=15, deadline=None)
+@given(damages())
+def test_whatever_is_damaged_what_is_sealed_is_right(
+    case: tuple[int, int, int, set[int], set[int]],
+) -> None:
+    """Rule 4, and that nothing is given up for which enough is left."""
+    data, parities, lost, damaged, unlisted = case
+    with tempfile.TemporaryDirectory() as directory:
+        vaults = Vaults(Path(directory), CodedGroup(data, parities, nbytes=20_000), {lost})
+        try:
+            vaults.open()
+            record = vaults.adopt()
+            for number in damaged:
+                path = vaults.own(number) if number < data else vaults.block(number - data)
+                flip(path, "shard")
+            for number in unlisted:
+                flip(vaults.block(number - data), MEMBERS)
+            intact = {*range(data + parities)} - {lost} - damaged
+            told = {number for number in intact - unlisted if number >= data}
+            # A block that does not say what it was computed from is good beside one that does.
+            if len(intact) >= data and told:
+                vaults.obtain(record, lost)
+                return
+            with pytest.raises(RestoreUnavailable):
+                vaults.obtain(record, lost)
+            held = vaults.states[vaults.spare].table.holdings()
+            assert not [h for h in held if h.role == lost and "shard" in h.parts]
+        finally:
+            vaults.stop()
+
+
 def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: Path) -> None:
     """A later job on other nodes; one file is damaged, and another block stands in for it."""
     vaults = begin(3, 2, {0})
@@ -340,8 +395,8 @@ def begin_processes(
 ) -> tuple[Cluster, EpochRecord]:
     """Role 0 and its node are lost, a spare takes over; epoch 2 is not open yet."""
     spare = coded.data + coded.parities
-    settings = {"connect_seconds": 10.0, "chunk_bytes": 64 << 10}
-    running = Cluster(directory, spare + 1, coded.data, faults=faults, **settings)
+    more = {"connect_seconds": 10.0, "chunk_bytes": 64 << 10}
+    running = Cluster(directory, spare + 1, coded.data, faults=faults, **more)
     coded.write({node.number: node.directory for node in running.nodes}, {0})
     live = running.nodes[1:]
     for node in live:
