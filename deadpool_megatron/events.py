@@ -41,6 +41,9 @@ class Kind(StrEnum):
     # generation, segment, changes, seconds; after a loss that was not finite also forgotten_from:
     # the iteration from which on all numbers reported so far do not count
     EPOCH_DECIDED = "epoch-decided"
+    # old, new (plans in words), why, every (cadence), survives (lost nodes), most_lost (iterations
+    # computed again after a failure, at most)
+    PROTECTION = "protection"
     EPOCH_OPENED = "epoch-opened"  # every role restored; phases: seconds of each
     PHASE = "phase"  # phase, seconds: one member's part of a recovery
     RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds

@@ -11,7 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from deadpool_megatron.cli.story import describe_coordinator, describe_slowness
+from deadpool_megatron.cli.story import (
+    describe_coordinator,
+    describe_protection,
+    describe_slowness,
+)
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
@@ -166,6 +170,8 @@ class Progress:
                 self._line(event, str(data.get("cause")), "bold red")
             case Kind.SLOW_NODE:
                 self._line(event, describe_slowness(event), "yellow")
+            case Kind.PROTECTION if data.get("old"):
+                self._line(event, f"protection: {describe_protection(event)}", "yellow")
             case Kind.NONFINITE:
                 text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
                 self._line(event, f"{text}: {data.get('policy')}", "bold red")

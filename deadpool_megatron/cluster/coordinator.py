@@ -93,7 +93,7 @@ class Coordinator:
         self._commands = Commands(
             options,
             state=lambda: self._state,
-            status=lambda: {**paced.newest(), "slow": self._looks.slow()},
+            status=lambda: paced.newest() | self._looks.describe(self._state),
             feed=self.feed,
         )
         began = time.monotonic()
@@ -291,6 +291,7 @@ class Coordinator:
     def _emit(self, event: Event) -> None:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
         for accepted in self._chronicle.write(event):
+            self._looks.note(accepted)
             item = translate.from_event(accepted)
             harmless = isinstance(item, inputs.Diverged) and not self._chronicle.divergence_is_fatal
             if item is not None and not harmless:

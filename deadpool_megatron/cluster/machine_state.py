@@ -86,12 +86,14 @@ class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
     ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
-    crashes are those that ended an epoch. ``device_errors``: in the whole run.
+    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
+    for generations, 0 when it is not known.
     """
 
     host: str
     vault_port: int
     domain: str
+    memory_bytes: int = 0
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     crashed_at: tuple[float, ...] = ()
@@ -172,10 +174,12 @@ class State:
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
     the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``protection``: for the next record. ``nonfinite``:
-    iterations whose loss was not finite; ``poisoned_from``: the one of them from which on nothing
-    may be restored, until an epoch is decided that goes on before it. ``missed``: why the epoch
-    that was found at a takeover must be closed as soon as all agents are back. ``dump_wanted``: why
+    ended the last epoch, as a record says it. ``protection``: for the next record;
+    ``protection_why``: why it is another one than the last; ``protection_told``: the one that was
+    reported last. ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
+    of them from which on nothing may be restored, until an epoch is decided that goes on before
+    it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
+    are back. ``dump_wanted``: why
     the state is to be saved and the run ended next; empty when it is not.
     """
 
@@ -216,6 +220,8 @@ class State:
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
+    protection_why: str = ""
+    protection_told: ProtectionPlan | None = None
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
     exit_status: int | None = None

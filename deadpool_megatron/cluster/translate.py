@@ -33,6 +33,7 @@ def join(message: Message) -> inputs.NodeJoined:
         epoch=int(message.get("epoch", 0)),
         closed=int(message.get("closed", 0)),
         restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
+        memory_bytes=int(message.get("memory_bytes", 0)),
     )
 
 

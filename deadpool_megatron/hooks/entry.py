@@ -185,7 +185,7 @@ class EpochEntry(Stages):
     def restore(self, record: EpochRecord, role: int) -> None:
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
-        self.protection.enter(record.epoch)
+        self.protection.enter(record.epoch, record.protection.every)
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
         for dimension in self._dimensions:
             dimension.reset_in_flight()
@@ -225,7 +225,7 @@ class EpochEntry(Stages):
         if record.restore.kind in ("initial", "durable"):
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
-            self.protection.announce(self.generation)
+            self.protection.announce(self.generation, first=True)
             self.protection.complete(self.capture_extras())
             self.protection.owe(self.generation, "step")
 

@@ -10,6 +10,24 @@ One iteration, as this module sees it (design, section 4)::
                   and a helper thread hands the slot to the vault when the bytes have arrived
 
 The vault seals, checks, ships and commits. Nothing here touches the network.
+
+Cadence. With ``ProtectionPlan.every`` = n only generations of iterations that n divides are *due*,
+and the first one of an epoch. In the other iterations nothing is captured, no slot is taken and no
+commit waited for; what stays is the fence, since the copy of the last due generation may still read
+the shard, and an update after a close must not happen (rule 11). Slots and lag count due
+generations. Let p be a due iteration, p-n and p-2n the ones before it; the slot for p is taken
+after the gate of p, at the first byte. The gate's argument (design, section 4) holds for every n:
+
+* 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role, and
+  before any role overwrites anything in iteration p the collective of that iteration has told it
+  that all roles have entered their optimizer step, so have passed their gates of p: all of them
+  have committed p-n. The iterations between need no gate, for nothing is overwritten in them.
+* 3+N slots. The slot for p holds p-3n. The update of p depends, through the peers' forward and
+  backward of p, on every role's update p-1, which is its update p-n or a later one. Each of those
+  came after that role's gate of p-n, which had waited for p-2n: all roles have committed p-2n.
+
+The first gate of an epoch waits in whatever iteration it comes: until then the generation that the
+epoch has begun with may be in memory once only.
 """
 
 from __future__ import annotations
@@ -26,6 +44,7 @@ from typing import TypeVar
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.pinning import PinnedSlots
+from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     Generation,
@@ -113,7 +132,11 @@ class Protection:
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
         self._epoch = 0
+        self._every = 1
         self._upcoming = Generation(0, 0)
+        self._upcoming_is_due = True
+        self._newest_due = Generation(0, 0)
+        self._owes = False
         self._handed_over = Generation(0, 0)
         self._writer: SlotWriter | None = None
         self._copies: dict[int, CopyHandle] = {}
@@ -126,9 +149,14 @@ class Protection:
         self._sealer: threading.Thread | None = None
         self._pinned = PinnedSlots(platform, [part.name for part in parts if part.nbytes])
 
-    def enter(self, epoch: int) -> None:
-        """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout."""
+    def enter(self, epoch: int, every: int = 1) -> None:
+        """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
+
+        ``every``: the cadence of the epoch's record.
+        """
         self._epoch = epoch
+        self._every = every
+        self._owes = False
         self._failure = None
         self._pending.clear()
         self._vault.register(self.layout, epoch)
@@ -136,12 +164,17 @@ class Protection:
     def owe(self, generation: Generation, boundary: str) -> None:
         """After a restore: the very next gate waits until ``generation`` is committed again."""
         self._pending.extend([(generation, boundary)] * (self._settings.max_lag + 1))
+        self._newest_due = generation
+        self._owes = True
 
     def gate(self) -> None:
         """Wait until the update about to come may overwrite what it will overwrite."""
         if not self._epoch:
             return  # warming up: nothing is protected yet
         failpoints.hit("gate")
+        if not (self._upcoming_is_due or self._owes):
+            return  # no slot is taken in this iteration
+        self._owes = False
         self._await_sealer()
         if len(self._pending) > self._settings.max_lag:
             self._await_commit(*self._pending[0])
@@ -162,11 +195,11 @@ class Protection:
 
     def updated(self, index: int) -> None:
         """Inner update ``index`` is done: start copying its part into the idle slot."""
-        if self._epoch and index not in self._copies:
+        if self._epoch and self._upcoming_is_due and index not in self._copies:
             self._start_copy(index)
 
     def complete(self, extras: bytes) -> None:
-        """The iteration announced last is over; ``extras`` are its encoded extras.
+        """The due iteration announced last is over; ``extras`` are its encoded extras.
 
         Starts the copies that no update has started (a skipped update changes nothing, but its
         generation is sealed like any other) and returns without waiting for any.
@@ -183,9 +216,11 @@ class Protection:
         self._start_sealer()
         self._jobs.put(_Job(writer, copies, extras, self._upcoming))
         self._pending.append((self._upcoming, "step"))
+        self._newest_due = self._upcoming
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
-        """Add the extras as they are after segment ``boundary`` to a generation handed over."""
+        """Add the extras as they are after segment ``boundary`` to a generation handed over, which
+        :meth:`holds` it."""
         self._check_room(extras, boundary)
         self._await_sealer()
         if self._interrupted():
@@ -196,9 +231,22 @@ class Protection:
         )
         self._pending[-1] = (generation, boundary)
 
-    def announce(self, generation: Generation) -> None:
-        """Name the generation that the coming updates make."""
+    def announce(self, generation: Generation, *, first: bool = False) -> None:
+        """Name the generation that the coming updates make; the ``first`` of a line is always due.
+
+        The same for all roles, by the number of the iteration alone.
+        """
         self._upcoming = generation
+        self._upcoming_is_due = first or is_due(generation.iteration, self._every)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the generation announced last is due, so that :meth:`complete` has to follow."""
+        return self._upcoming_is_due
+
+    def holds(self, generation: Generation) -> bool:
+        """Whether ``generation`` is the newest one handed over or restored: its segments count."""
+        return generation == self._newest_due
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: wait until no copy reads the shard; drop what was under way.

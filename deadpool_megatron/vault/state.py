@@ -18,6 +18,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -436,8 +437,7 @@ class VaultState:
     def _remove_unneeded(self) -> None:
         if self.record is None:
             return
+        later = successors_by(self.record, self._newest)
         for segment in list(self.table.segments.values()):
-            if not self._active(segment, self.record) and self.table.unneeded(
-                segment, self._newest
-            ):
+            if not self._active(segment, self.record) and self.table.unneeded(segment, later):
                 self.table.remove(segment)

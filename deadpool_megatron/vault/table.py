@@ -8,7 +8,7 @@ that was stopped just before a store and wakes up now can change it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,12 +266,14 @@ class Table:
         """End of one :meth:`pin`."""
         self.pins[place.key] -= 1
 
-    def unneeded(self, segment: Segment, newest: Generation) -> bool:
+    def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
         """True when nothing in an inactive segment can be asked for any more.
 
-        A member overwrites generation g when it writes g + slots; it may, because every role has
-        committed something newer by then (design section 4). So as soon as anything that new is
-        sealed here, whatever role it belongs to, g is not needed here either.
+        A member overwrites generation g when it writes the one that comes as many places after it
+        as there are slots; it may, because every role has committed something newer by then (design
+        section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
+        is not needed here either. ``successors(g)``: how many generations after g have certainly
+        been written by then (layout.cadence).
         """
         name = segment.path.name
         if any(self.pins[name, slot] for slot in range(segment.layout.slots)):
@@ -285,8 +287,7 @@ class Table:
         ]
         # A segment without any was just made, for bytes that are on their way.
         return bool(held) and all(
-            generation < newest and generation.iteration + segment.layout.slots <= newest.iteration
-            for generation in held
+            successors(generation) >= segment.layout.slots for generation in held
         )
 
 
