@@ -8,7 +8,7 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -128,6 +128,25 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
         found.append(" ".join([f"{scheme.kind} ({what})", *where]))
     each = "" if plan.every == 1 else f", every {plan.every} iterations"
     return "; ".join(found) + each
+
+
+def may_recompute(settings: Settings) -> bool:
+    """Whether slots have room for steps: fixed for a run, for it is part of the layout."""
+    return settings.protection == Kind.RECOMPUTE
+
+
+def recomputes(plan: ProtectionPlan) -> bool:
+    """Whether members have to keep the steps to their generations."""
+    return Kind.RECOMPUTE in plan.kinds
+
+
+def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
+    """The same plan with whole copies of every generation."""
+    rules = tuple(
+        replace(rule, scheme=Scheme(Kind.BUDDY)) if rule.scheme.kind is Kind.RECOMPUTE else rule
+        for rule in plan.rules
+    )
+    return replace(plan, rules=rules)
 
 
 def losses_survived(settings: Settings) -> int:
