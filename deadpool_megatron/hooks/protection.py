@@ -5,6 +5,7 @@ One iteration, as this module sees it (design, section 4)::
     gate()        entry of the outermost optimizer.step: the generation that the next slot write
                   must not outrun is committed
     fence()       before each inner update: the running copy has left the shard
+    using(i)      right before inner update i: what it uses is kept, where steps are (:mod:`.steps`)
     updated(i)    after inner update i: its copy into the idle slot starts
     complete(k)   the iteration is over: extras are captured, the rest of the copies started,
                   and a helper thread hands the slot to the vault when the bytes have arrived
@@ -19,13 +20,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.pinning import PinnedSlots
+from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     Generation,
@@ -38,6 +40,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.client import SlotWriter, VaultClient
 from deadpool_megatron.vault.errors import Frozen
+from deadpool_megatron.vault.segment import checksum
 
 # Room for extras to grow after start: longer counters, sums of auxiliary losses that appear later.
 _EXTRAS_SLACK = 1.5
@@ -62,19 +65,29 @@ class _Job:
     copies: tuple[CopyHandle, ...]
     extras: bytes
     generation: Generation
+    step_sizes: Mapping[str, int]
 
 
 def role_layout(
-    role: int, parts: list[Part], extras_bytes: int, peers: list[int], slots: int, stage_class: str
+    role: int,
+    parts: list[Part],
+    extras_bytes: int,
+    peers: list[int],
+    slots: int,
+    stage_class: str,
+    step_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
     """The layout of a role's generations; extras get room to grow."""
     wanted = int(extras_bytes * _EXTRAS_SLACK) + _EXTRAS_STEP_BYTES
     capacity = -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
     digest = hashlib.sha256("".join(part.signature() for part in parts).encode())
+    for info in step_parts:
+        digest.update(f"{info.name}|{info.nbytes};".encode())
     return RoleLayout(
         role=role,
         parts=(
             *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
+            *step_parts,
             *(PartInfo(extras_part(boundary), capacity, (role,)) for boundary in BOUNDARIES),
         ),
         peers=tuple(sorted(peers)),
@@ -102,6 +115,7 @@ class Protection:
         interrupt_fd: int,
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
+        steps: StepKeeper | None = None,
     ) -> None:
         self.layout = layout
         self.stall_seconds = 0.0
@@ -112,9 +126,12 @@ class Protection:
         self._interrupt_fd = interrupt_fd
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
+        self._steps = steps
         self._epoch = 0
         self._upcoming = Generation(0, 0)
         self._handed_over = Generation(0, 0)
+        # Whose state the coming updates begin from; None until there is one in this epoch.
+        self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
         self._copies: dict[int, CopyHandle] = {}
         # Newest last: (generation, boundary) that the gate may have to see committed.
@@ -124,11 +141,15 @@ class Protection:
         self._idle.set()
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
-        self._pinned = PinnedSlots(platform, [part.name for part in parts if part.nbytes])
+        pinned = [*parts, *(steps.gradients if steps is not None else ())]
+        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes])
 
-    def enter(self, epoch: int) -> None:
+    def enter(self, epoch: int, *, with_steps: bool = False) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout."""
         self._epoch = epoch
+        self._previous = None
+        if self._steps is not None:
+            self._steps.begin(wanted=with_steps)
         self._failure = None
         self._pending.clear()
         self._vault.register(self.layout, epoch)
@@ -136,6 +157,7 @@ class Protection:
     def owe(self, generation: Generation, boundary: str) -> None:
         """After a restore: the very next gate waits until ``generation`` is committed again."""
         self._pending.extend([(generation, boundary)] * (self._settings.max_lag + 1))
+        self._previous = generation
 
     def gate(self) -> None:
         """Wait until the update about to come may overwrite what it will overwrite."""
@@ -160,6 +182,15 @@ class Protection:
             raise EpochClosed(self._epoch, "the update of the optimizer")
         self._await_sealer()
 
+    def using(self, index: int) -> None:
+        """Right before inner update ``index``: the fence, then copies of what it is about to use.
+
+        The slot is the one that the update's result goes to, taken after the same gate.
+        """
+        self.fence()
+        if self._epoch and self._steps is not None and self._steps.keeps():
+            self._steps.capture(index, self._slot())
+
     def updated(self, index: int) -> None:
         """Inner update ``index`` is done: start copying its part into the idle slot."""
         if self._epoch and index not in self._copies:
@@ -176,12 +207,17 @@ class Protection:
         self._await_sealer()
         for index in range(len(self._parts)):
             self.updated(index)
-        writer, self._writer = self._slot(), None
-        copies, self._copies = tuple(self._copies.values()), {}
+        copies, sizes = list(self._copies.values()), dict[str, int]()
+        if self._steps is not None:
+            sizes, captured = self._steps.finish(
+                self._slot(), self._upcoming, self._previous, copies, self._await_copy
+            )
+            copies += captured
+        writer, self._writer, self._copies = self._slot(), None, {}
         self._idle.clear()
-        self._handed_over = self._upcoming
+        self._handed_over = self._previous = self._upcoming
         self._start_sealer()
-        self._jobs.put(_Job(writer, copies, extras, self._upcoming))
+        self._jobs.put(_Job(writer, tuple(copies), extras, self._upcoming, sizes))
         self._pending.append((self._upcoming, "step"))
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
@@ -197,8 +233,31 @@ class Protection:
         self._pending[-1] = (generation, boundary)
 
     def announce(self, generation: Generation) -> None:
-        """Name the generation that the coming updates make."""
+        """Name the generation that the coming updates make; gradients may be overwritten now."""
+        if self._steps is not None:
+            self._steps.order_copies(lambda wait: self._await("the copy of gradients", wait))
         self._upcoming = generation
+
+    def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
+        """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed.
+
+        ``sums``: shard part -> (bytes, checksum) that the owner had. Answers the first part whose
+        bytes are others; then nothing is handed over. Empty when all are the same.
+        """
+        writer = self._unless_frozen(
+            "the choice of a slot", lambda: self._vault.begin(generation, self._epoch)
+        )
+        chosen = [part for part in self._parts if part.name in sums]
+        for part in chosen:
+            copy = self._platform.side_copy(part.views(writer.part(part.name)), part.tensors)
+            self._await_copy(copy, "the copy of a recomputed generation into its slot")
+        for part in chosen:
+            found = part.nbytes, checksum(writer.part(part.name))
+            if found != sums[part.name]:
+                writer.abandon()
+                return part.name
+        writer.fill({part.name: part.nbytes for part in chosen})
+        return ""
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: wait until no copy reads the shard; drop what was under way.
@@ -207,7 +266,8 @@ class Protection:
         """
         limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)
-        for copy in self._copies.values():
+        running = [*self._copies.values(), *(self._steps.running() if self._steps else ())]
+        for copy in running:
             try:
                 done = copy.wait(max(0.0, limit - time.monotonic())) and done
             except CopyFailedError:
@@ -289,17 +349,24 @@ class Protection:
 
     def _await_sealer(self) -> None:
         """Wait until the slot of the last generation is handed over. Raises as all waits do."""
-        started = time.monotonic()
-        while not self._idle.wait(_LOOK_SECONDS):
-            if self._interrupted():
-                raise EpochClosed(self._epoch, "the copy of a generation into its slot")
-            if time.monotonic() - started > self._settings.operation_timeout_seconds:
-                raise ProtectionError("the copy of a generation into its slot does not finish")
-        self._count_stall(self._handed_over, time.monotonic() - started)
+        self._await("the copy of a generation into its slot", self._idle.wait)
         if self._failure is not None:
             if self._interrupted():
                 raise EpochClosed(self._epoch, self._failure)
             raise ProtectionError(self._failure)
+
+    def _await(self, what: str, wait: Callable[[float], bool]) -> None:
+        """Call ``wait`` (seconds -> done) until it is done. Raises as all waits do."""
+        started = time.monotonic()
+        while not wait(_LOOK_SECONDS):
+            if self._interrupted():
+                raise EpochClosed(self._epoch, what)
+            if time.monotonic() - started > self._settings.operation_timeout_seconds:
+                raise ProtectionError(f"{what} does not finish")
+        self._count_stall(self._handed_over, time.monotonic() - started)
+
+    def _await_copy(self, copy: CopyHandle, what: str) -> None:
+        self._await(what, copy.wait)
 
     def _count_stall(self, generation: Generation, seconds: float) -> None:
         if seconds > _STALL_SECONDS:
@@ -336,5 +403,5 @@ class Protection:
             job.writer.abandon()
             return
         sizes = {part.name: part.nbytes for part in self._parts}
-        job.writer.fill({**sizes, name: len(job.extras)})
+        job.writer.fill({**sizes, **job.step_sizes, name: len(job.extras)})
         failpoints.hit("snapshot.filled", iteration=job.generation.iteration)
