@@ -56,6 +56,9 @@ class Kind(StrEnum):
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
     COMMITTED = "committed"  # lineage, boundary, released, bytes, ship_seconds, window_seconds
+    # matched, difference, seconds, bytes: whether a replay of a role's first update gave its bytes
+    REHEARSED = "rehearsed"
+    REPLAYED = "replayed"  # steps, seconds, matched: a role was restored by recomputing updates
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now

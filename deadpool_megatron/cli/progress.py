@@ -130,6 +130,7 @@ class Progress:
         self._display = display
         self._began = time.time()
         self._over = False
+        self._said_whole = False
 
     def look(self) -> None:
         """Show what is new."""
@@ -194,6 +195,15 @@ class Progress:
             case Kind.DECODED:
                 text = f"{data.get('part')} of role {event.role} computed from parity"
                 self._line(event, f"{text} in {float(data['seconds']):.2f} s", "green")
+            case Kind.REPLAYED:
+                again = f"recomputed over {data.get('steps')} updates"
+                seconds = f"in {float(data['seconds']):.2f} s"
+                self._line(event, f"role {event.role}: state {again} {seconds}", "yellow")
+            case Kind.REHEARSED if not data.get("matched") and not self._said_whole:
+                self._said_whole = True  # what one role finds out others do, too
+                found = f"an update of role {event.role}, computed again, gave other bytes"
+                text = f"{found} ({data.get('difference')}): whole copies instead of gradients"
+                self._line(event, text, "bold red")
             case Kind.DURABLE | Kind.DUMPED:
                 self._line(event, f"{event.kind}: {data.get('path')}")
             case Kind.STALE_DIVERGENCE:

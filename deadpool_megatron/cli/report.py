@@ -208,6 +208,7 @@ def _describe_protection(story: Story) -> list[str]:
         Kind.DECODED: "lost parts computed from parity",
         Kind.GATE_RELEASED: "passes of the gate with fewer copies",
         Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
+        Kind.REPLAYED: "states recomputed from a base and gradients",
     }
     lines += [f"  {event.data.get('cause')}" for event in story.aside]
     lines += [f"  {describe_protection(event)}" for event in story.protections]

@@ -20,6 +20,7 @@ _COUNTED = frozenset(
         Kind.REFUSED,
         Kind.CORRUPTION,
         Kind.DECODED,
+        Kind.REPLAYED,
         Kind.GATE_RELEASED,
         Kind.STALE_DIVERGENCE,
     }

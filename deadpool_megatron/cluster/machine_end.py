@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.machine_state import (
 from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore
-from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.layout.records import Generation, Restore
 
 
 def end_recovery(turn: Turn) -> None:
@@ -69,10 +69,16 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
         turn.set(
             phase=Phase.DUMPING,
             deadline=turn.now + turn.config.settings.first_step_seconds,
-            dump=DumpOrder(saved, awaited=nodes),
+            dump=DumpOrder(saved, awaited=nodes, chains=_chains(restore)),
         )
         turn.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(turn)
+
+
+def _chains(restore: Restore) -> frozenset[Generation]:
+    """Generations whose parts are written as well, because roles recompute from them."""
+    replays = (recipe.replay for recipe in restore.recipes.values())
+    return frozenset(one for replay in replays if replay is not None for one in replay.sources)
 
 
 def check_dumped(turn: Turn) -> None:

@@ -402,8 +402,9 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
     """The inventories that are left; what is on disk already cannot be lost with its node."""
     left = without(state.inventories, node)
     if state.dump is not None and node in state.dump.finished:
-        g, lost = state.dump.restore.generation, state.inventories[node]
-        saved = tuple(holding for holding in lost.holdings if holding.generation == g)
+        written = state.dump.chains | {state.dump.restore.generation}
+        lost = state.inventories[node]
+        saved = tuple(holding for holding in lost.holdings if holding.generation in written)
         left = left.set(node, replace(lost, holdings=saved))
     return left
 

@@ -159,11 +159,14 @@ class PauseOrder:
 
 @dataclass(frozen=True)
 class DumpOrder:
-    """What is being written to disk, and which nodes have finished."""
+    """What is being written to disk, and which nodes have finished. ``chains``: generations that
+    are written in part, for roles that recompute their shard parts from them.
+    """
 
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
+    chains: frozenset[Generation] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -167,3 +167,22 @@ def _whose(rule: Rule) -> str:
     part = "" if rule.part == ANY else rule.part
     domain = "" if rule.domain == ANY else f"in {rule.domain}"
     return f"{' '.join(filter(None, (part, domain)))}: "
+
+
+def may_recompute(settings: Settings) -> bool:
+    """Whether slots have room for steps: fixed for a run, for it is part of the layout."""
+    return settings.protection == Kind.RECOMPUTE
+
+
+def recomputes(plan: ProtectionPlan) -> bool:
+    """Whether members have to keep the steps to their generations."""
+    return Kind.RECOMPUTE in plan.kinds
+
+
+def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
+    """The same plan with whole copies of every generation."""
+    rules = tuple(
+        replace(rule, scheme=Scheme(Kind.BUDDY)) if rule.scheme.kind is Kind.RECOMPUTE else rule
+        for rule in plan.rules
+    )
+    return replace(plan, rules=rules)

@@ -64,6 +64,7 @@ class VaultClient:
         self._bad: str | None = None
         self._reply: dict[str, Any] | None = None
         self._pending: dict[tuple[Generation, str], tuple[int, bytes]] = {}
+        self._rehearsed = False
 
     # Registration.
 
@@ -75,6 +76,7 @@ class VaultClient:
         """
         path = self._directory / own_name(layout.role, self._seat)
         if self._segment is None or self._segment.path != path:
+            self._rehearsed = False  # another role updates other parameters
             if path.exists():
                 self._segment = Segment.open(path)
             else:
@@ -101,14 +103,33 @@ class VaultClient:
 
     # Writing.
 
+    def rehearsed(self, matched: bool) -> None:
+        """Tell the vault whether a replay of an update gave the same bytes as the update."""
+        self._rehearsed = matched
+        self.tell({"t": "rehearsed", "matched": matched})
+
+    def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
+        """Bytes of a part in this member's own segment, None unless they are sealed there.
+
+        They stay as they are until the role has passed the next gate.
+        """
+        segment = self._own()
+        for slot in range(segment.slots):
+            entry = segment.entry(slot, name)
+            whole = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+            if whole and segment.generation(slot) == generation:
+                return segment.data(slot, name, entry.nbytes)
+        return None
+
     def begin(self, generation: Generation, epoch: int) -> SlotWriter:
-        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage).
+        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage) or be
+        the one that the epoch begins with, recomputed.
 
         Never the slot with the newest sealed generation, nor one whose successor this role has not
         committed in this epoch; among the others the one with the oldest. Raises Frozen while the
         epoch is closed, VaultError when no slot may be overwritten (a gate was left out).
         """
-        if generation.lineage != epoch:
+        if generation.lineage != epoch and generation != self._restored:
             raise VaultError(f"{generation} was not computed in epoch {epoch}")
         if epoch < self._epoch:
             raise Frozen(f"epoch {epoch} is over")
@@ -130,7 +151,7 @@ class VaultClient:
         newest_committed = self.newest_committed
         known = [newest_committed[0] if newest_committed else None, self._restored]
         floor = max((g for g in known if g is not None), default=None)
-        slots = range(segment.layout.slots)
+        slots = range(segment.slots)
         sealed = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
         newest = max(sealed, default=None)
         free: list[tuple[Generation, int]] = []
@@ -163,7 +184,7 @@ class VaultClient:
             )
         if segment.is_frozen():
             raise Frozen(f"epoch {self._epoch} has been closed")
-        for slot in range(segment.layout.slots):
+        for slot in range(segment.slots):
             state = segment.state(slot)
             held = state in (SlotState.FILLED, SlotState.SEALED)
             if held and segment.generation(slot) == generation:
@@ -317,7 +338,8 @@ class VaultClient:
             seat, layout = self._seat.to_list(), self._layout.to_dict()
             try:
                 link.connect(self._path)
-                framing.send(link, {"t": "member", "seat": seat, "layout": layout})
+                hello = {"seat": seat, "layout": layout, "rehearsed": self._rehearsed}
+                framing.send(link, {"t": "member", **hello})
             except OSError:
                 link.close()
                 return

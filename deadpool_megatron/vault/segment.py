@@ -1,6 +1,7 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: one page of words, the description (JSON: role, seat, layout), then ``layout.slots`` slots.
+File: one page of words, the description (JSON: role, seat, layout, slots), then the slots: as many
+as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault; a
 ``copy-*`` file is written by the vault alone.
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import mmap
 import os
@@ -36,7 +36,8 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.errors import SegmentError, VaultError
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.memory import allocate
 
 PAGE = 4096
 _MAGIC = 0x3130_4745_5350_4D44  # "DMPSEG01", little endian
@@ -147,8 +148,12 @@ def _pages(nbytes: int) -> int:
 class _Geometry:
     """Where everything lies in the file, derived from its description alone."""
 
-    def __init__(self, layout: RoleLayout, seat: Seat | None) -> None:
-        described = {"layout": layout.to_dict(), "seat": seat.to_list() if seat else None}
+    def __init__(self, layout: RoleLayout, seat: Seat | None, slots: int) -> None:
+        described = {
+            "layout": layout.to_dict(),
+            "seat": seat.to_list() if seat else None,
+            "slots": slots,
+        }
         self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
         self.first = PAGE + _pages(len(self.description))
         self.header = _pages(8 * (_ENTRIES + _ENTRY_WORDS * len(layout.parts)))
@@ -157,7 +162,7 @@ class _Geometry:
         for part in layout.parts:
             self.offsets[part.name] = self.stride
             self.stride += _pages(part.nbytes)
-        self.nbytes = self.first + self.stride * layout.slots
+        self.nbytes = self.first + self.stride * slots
 
 
 class Segment:
@@ -170,14 +175,16 @@ class Segment:
         layout: RoleLayout,
         seat: Seat | None,
         file: int,
+        slots: int,
         writable: bool = True,
     ) -> None:
         self.path = path
         self.layout = layout
         self.seat = seat
+        self.slots = slots
         self._file = file
         self._index = {part.name: i for i, part in enumerate(layout.parts)}
-        self._geometry = geometry = _Geometry(layout, seat)
+        self._geometry = geometry = _Geometry(layout, seat, slots)
         self.nbytes = geometry.nbytes
         self._reserved: set[tuple[int, str]] = set()
         try:
@@ -193,34 +200,39 @@ class Segment:
         self._words = self._bytes[:PAGE].cast("Q")
         self._slots = [
             self._bytes[start : start + geometry.header].cast("Q")
-            for start in (geometry.first + i * geometry.stride for i in range(layout.slots))
+            for start in (geometry.first + i * geometry.stride for i in range(slots))
         ]
 
     @staticmethod
     def create(
-        path: Path, layout: RoleLayout, seat: Seat | None, reserve: Collection[str]
+        path: Path,
+        layout: RoleLayout,
+        seat: Seat | None,
+        reserve: Collection[str],
+        slots: int | None = None,
     ) -> Segment:
         """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
 
+        ``slots``: how many, if not as many as the layout says.
         Raises VaultError, naming the file system and the bytes needed, when there is no room.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        geometry = _Geometry(layout, seat)
+        slots = layout.slots if slots is None else slots
+        geometry = _Geometry(layout, seat, slots)
         description = geometry.description
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
             headers = [
-                (geometry.first + slot * geometry.stride, geometry.header)
-                for slot in range(layout.slots)
+                (geometry.first + slot * geometry.stride, geometry.header) for slot in range(slots)
             ]
-            _allocate(file, path, [(0, geometry.first), *headers])
+            allocate(file, path, [(0, geometry.first), *headers])
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)
             raise
         try:
-            segment = Segment(path, layout, seat, file)
+            segment = Segment(path, layout, seat, file, slots)
             segment.reserve(reserve)
             words = segment._words
             words[_W_LENGTH] = len(description)
@@ -239,14 +251,14 @@ class Segment:
         role, seat = parse_name(path.name)
         file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
-            layout = _read_description(file, path)
+            layout, slots = _read_description(file, path)
         except BaseException:
             os.close(file)
             raise
         if layout.role != role:
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
-        return Segment(path, layout, seat, file, writable)
+        return Segment(path, layout, seat, file, slots, writable)
 
     def __del__(self) -> None:
         # The mapping itself goes with its last memoryview.
@@ -265,15 +277,27 @@ class Segment:
         """
         wanted = {
             (slot, name)
-            for slot in (range(self.layout.slots) if slots is None else slots)
+            for slot in (range(self.slots) if slots is None else slots)
             for name in names
         } - self._reserved
-        _allocate(
+        allocate(
             self._file,
             self.path,
             [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],
         )
         self._reserved |= wanted
+
+    def give_back(self, names: Collection[str], slot: int) -> None:
+        """Let go of the memory behind parts of a slot, which nobody may read any more.
+
+        A file system that cannot do that keeps it.
+        """
+        for name in names:
+            size = _pages(self.capacity(name))
+            if size:
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE, self.offset(slot, name), size)
+            self._reserved.discard((slot, name))
 
     def capacity(self, name: str) -> int:
         """Most bytes the part may have. Raises KeyError for an unknown part."""
@@ -411,31 +435,14 @@ class Segment:
         words[index] = value
 
 
-def _read_description(file: int, path: Path) -> RoleLayout:
+def _read_description(file: int, path: Path) -> tuple[RoleLayout, int]:
     words = memoryview(os.pread(file, PAGE, 0).ljust(PAGE, b"\0")).cast("Q")
     length = min(words[_W_LENGTH], 64 << 20)
     text = os.pread(file, length, PAGE)
     if words[_W_MAGIC] != _MAGIC or xxhash.xxh3_64_intdigest(text) != words[_W_CHECKSUM]:
         raise SegmentError(f"{path} is not a whole segment")
     try:
-        return RoleLayout.from_dict(json.loads(text)["layout"])
+        described = json.loads(text)
+        return RoleLayout.from_dict(described["layout"]), int(described["slots"])
     except (KeyError, TypeError, ValueError) as error:
         raise SegmentError(f"{path}: description not understood: {error}") from error
-
-
-def _allocate(file: int, path: Path, ranges: list[tuple[int, int]]) -> None:
-    """Reserve memory now: a full file system must be an error here, not SIGBUS later."""
-    try:
-        for start, count in ranges:
-            if count:
-                os.posix_fallocate(file, start, count)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        free = os.statvfs(path.parent)
-        needed = sum(count for _, count in ranges)
-        raise VaultError(
-            f"no room for {path.name}: {needed} bytes needed on {path.parent}"
-            f" (shared memory, usually /dev/shm), {free.f_bavail * free.f_frsize} free:"
-            " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
-        ) from error

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.protection import Protection, ProtectionError, role_layout
+from deadpool_megatron.hooks.layouts import role_layout
+from deadpool_megatron.hooks.protection import Protection, ProtectionError
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.platform.cpu import CpuPlatform
