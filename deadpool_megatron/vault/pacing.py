@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import Generation
 
-# Of the time there is; the rest is for checksums, the last acknowledgement and uneven iterations.
-SHARE = 0.7
+# Of the time there is. Data-parallel training reduces gradients in the second half of an iteration;
+# what is sent before that is in nobody's way, and uneven iterations have their room.
+SHARE = 0.5
 # So few are not a norm yet: full speed until then.
 _LEAST_GAPS = 3
 # Of so many the median is taken: some evaluations and saves among them do not move it.
