@@ -86,7 +86,9 @@ class FakeCommunicators:
 
 
 class FakeProtection:
-    """Notes what it is told."""
+    """Notes what it is told. Every generation is due."""
+
+    is_wanted = True
 
     def __init__(self, calls: list[Any]) -> None:
         self.stall_seconds = 0.0
@@ -100,6 +102,9 @@ class FakeProtection:
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
         self._calls.append(("append", generation, boundary))
+
+    def holds(self, generation: Generation) -> bool:
+        return bool(generation)
 
     def settle(self) -> None:
         self._calls.append("settle")
