@@ -108,7 +108,8 @@ def run_protected(tokens: int, steps: int, base: Path) -> Measured:
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run"),
         *("--nodes", str(NODES), "--spares", "0", "--nproc-per-node", str(NPROC_PER_NODE)),
-        *("--run-dir", str(directory), "--", "-m", "deadpool_megatron.trainer"),
+        *("--run-dir", str(directory), "--deadpool-cadence", "1"),
+        *("--", "-m", "deadpool_megatron.trainer"),
     ]
     tail = EventTail(RunDirectory(directory).events)
 

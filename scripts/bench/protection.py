@@ -138,7 +138,9 @@ def run_protected(
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run"),
         *("--nodes", str(NODES), "--spares", "1", "--nproc-per-node", "1"),
-        *("--run-dir", str(directory), *flags, "--", "-m", "deadpool_megatron.trainer"),
+        # A cadence that follows the measured waits would change what is measured.
+        *("--run-dir", str(directory), "--deadpool-cadence", "1", *flags),
+        *("--", "-m", "deadpool_megatron.trainer"),
         *training_arguments(name, struck_iteration + AFTER),
         *training,
     ]
