@@ -42,7 +42,7 @@ def add_arguments(
             dest=f"{_PREFIX}{entry.name}",
             type=type(default),
             default=default,
-            metavar="BYTES" if entry.name.endswith("_bytes") else _METAVARS[type(default)],
+            metavar=_metavar(entry.name, type(default)),
             help=f"{entry.metadata['help']} (default: {default!r})".replace("%", "%%"),
         )
 
@@ -76,6 +76,11 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
     return {name: value for name, value in values.items() if value is not None}, others
 
 
+def _metavar(name: str, kind: type) -> str:
+    """What a help text shows for the value."""
+    return next((v for unit, v in _UNITS.items() if name.endswith(unit)), _METAVARS[kind])
+
+
 class BadValueError(ValueError):
     """A flag without its value, or with one of the wrong type; one line."""
 
@@ -86,7 +91,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 _PREFIX = "deadpool_"
-_METAVARS = {int: "N", float: "SECONDS", str: "TEXT"}
+# By the unit in the name first.
+_UNITS = {"_bytes": "BYTES", "_seconds": "SECONDS", "_gb": "GB"}
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),

@@ -20,6 +20,7 @@ from deadpool_megatron.cli.checks import (
     check_command,
     check_domains,
     check_journal,
+    check_shared_memory,
     check_sizes,
 )
 from deadpool_megatron.cli.common import (
@@ -158,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
     info = _run_of(run, args)
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
+    check_shared_memory(info, 1)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     if fixed is not None:

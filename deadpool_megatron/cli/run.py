@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     checks.check_journal(directory, info)
     tls.contexts(settings)
     checks.check_modules(modules)
-    checks.check_shared_memory(info)
+    checks.check_shared_memory(info, info.nodes + info.spares)
     checks.check_memory(info)
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")

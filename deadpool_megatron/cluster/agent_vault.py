@@ -275,6 +275,7 @@ def _short(status: Mapping[str, Any]) -> dict[str, Any]:
             role: f"{generation[0]}:{generation[1]}@{boundary}"
             for role, (generation, boundary) in status.get("committed", {}).items()
         },
-        "bytes": sum(status.get("segments", {}).values()),
+        "bytes": status.get("allocated_bytes", 0),
+        **({"limit_bytes": status["limit_bytes"]} if status.get("limit_bytes") else {}),
         **counters,
     }

@@ -15,10 +15,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from deadpool_megatron.cluster.member_link import MemberLink
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
+from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook, model_config
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop
+from deadpool_megatron.hooks.memory import admit
 from deadpool_megatron.hooks.optimizer import (
     ShardState,
     StepHooks,
@@ -78,6 +80,7 @@ class EpochEntry(Stages):
             Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
             link.seat,
             connect_seconds=settings.connect_seconds,
+            memory_bytes=settings.memory_bytes,
         )
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None
@@ -184,6 +187,7 @@ class EpochEntry(Stages):
     def restore(self, record: EpochRecord, role: int) -> None:
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
+        self._admit(record)
         self.protection.enter(record.epoch)
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
         for dimension in self._dimensions:
@@ -282,6 +286,19 @@ class EpochEntry(Stages):
         megatron_extras.restore(self.loop, values)
         self._late = values
         self._reports.tell_again(values["told"])
+
+    def _admit(self, record: EpochRecord) -> None:
+        """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has
+        its slots, and lives with fewer copies rather than end."""
+        if record.restore.kind == "memory" or self._vault.has_segment(self.role):
+            return
+        settings = self._settings
+        directory, roles = self._vault.directory, int(os.environ.get("DEADPOOL_NPROC", "1"))
+        pinned = self._platform.is_cuda
+        for text in admit(self.protection.layout, directory, roles, settings, pinned=pinned):
+            print(text, file=sys.stderr, flush=True)
+            if self._link.seat.slot == 0:
+                self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:
         self._drop()

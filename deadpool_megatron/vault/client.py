@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, own_name
@@ -33,13 +34,21 @@ _LOOK_SECONDS = 0.5
 
 
 class VaultClient:
-    """See the module text. ``connect_seconds`` bounds register, which waits for the vault."""
+    """See the module text. ``connect_seconds`` bounds register, which waits for the vault;
+    ``memory_bytes`` what all files of the node may occupy (0: no limit)."""
 
     def __init__(
-        self, socket_path: str, segment_dir: Path, seat: Seat, *, connect_seconds: float
+        self,
+        socket_path: str,
+        segment_dir: Path,
+        seat: Seat,
+        *,
+        connect_seconds: float,
+        memory_bytes: int = 0,
     ) -> None:
         self._path = socket_path
         self._directory = Path(segment_dir)
+        self._budget = Budget(self._directory, memory_bytes)
         self._seat = seat
         self._connect_seconds = connect_seconds
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
@@ -56,19 +65,28 @@ class VaultClient:
 
     # Registration.
 
+    @property
+    def directory(self) -> Path:
+        """The node's, in shared memory."""
+        return self._directory
+
+    def has_segment(self, role: int) -> bool:
+        """Whether the slots of this incarnation for ``role`` have been made."""
+        return (self._directory / own_name(role, self._seat)).exists()
+
     def register(self, layout: RoleLayout, epoch: int) -> None:
         """Make this incarnation's segment for the role, or take it up again; tell the vault.
 
-        Raises VaultError when shared memory is too small, the layout differs from that of an
-        existing segment, or the vault does not answer within ``connect_seconds``.
+        Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
+        of an existing segment, or the vault does not answer within ``connect_seconds``.
         """
         path = self._directory / own_name(layout.role, self._seat)
         if self._segment is None or self._segment.path != path:
             if path.exists():
-                self._segment = Segment.open(path)
+                self._segment = Segment.open(path, budget=self._budget)
             else:
                 names = [part.name for part in layout.parts]
-                self._segment = Segment.create(path, layout, self._seat, names)
+                self._segment = Segment.create(path, layout, self._seat, names, self._budget)
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"

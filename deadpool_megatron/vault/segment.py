@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import mmap
 import os
@@ -36,7 +35,8 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.errors import SegmentError, VaultError
+from deadpool_megatron.vault.budget import Budget
+from deadpool_megatron.vault.errors import SegmentError
 
 PAGE = 4096
 _MAGIC = 0x3130_4745_5350_4D44  # "DMPSEG01", little endian
@@ -135,6 +135,11 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
     return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
 
 
+def segment_bytes(layout: RoleLayout) -> int:
+    """Memory that a segment takes with all its slots in use, headers included."""
+    return _Geometry(layout, None).nbytes
+
+
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
@@ -166,8 +171,10 @@ class Segment:
         seat: Seat | None,
         file: int,
         writable: bool = True,
+        budget: Budget | None = None,
     ) -> None:
         self.path = path
+        self._budget = budget or Budget(path.parent)
         self.layout = layout
         self.seat = seat
         self._file = file
@@ -193,15 +200,21 @@ class Segment:
 
     @staticmethod
     def create(
-        path: Path, layout: RoleLayout, seat: Seat | None, reserve: Collection[str]
+        path: Path,
+        layout: RoleLayout,
+        seat: Seat | None,
+        reserve: Collection[str],
+        budget: Budget | None = None,
     ) -> Segment:
         """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
 
-        Raises VaultError, naming the file system and the bytes needed, when there is no room.
+        Raises NoRoom, naming where there is none and the bytes needed. ``budget``: the limit for
+        all files there; none for a dump on disk.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         geometry = _Geometry(layout, seat)
         description = geometry.description
+        budget = budget or Budget(path.parent)
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
@@ -209,13 +222,13 @@ class Segment:
                 (geometry.first + slot * geometry.stride, geometry.header)
                 for slot in range(layout.slots)
             ]
-            _allocate(file, path, [(0, geometry.first), *headers])
+            budget.allocate(file, path, [(0, geometry.first), *headers])
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)
             raise
         try:
-            segment = Segment(path, layout, seat, file)
+            segment = Segment(path, layout, seat, file, budget=budget)
             segment.reserve(reserve)
             words = segment._words
             words[_W_LENGTH] = len(description)
@@ -229,7 +242,7 @@ class Segment:
         return segment
 
     @staticmethod
-    def open(path: Path, writable: bool = True) -> Segment:
+    def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
         """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
         role, seat = parse_name(path.name)
         file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -241,7 +254,7 @@ class Segment:
         if layout.role != role:
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
-        return Segment(path, layout, seat, file, writable)
+        return Segment(path, layout, seat, file, writable, budget)
 
     def __del__(self) -> None:
         # The mapping itself goes with its last memoryview.
@@ -256,14 +269,14 @@ class Segment:
     def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
         """Have memory behind the named parts of all or some slots, once.
 
-        Raises VaultError when there is no room. A copy reserves what is shipped, when it comes.
+        Raises NoRoom. A copy reserves what is shipped, when it comes.
         """
         wanted = {
             (slot, name)
             for slot in (range(self.layout.slots) if slots is None else slots)
             for name in names
         } - self._reserved
-        _allocate(
+        self._budget.allocate(
             self._file,
             self.path,
             [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],
@@ -416,21 +429,3 @@ def _read_description(file: int, path: Path) -> RoleLayout:
         return RoleLayout.from_dict(json.loads(text)["layout"])
     except (KeyError, TypeError, ValueError) as error:
         raise SegmentError(f"{path}: description not understood: {error}") from error
-
-
-def _allocate(file: int, path: Path, ranges: list[tuple[int, int]]) -> None:
-    """Reserve memory now: a full file system must be an error here, not SIGBUS later."""
-    try:
-        for start, count in ranges:
-            if count:
-                os.posix_fallocate(file, start, count)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise
-        free = os.statvfs(path.parent)
-        needed = sum(count for _, count in ranges)
-        raise VaultError(
-            f"no room for {path.name}: {needed} bytes needed on {path.parent}"
-            f" (shared memory, usually /dev/shm), {free.f_bavail * free.f_frsize} free:"
-            " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
-        ) from error

@@ -200,6 +200,8 @@ class Vault:
                 },
                 "segments": {n: s.nbytes for n, s in state.table.segments.items()},
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
+                "allocated_bytes": state.table.budget.used_bytes(),
+                "limit_bytes": state.table.budget.limit_bytes,
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }
 

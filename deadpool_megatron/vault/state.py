@@ -26,6 +26,7 @@ from deadpool_megatron.layout.records import (
     Seat,
 )
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, copy_name
@@ -61,7 +62,7 @@ class VaultState:
     ) -> None:
         self.node = node
         self.settings = settings
-        self.table = Table(directory)
+        self.table = Table(directory, Budget(directory, settings.memory_bytes))
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
@@ -173,7 +174,7 @@ class VaultState:
                 segment = self.table.copy(layout.role)
             if segment is None:
                 path = self.table.directory / copy_name(layout.role)
-                segment = Segment.create(path, layout, None, ())
+                segment = Segment.create(path, layout, None, (), self.table.budget)
                 with self.lock:
                     self.table.segments[path.name] = segment
             elif segment.layout.layout_hash != layout.layout_hash:

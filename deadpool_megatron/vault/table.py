@@ -20,6 +20,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     extras_part,
 )
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.segment import (
     PartEntry,
@@ -66,8 +67,9 @@ class Place:
 class Table:
     """All segments of one node's directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, budget: Budget | None = None) -> None:
         self.directory = directory
+        self.budget = budget or Budget(directory)
         self.segments: dict[str, Segment] = {}
         self.pins: Counter[tuple[str, int]] = Counter()
         self.writers: set[tuple[str, int]] = set()
@@ -94,7 +96,7 @@ class Table:
         """The mapped segment of that name. Raises SegmentError or OSError."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = Segment.open(self.directory / name)
+            segment = self.segments[name] = Segment.open(self.directory / name, budget=self.budget)
             if self._promised is not None and segment.seat is not None:
                 segment.freeze(True)
         return segment
