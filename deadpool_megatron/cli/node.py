@@ -44,9 +44,10 @@ from deadpool_megatron.cli.slurm_environment import (
 )
 from deadpool_megatron.cluster.agent import EXIT_FENCED
 from deadpool_megatron.cluster.agent_options import AgentOptions
-from deadpool_megatron.cluster.agent_process import NodeTaken, run_agent
+from deadpool_megatron.cluster.agent_process import run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
@@ -214,8 +215,8 @@ def _serve(
     standby: bool,
 ) -> int:
     """One agent after the other: each comes back as another node than the one that was fenced."""
-    node, secret = place.node, auth.load_secret(run.path)
-    for _ in range(max(0, args.rejoin) + 1):
+    node, secret, rejoins = place.node, auth.load_secret(run.path), max(0, args.rejoin)
+    for attempt in range(rejoins + 1):
         if node is None:
             node = _attach(run, info, fixed)
         options = AgentOptions(
@@ -230,6 +231,8 @@ def _serve(
             modules=modules,
             directory=Path.cwd(),
             standby=_standby_command(run, place.host, node, args) if standby else (),
+            takes_up=True,
+            keeps_slots=attempt < rejoins,
         )
         try:
             status = run_agent(options)
@@ -238,6 +241,8 @@ def _serve(
         if status != EXIT_FENCED or _is_over(run):
             break
         node = None
+    if _is_over(run):
+        remove_unclaimed(info.run_id)
     try:
         return int(read_json(run.final)["exit_status"])
     except (OSError, ValueError, KeyError):

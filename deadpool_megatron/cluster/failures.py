@@ -31,6 +31,7 @@ class FailureKind(StrEnum):
     DRAINED = "drained"  # planned: a node was asked to leave, copies are moved, the run is to end
     STORE_LOST = "store-lost"  # the process in which communicators meet
     COORDINATOR = "coordinator"  # the coordinator was replaced
+    RESTART = "restart"  # all processes had ended, and were started again
 
 
 IN_WORDS: dict[FailureKind, str] = {
@@ -49,6 +50,7 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.DRAINED: "planned",
     FailureKind.STORE_LOST: "the store was lost",
     FailureKind.COORDINATOR: "the coordinator was replaced",
+    FailureKind.RESTART: "all processes were started again",
 }
 
 

@@ -96,12 +96,14 @@ class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
     ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
+    ``keeps_slots``: the agents do not remove what they hold in memory.
     """
 
     exit_status: int
     reason: str
     resume: Restore | None = None
     kind: str = ""
+    keeps_slots: bool = False
 
 
 @dataclass(frozen=True)

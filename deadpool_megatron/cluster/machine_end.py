@@ -95,8 +95,11 @@ def finish(
     reason: str,
     resume: Restore | None = None,
     kind: FailureKind | None = None,
+    *,
+    keeps_slots: bool = False,
 ) -> None:
-    """End the run; the agents get ``close_seconds`` to go."""
+    """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
+    there, for a start with the same run directory."""
     if turn.state.phase in (Phase.ENDING, Phase.ENDED):
         return
     end_recovery(turn)
@@ -107,7 +110,7 @@ def finish(
         suspicion=None,
     )
     named = str(kind or "")
-    turn.act(Finish(status, reason, resume, named))
+    turn.act(Finish(status, reason, resume, named, keeps_slots))
     turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)
     check_ended(turn)
 

@@ -30,6 +30,7 @@ class NodeJoined:
     ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
     one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
     it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last.
+    ``found``: what lay in its memory before it started, as long as it has adopted no record.
     """
 
     node: int
@@ -41,6 +42,7 @@ class NodeJoined:
     epoch: int = 0
     closed: int = 0
     restored: Mapping[int, int] = field(default_factory=dict)
+    found: Inventory | None = None
 
 
 @dataclass(frozen=True)

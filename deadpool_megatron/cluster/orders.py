@@ -86,9 +86,9 @@ class Orders:
         """A checkpoint is valid: its writers need wait no longer."""
         self._peers.send_all({"t": "durable-done", "iteration": iteration})
 
-    def stop(self, reason: str) -> None:
-        """The run is over."""
-        self._peers.send_all({"t": "stop", "reason": reason, "remove": True})
+    def stop(self, reason: str, *, remove: bool) -> None:
+        """The run is over; ``remove``: the slots, too."""
+        self._peers.send_all({"t": "stop", "reason": reason, "remove": remove})
 
     def _send(self, node: int, message: Mapping[str, Any]) -> None:
         peer = self._peers.agents.get(node)

@@ -419,6 +419,18 @@ class Segment:
         words[index] = value
 
 
+def newest_sealed(directory: Path) -> Generation:
+    """Of all segments in a directory that no vault has open; (-1, -1) where nothing is sealed."""
+    newest = Generation(-1, -1)
+    for path in directory.glob("*.seg"):
+        with contextlib.suppress(SegmentError, OSError):
+            segment = Segment.open(path, writable=False)
+            for slot in range(segment.layout.slots):
+                if segment.state(slot) is SlotState.SEALED:
+                    newest = max(newest, segment.generation(slot))
+    return newest
+
+
 def _read_description(file: int, path: Path) -> RoleLayout:
     words = memoryview(os.pread(file, PAGE, 0).ljust(PAGE, b"\0")).cast("Q")
     length = min(words[_W_LENGTH], 64 << 20)
