@@ -97,6 +97,7 @@ def found_slots(node: int, segments: Path) -> Inventory | None:
     """
     table = Table(segments)
     table.scan()
+    table.remove_empty()  # of processes that died before they computed anything
     holdings = table.holdings()
     return Inventory(node, 0, holdings, table.layouts()) if holdings else None
 

@@ -96,7 +96,7 @@ class Obtainer:
 
     def _obtain_part(self, layout: RoleLayout, name: str, deadline: float) -> Place:
         restore, tried = self._record.restore, []
-        place = self._local(name)
+        place = self._local(layout, name)
         if place is not None:
             return place
         if restore.kind == "dump":
@@ -124,11 +124,13 @@ class Obtainer:
                 )
         raise RestoreUnavailable(name, tuple(tried))
 
-    def _local(self, name: str) -> Place | None:
-        """Checked bytes that this node holds for the role itself."""
+    def _local(self, layout: RoleLayout, name: str) -> Place | None:
+        """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._state.lock:
             places = self._state.table.find(self._role, self._record.restore.generation, name)
         for place in places:
+            if place.segment.layout.layout_hash != layout.layout_hash:
+                continue
             found = checksum(place.view)
             if found == place.checksum:
                 return place

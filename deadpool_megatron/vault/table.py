@@ -160,9 +160,16 @@ class Table:
         )
 
     def layouts(self) -> tuple[RoleLayout, ...]:
-        """One layout for each role that has a segment here."""
+        """One layout for each role that has a segment here, of one that holds something if any."""
         found = {s.layout.role: s.layout for s in self.segments.values()}
+        found |= {s.segment.layout.role: s.segment.layout for s in self.sealed() if s.parts}
         return tuple(found[role] for role in sorted(found))
+
+    def remove_empty(self) -> None:
+        """Take away segments without a sealed part; only while no process fills one."""
+        holding = {slot.segment.path for slot in self.sealed() if slot.parts}
+        for segment in [s for s in self.segments.values() if s.path not in holding]:
+            self.remove(segment)
 
     # Closing and opening an epoch.
 
