@@ -241,12 +241,13 @@ def _serve(
         if status != EXIT_FENCED or _is_over(run):
             break
         node = None
-    if _is_over(run):
-        remove_unclaimed(info.run_id)
     try:
-        return int(read_json(run.final)["exit_status"])
+        ended = int(read_json(run.final)["exit_status"])
     except (OSError, ValueError, KeyError):
         return status
+    if ended == 0:  # else what agents that died have left may complete what was dumped
+        remove_unclaimed(info.run_id)
+    return ended
 
 
 def _standby_command(

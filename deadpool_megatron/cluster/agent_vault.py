@@ -171,6 +171,9 @@ class VaultKeeper:
         control = await self._connected()
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
+        held = [Generation.from_list(one) for one in message.get("held", ())]
+        if held:
+            return await control.dump_held(str(message["directory"]), held, limit)
         return await control.dump(
             str(message["directory"]), generation, str(message["boundary"]), limit
         )

@@ -332,6 +332,12 @@ def _dumped(turn: Turn, event: ev.Dumped) -> None:
         turn.refuse("dump", "not asked for", event.node)
         return
     awaited = order.awaited.without(event.node)
+    if event.error and order.last is not None:
+        turn.set(dump=replace(order, awaited=awaited))
+        text = f"node {event.node} could not write all it holds: {event.error}"
+        turn.emit(Kind.LOG, node=event.node, level="error", text=text)
+        machine_end.check_dumped(turn)
+        return
     if event.error:
         left = without(turn.state.inventories, event.node)
         turn.set(dump=replace(order, awaited=awaited), inventories=left)

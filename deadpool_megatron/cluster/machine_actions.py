@@ -83,12 +83,15 @@ class Pause:
 
 @dataclass(frozen=True)
 class Dump:
-    """The vaults of ``nodes`` write what they hold of the generation to ``directory``."""
+    """The vaults of ``nodes`` write what they hold of the generation to ``directory``; if ``held``
+    is not empty, of all these generations, each to its own directory below.
+    """
 
     nodes: tuple[int, ...]
     directory: str
     generation: Generation
     boundary: str
+    held: tuple[Generation, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.machine_actions import (
     WriteRecord,
 )
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
-from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
+from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_held, finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,
@@ -138,7 +138,7 @@ def decide(turn: Turn) -> None:
         if state.returning:
             _wait_for_return(turn, restore.reason)
         else:
-            finish(turn, 1, restore.reason)
+            dump_held(turn, 1, restore.reason)
         return
     if seats.unseated:
         _wait_for_spare(turn, seats)

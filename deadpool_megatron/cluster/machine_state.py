@@ -158,12 +158,23 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
+class LastWords:
+    """How the run ends when everything that is held has been written."""
+
+    status: int
+    reason: str
+    resume: Restore | None
+
+
+@dataclass(frozen=True)
 class DumpOrder:
-    """What is being written to disk, and which nodes have finished."""
+    """What is being written to disk, and which nodes have finished. ``last``: all that the nodes
+    hold, as no generation is whole; else the one generation of ``restore``."""
 
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
+    last: LastWords | None = None
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,15 @@ class Orders:
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
             case actions.Pause(epoch, iteration):
                 self._peers.send_all({"t": "pause", "epoch": epoch, "iteration": iteration})
-            case actions.Dump(nodes, directory, generation, boundary):
-                message = {"t": "dump", "directory": directory, "boundary": boundary}
+            case actions.Dump(nodes, directory, generation, boundary, held):
+                dump: dict[str, Any] = {
+                    "t": "dump",
+                    "directory": directory,
+                    "boundary": boundary,
+                    "held": [one.to_list() for one in held],
+                }
                 for node in nodes:
-                    self._send(node, {**message, "generation": generation.to_list()})
+                    self._send(node, {**dump, "generation": generation.to_list()})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""

@@ -3,8 +3,9 @@
 Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
 its launcher. They belong to whoever holds the lock in the directory. The next agent of the same
 node takes them as its own; one that comes back under another number moves them into its directory.
-They are removed by the agents at the end of the run, by an agent that was put aside for good, and
-by ``deadpool clean``.
+They are removed by their agent when it is told that the run is over or goes on without it for good;
+those without an agent by any agent of the host at the good end of the run, by a run that resumes a
+failed one after it has written them to disk, and by ``deadpool clean``.
 """
 
 from __future__ import annotations

@@ -178,25 +178,32 @@ class Obtainer:
         return self._seal(segment, slot, name, nbytes, expected)
 
     def _load(self, layout: RoleLayout, name: str, directory: Path) -> Place:
-        """Read a part from the files of a dump."""
+        """Read a part from the files of a dump: of the role, else of one with the same bytes."""
         tried = []
-        for dumped in dump_files(directory, self._role):
-            why = self._unfit(dumped, layout, name)
-            if why is None:
-                with self._target(layout) as (segment, slot):
-                    place = self._read(dumped, segment, slot, name)
-                if place is not None:
-                    return place
-                why = "checksum does not match"
-            node = int(dumped.path.stem.rsplit("-", 1)[1])
-            tried.append((node, self._role, why))
+        (part,) = (part for part in layout.parts if part.name == name)
+        for role in (self._role, *(other for other in part.replicas if other != self._role)):
+            for dumped in dump_files(directory, role):
+                why = self._unfit(dumped, layout, name)
+                if why is None:
+                    with self._target(layout) as (segment, slot):
+                        place = self._read(dumped, segment, slot, name)
+                    if place is not None:
+                        return place
+                    why = "checksum does not match"
+                node = int(dumped.path.stem.rsplit("-", 1)[1])
+                tried.append((node, role, why))
         raise RestoreUnavailable(name, tuple(tried))
 
     def _unfit(self, dumped: Segment, layout: RoleLayout, name: str) -> str | None:
         """Why a dump file cannot give the part, or None. The generation may have had another
         lineage in the run that wrote it."""
-        if dumped.layout.layout_hash != layout.layout_hash:
+        own = dumped.layout.role == layout.role
+        sizes = {part.name: part.nbytes for part in layout.parts}
+        theirs = {part.name: part.nbytes for part in dumped.layout.parts}
+        if own and dumped.layout.layout_hash != layout.layout_hash:
             return "other layout"
+        if theirs.get(name) != sizes[name]:
+            return "other size"
         if dumped.generation(0).iteration != self._record.restore.generation.iteration:
             return f"holds {dumped.generation(0)}"
         if dumped.entry(0, name).state is not PartState.SEALED:

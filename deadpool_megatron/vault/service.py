@@ -23,7 +23,7 @@ from typing import Any
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.dumping import dump
+from deadpool_megatron.vault.dumping import dump, dump_held
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
 from deadpool_megatron.vault.members import MemberDialogue, Members
@@ -140,6 +140,7 @@ class Vault:
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
+            "dump-held": self._dump_held,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -151,7 +152,7 @@ class Vault:
                 reply = {"ok": False, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind == "dump":  # slow: an order to close must not wait behind it
+        if kind in ("dump", "dump-held"):  # slow: an order to close must not wait behind it
             threading.Thread(target=answer, name="dump", daemon=True).start()
         else:
             answer()
@@ -209,6 +210,10 @@ class Vault:
         generation = Generation.from_list(message["generation"])
         roles, directory = message.get("roles"), Path(message["directory"])
         return dump(self._state, directory, generation, str(message["boundary"]), roles)
+
+    def _dump_held(self, message: Mapping[str, Any]) -> list[str]:
+        held = [Generation.from_list(one) for one in message["held"]]
+        return dump_held(self._state, Path(message["directory"]), held)
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

@@ -12,7 +12,8 @@ from deadpool_megatron.cluster import cleanup, posix
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.agents import Agents
-from tests.cluster.running import Run, deadpool, send
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")
@@ -134,3 +135,30 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
         assert set(decided(agents.events())[1:]) == {"memory"}
         log = (tmp_path / "r-outputs" / f"{node}.out").read_text()
         assert f"takes up the slots of node {node}" in log
+
+
+def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> None:
+    """Who is left writes what it holds; what the dead node left in memory completes it."""
+    options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")
+    with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
+        agents.wait_iteration(5)
+        agents.power_off(1 if agents.term().node == 0 else 0)
+        agents.wait_for("the end", agents.run.final.exists)
+        final = read_json(agents.run.final)
+        assert final["exit_status"] == 1
+        assert "wrote what they held" in final["reason"]
+        for agent in agents.agents.values():
+            agent.wait(60)
+        resumed = deadpool(
+            *("run", "--resume", str(agents.run.path), "--run-dir", str(tmp_path / "new")),
+            *("--nodes", "2", "--nproc-per-node", "1", *FAST, "--", MEMBER),
+            *("--iterations", str(final["iterations"] + 5)),
+        )
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        assert "goes on from generation 1:" in resumed.stdout
+        new = read_json(tmp_path / "new" / "final.json")
+        for role in range(2):
+            expected = expected_sha256(role, final["iterations"] + 5)
+            assert new["roles"][str(role)]["sha256"] == expected
+        verified = deadpool("verify", str(agents.run.path))
+        assert verified.returncode == 0, verified.stdout
