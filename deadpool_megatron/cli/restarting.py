@@ -43,7 +43,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
     """
     try:
         old = run.read_run()
-    except RunDirectoryError:
+    except (RunDirectoryError, NotADirectoryError):
         return None
     if run.final.exists() and not slots_are_kept(run):
         return None

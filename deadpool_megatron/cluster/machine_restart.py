@@ -67,4 +67,4 @@ def tell(turn: Turn, restore: Restore) -> None:
         what = f"{where}, iteration {generation.iteration}"
         why = found.reason if isinstance(found, NoRestore) else ""
     text = f"restarted: goes on from {what}: {why}"
-    turn.emit(Kind.LOG, level="info", text=text)
+    turn.emit(Kind.LOG, level="notice", text=text)

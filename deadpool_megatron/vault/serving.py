@@ -195,7 +195,7 @@ class _Connection:
         try:
             segment = state.ensure_copy(layout)
         except VaultError as error:
-            self._refuse("no copy possible", role=role, because=error)
+            self._refuse(f"no copy possible: {error}", role=role)
             return
         slot = state.claim(segment, generation, epoch)
         if slot is None:
@@ -205,7 +205,7 @@ class _Connection:
             try:
                 segment.reserve([name for name, _, _ in needed], [slot])
             except VaultError as error:
-                self._refuse("no copy possible", role=role, because=error)
+                self._refuse(f"no copy possible: {error}", role=role)
                 return
             self._channel.send({"t": "need", "parts": [name for name, _, _ in needed]})
             for name, size, digest in needed:

@@ -8,6 +8,7 @@ a checksum, a socket call or the reservation of memory.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from deadpool_megatron.vault.table import Place, Table
 log = logging.getLogger(__name__)
 # Strangers must not be able to flood the event log: one event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
+_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
 class Verdict(StrEnum):
@@ -295,7 +297,7 @@ class VaultState:
         """Count something that was not accepted, and report it at most once a second."""
         now = time.monotonic()
         with self.lock:
-            self.counters[f"refused: {why}"] += 1
+            self.counters[_NUMBERS.sub("N", f"refused: {why}")] += 1
             if now - self._reported.get(why, -1e9) < _REFUSAL_EVENT_SECONDS:
                 return
             self._reported[why] = now
