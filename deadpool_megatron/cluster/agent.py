@@ -12,6 +12,7 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import signal
@@ -31,6 +32,7 @@ from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
 from deadpool_megatron.cluster.liveness import Ending
+from deadpool_megatron.cluster.slots import incarnations
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.cluster.telling import RecordKeeper
@@ -51,7 +53,7 @@ class Agent:
 
     def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
-        self._found = found  # what lay in memory before this agent's first vault
+        self._found = found  # in memory, before this agent's first vault
         self._node = options.node
         self._settings = options.info.settings
         self._segments = options.segments
@@ -70,13 +72,14 @@ class Agent:
         self._standby: StandbyKeeper | None = None
 
     async def run(self) -> int:
-        """Serve until the run is over; answers the exit status of the agent process."""
+        """Serve until the run is over; answers the exit status of the agent."""
         method = choose_method(self._settings.start_method)
         starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._members = Members(partial(member_spec, self._options), starter, self._settings, self)
+        self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
@@ -250,13 +253,11 @@ class Agent:
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
         limit = self._settings.close_seconds
-        try:
+        with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
             async with asyncio.timeout(limit):
                 while any(m.drained(epoch) is None and not m.ended.is_set() for m in seated):
                     self._drained.clear()
                     await self._drained.wait()
-        except TimeoutError:
-            pass  # who is late is killed below, with that cause
         killed = [member for member in seated if not member.drained(epoch)]
         for member in killed:
             late = member.drained(epoch) is None
@@ -404,8 +405,7 @@ class Agent:
         try:
             change()
         except OSError as error:
-            text = f"agent of node {self._node}: its listing is not up to date: {error}"
-            print(text, file=sys.stderr, flush=True)
+            print(f"node {self._node}: its listing is not up to date: {error}", file=sys.stderr)
 
     def _launcher_gone(self) -> None:
         assert self._options.lifeline_fd is not None

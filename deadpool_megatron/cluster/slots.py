@@ -10,6 +10,7 @@ failed one after it has written them to disk, and by ``deadpool clean``.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -19,7 +20,8 @@ from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.cleanup import end_processes, node_processes, remove_segments
 from deadpool_megatron.cluster.run_directory import ENVIRONMENT_RUN_ID, RunDirectory, segment_root
 from deadpool_megatron.layout.records import Inventory
-from deadpool_megatron.vault.segment import newest_sealed
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.segment import newest_sealed, parse_name
 from deadpool_megatron.vault.table import Table
 
 _LOCK = "agent.lock"
@@ -101,6 +103,18 @@ def found_slots(node: int, segments: Path) -> Inventory | None:
     table.remove_empty()  # of processes that died before they computed anything
     holdings = table.holdings()
     return Inventory(node, 0, holdings, table.layouts()) if holdings else None
+
+
+def incarnations(node: int, segments: Path) -> dict[int, int]:
+    """Slot -> the highest incarnation of this node whose slots are there: no process may get its
+    name again, and with it the file."""
+    found: dict[int, int] = {}
+    for path in segments.glob("own-*.seg"):
+        with contextlib.suppress(SegmentError):
+            _, seat = parse_name(path.name)
+            if seat is not None and seat.node == node:
+                found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
+    return found
 
 
 def remove_unclaimed(run_id: str) -> None:

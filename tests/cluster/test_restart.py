@@ -38,17 +38,6 @@ def texts(events: list[Event]) -> str:
     return "\n".join(str(e.data.get("text")) for e in events if e.kind is Kind.LOG)
 
 
-def test_every_member_at_once(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0, nproc=2) as run:
-        run.wait_iteration(5)
-        listings = [run.listing(node) for node in range(2)]
-        for pid in [pid for one in listings for pid in one["members"].values()]:
-            send(pid)
-        run.wait_event(Kind.RECOVERED)
-        run.finish()
-        assert decided(run.events())[1:] == ["memory"] * (len(decided(run.events())) - 1)
-
-
 def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
     with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
         run.wait_iteration(5)

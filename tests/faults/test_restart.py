@@ -37,8 +37,9 @@ def take_all_down(directory: Path) -> None:
     assert not posix.wait_gone(left, 60)
 
 
-def test_members_then_everything(tmp_path: Path) -> None:
-    """All members with the coordinator; then the launcher with all; the same command goes on."""
+def test_members_then_everything_then_another_model(tmp_path: Path) -> None:
+    """All members; then launcher and coordinator with all; then another model is refused, with the
+    slots kept; then the same command goes on."""
     directory = tmp_path / "run"
 
     def all_of_it() -> None:
@@ -55,20 +56,12 @@ def test_members_then_everything(tmp_path: Path) -> None:
     assert first.status != 0
     assert not (directory / "final.json").exists()
     assert list(segment_root(RunDirectory(directory).read_run().run_id).glob("node*/own-*.seg"))
-    again = run_job(directory, LAYOUT, ITERATIONS, [])
-    assert set(restart_kinds(again)[1:]) == {"memory"}, again.story()
-    assert_unnoticed(again, reference(LAYOUT, ITERATIONS), [])
-    assert "all" in first.fired
-
-
-def test_another_model_does_not_take_the_slots(tmp_path: Path) -> None:
-    """One line says so, nothing is trained, and the slots stay for the right command."""
-    directory = tmp_path / "run"
-    run_job(directory, LAYOUT, ITERATIONS, [], when_stepping=(4, lambda: take_all_down(directory)))
-    program = trainer(LAYOUT, ITERATIONS, "--hidden-size 64")
-    wrong = run_program(directory, program)
+    wrong = run_program(directory, trainer(LAYOUT, ITERATIONS, "--hidden-size 64"))
     assert wrong.status == 2, wrong.story()
     assert "the state in memory is of another model" in wrong.output
     assert read_json(directory / "final.json")["slots_kept"]
     again = run_job(directory, LAYOUT, ITERATIONS, [])
+    assert set(restart_kinds(again)[1:]) == {"memory"}, again.story()
     assert_unnoticed(again, reference(LAYOUT, ITERATIONS), [])
+    assert "all" in first.fired
+    assert "restarted: goes on from generation" in again.output
