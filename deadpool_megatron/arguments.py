@@ -42,7 +42,7 @@ def add_arguments(
             dest=f"{_PREFIX}{entry.name}",
             type=type(default),
             default=default,
-            metavar=_metavar(entry.name, type(default)),
+            metavar=_UNITS.get(entry.name.rsplit("_", 1)[-1], _METAVARS[type(default)]),
             help=f"{entry.metadata['help']} (default: {default!r})".replace("%", "%%"),
         )
 
@@ -76,11 +76,6 @@ def given_in(arguments: Sequence[str], *, script: bool) -> tuple[dict[str, Any],
     return {name: value for name, value in values.items() if value is not None}, others
 
 
-def _metavar(name: str, kind: type) -> str:
-    """What a help text shows for the value."""
-    return next((v for unit, v in _UNITS.items() if name.endswith(unit)), _METAVARS[kind])
-
-
 class BadValueError(ValueError):
     """A flag without its value, or with one of the wrong type; one line."""
 
@@ -91,9 +86,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 _PREFIX = "deadpool_"
-# By the unit in the name first.
-_UNITS = {"_bytes": "BYTES", "_seconds": "SECONDS", "_gb": "GB"}
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+_UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS", "gb": "GB"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),

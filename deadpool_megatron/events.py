@@ -52,11 +52,13 @@ class Kind(StrEnum):
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
-    COMMITTED = "committed"  # lineage, boundary, released, bytes shipped for it
+    COMMITTED = "committed"  # lineage, boundary, released, bytes, ship_seconds, window_seconds
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now
     CORRUPTION = "corruption"  # where, expected, found
+    # part, bytes, seconds, blocks: number -> [node, role]; a lost part was computed from parity
+    DECODED = "decoded"
     REFUSED = "refused"  # who, why: a message, connection, seal or commit that was not accepted
     STALE_DIVERGENCE = "divergence"  # a replayed step gave other numbers than the first time
     DURABLE = "durable"  # path: a durable checkpoint became valid

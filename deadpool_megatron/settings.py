@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,7 +56,11 @@ class Settings:
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
     communicator: str = _setting("auto", "communication library: auto, gloo, nccl or fake-nccl")
-    interface: str = _setting("127.0.0.1", "address on which vaults and communicators listen")
+    interface: str = _setting(
+        "127.0.0.1",
+        "address on which vaults and communicators listen, or the name of the network interface"
+        " that has it on each node",
+    )
     start_method: str = _setting(
         "auto", "how members start: auto, fork (from a preloaded agent) or exec (fresh process)"
     )
@@ -124,6 +129,28 @@ class Settings:
         " (compute the iteration once more from the state before it; a second time stop), ignore",
     )
     chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
+    rate_limit_gbps: float = _setting(
+        0.0,
+        "most that a node sends for protection (copies, not restores), in gigabits per second;"
+        " 0: as fast as the pace needs",
+    )
+    dscp: int = _setting(
+        0,
+        "traffic class of the connections that ship copies, as the network's rules name it"
+        " (0 to 63; 8 and 1 are usual for traffic that gives way)",
+    )
+    vault_cpus: str = _setting(
+        "",
+        "processors for each node's vault, like 0-3,8; auto: the last quarter of those that the"
+        " node's processes may use; empty: any",
+    )
+    vault_nice: int = _setting(
+        5, "how much lower the vault's priority for processors is than training's (0 to 19)"
+    )
+    numa: str = _setting(
+        "auto",
+        "auto: slots lie in memory beside their member's device; off: where they come to lie",
+    )
     restarts_in_place: int = _setting(
         20,
         "process restarts on one node within node_crash_window_seconds before the node is given up",
@@ -168,6 +195,23 @@ class Settings:
                 )
         if not 0 <= self.memory_gb < 1e9:
             raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
+        if not 0 <= self.rate_limit_gbps < math.inf:
+            raise SettingsError(
+                "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
+                f" limit, got {self.rate_limit_gbps}"
+            )
+        if not 0 <= self.dscp <= 63:
+            raise SettingsError(f"--deadpool-dscp must be between 0 and 63, got {self.dscp}")
+        if not 0 <= self.vault_nice <= 19:
+            raise SettingsError(
+                f"--deadpool-vault-nice must be between 0 and 19, got {self.vault_nice}"
+            )
+        if not _CPUS.fullmatch(self.vault_cpus):
+            raise SettingsError(
+                "--deadpool-vault-cpus must be a list like 0-3,8, or auto, or empty,"
+                f" got {self.vault_cpus!r}"
+            )
+        self._check_choice("numa", ("auto", "off"))
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
         self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))
@@ -240,6 +284,7 @@ class Settings:
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
 
+_CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 

@@ -24,8 +24,11 @@ from deadpool_megatron.cluster.run_directory import (
     RunInfo,
 )
 from deadpool_megatron.layout.domains import DomainsError, parse_domains
+from deadpool_megatron.layout.parity import MOST_BLOCKS
+from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.machine import available_memory
 from deadpool_megatron.vault.limits import cgroup_memory
+from deadpool_megatron.vault.machine import choose_cpus
 
 _MIB = 1 << 20
 # What a process needs besides its model: interpreter, imports that are not shared, buffers.
@@ -76,11 +79,37 @@ def check_sizes(info: RunInfo) -> None:
     ):
         if value < least:
             raise CommandError(f"{name} must be at least {least}, got {value}")
-    total, replicas = info.nodes + info.spares, info.settings.replicas
+    total, replicas = info.nodes + info.spares, losses_survived(info.settings)
     if replicas >= total:
         raise CommandError(
             f"--deadpool-replicas {replicas} needs at least {replicas + 1} nodes (spares count),"
             f" there are {total}: a copy on the own node protects from nothing"
+        )
+    if info.settings.protection == Kind.PARITY:
+        _check_group(info)
+
+
+def _check_group(info: RunInfo) -> None:
+    """The members of a group and the holders of its blocks are all on different nodes."""
+    total, blocks = info.nodes + info.spares, info.settings.replicas
+    group = min(info.settings.parity_group, info.nodes)
+    if group + blocks > total:
+        other = total - blocks
+        advice = f"set --deadpool-parity-group {other}" if other > 1 else "use buddy"
+        raise CommandError(
+            f"--deadpool-protection parity with groups of {group} and {blocks}"
+            f" block{'' if blocks == 1 else 's'} each needs {group + blocks} nodes (spares count),"
+            f" there are {total}: {advice}"
+        )
+    if info.settings.parity_group + blocks > MOST_BLOCKS:
+        raise CommandError(
+            f"--deadpool-parity-group and --deadpool-replicas may be {MOST_BLOCKS} together,"
+            f" got {info.settings.parity_group} + {blocks}"
+        )
+    if importlib.util.find_spec("zfec") is None and blocks > 1:
+        raise CommandError(
+            f"--deadpool-replicas {blocks} with --deadpool-protection parity needs the package"
+            f" zfec, which is missing in {sys.executable}: pip install 'deadpool-megatron[parity]'"
         )
 
 
@@ -146,6 +175,14 @@ def check_journal(run: RunDirectory, info: RunInfo) -> None:
         raise CommandError(f"--deadpool-journal {info.settings.journal}: {error}") from error
 
 
+def check_vault_cpus(info: RunInfo) -> None:
+    """The processors that the vault is to have are there."""
+    try:
+        choose_cpus(info.settings.vault_cpus, os.sched_getaffinity(0))
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
 def check_address(run: RunDirectory, host: str) -> None:
     """A node that others on other hosts cannot reach would only be found out by its silence."""
     here = socket.gethostname()
@@ -165,7 +202,10 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
         raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
     free = shutil.disk_usage(SEGMENT_ROOT).free
-    needed = info.nproc_per_node * nodes_here * (1 + info.settings.replicas) * COPY_BYTES
+    elsewhere: float = losses_survived(info.settings)
+    if info.settings.protection == Kind.PARITY:
+        elsewhere /= info.settings.parity_group
+    needed = int(info.nproc_per_node * nodes_here * (1 + elsewhere) * COPY_BYTES)
     _check_limit(info, nodes_here, needed, free)
     if free < needed:
         raise CommandError(

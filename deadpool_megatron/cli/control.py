@@ -119,6 +119,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
         f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
         f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}",
         _coordinator_line(status["coordinator"]),
+        f"  protection: {status['protection'] or 'not yet decided'}",
     ]
     for role, known in status["roles"].items():
         node, slot, incarnation = known["seat"]

@@ -16,6 +16,7 @@ from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import CommandError, listen, raw
 from deadpool_megatron.cli.sizes import add_size, make_info
+from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cluster.journal import Journal, JournalError
 from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import Term, claim_term, newest_term
@@ -76,7 +77,7 @@ def _coordinator(args: argparse.Namespace) -> int:
         run.create(make_info(args, settings))
         auth.create_secret(run.path)
     info = run.read_run()
-    host = args.host or info.settings.interface
+    host = args.host or local_address(info.settings.interface)
     if args.listen_fd is not None:
         listener = socket.socket(fileno=args.listen_fd)
     else:

@@ -21,6 +21,7 @@ from pathlib import Path
 from deadpool_megatron.cli.common import coordinator_address, listen
 from deadpool_megatron.cli.node import domain_of
 from deadpool_megatron.cli.preloading import preload_modules
+from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.agent_options import AgentOptions
 from deadpool_megatron.cluster.agent_process import run_agent
@@ -81,6 +82,7 @@ class Launcher:
         self._stop_sent = False
         self._stop_deadline = 0.0
         self._coordinator_moved = time.monotonic()
+        self._address = ""
         self.trouble = ""
 
     def run(self) -> int:
@@ -88,7 +90,8 @@ class Launcher:
 
         Raises CommandError for what is wrong with the environment; nothing is left running then.
         """
-        self._listener = listen(self._info.settings.interface, self._options.port)
+        self._address = local_address(self._info.settings.interface)
+        self._listener = listen(self._address, self._options.port)
         self._lifeline, self._lifeline_end = os.pipe()
         previous = {
             number: signal.signal(number, self._on_signal)
@@ -144,7 +147,7 @@ class Launcher:
             info=self._info,
             secret=auth.load_secret(self._run.path),
             address=lambda: coordinator_address(self._run),
-            host=self._info.settings.interface,
+            host=self._address,
             domain=domain_of(self._info.settings, node),
             modules=self._options.modules,
             directory=Path.cwd(),

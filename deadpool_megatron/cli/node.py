@@ -22,6 +22,7 @@ from deadpool_megatron.cli.checks import (
     check_journal,
     check_shared_memory,
     check_sizes,
+    check_vault_cpus,
 )
 from deadpool_megatron.cli.common import (
     CommandError,
@@ -40,6 +41,7 @@ from deadpool_megatron.cli.slurm_environment import (
     SlurmNode,
     host_address,
     interface_address,
+    local_address,
     slurm_environment,
 )
 from deadpool_megatron.cluster.agent import EXIT_FENCED
@@ -161,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
     check_shared_memory(info, 1)
+    check_vault_cpus(info)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     if fixed is not None:
@@ -200,7 +203,12 @@ def _place(
     if host is None and interface:
         host = interface_address(interface)
     elif host is None:
-        host = settings.interface if slurm is None else host_address(slurm.host)
+        # The name of an interface is an order, the address that every node would have is none.
+        named = settings.interface in (name for _, name in socket.if_nameindex())
+        if slurm is None or named:
+            host = local_address(settings.interface)
+        else:
+            host = host_address(slurm.host)
     return Place(node, host, domain)
 
 

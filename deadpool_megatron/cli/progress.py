@@ -190,6 +190,9 @@ class Progress:
                 self._line(event, f"{waited} since {float(data['seconds']):.0f} s", "yellow")
             case Kind.CORRUPTION:
                 self._line(event, f"damaged bytes found and not used: {dict(data)}", "bold red")
+            case Kind.DECODED:
+                text = f"{data.get('part')} of role {event.role} computed from parity"
+                self._line(event, f"{text} in {float(data['seconds']):.2f} s", "green")
             case Kind.DURABLE | Kind.DUMPED:
                 self._line(event, f"{event.kind}: {data.get('path')}")
             case Kind.STALE_DIVERGENCE:

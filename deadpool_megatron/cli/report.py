@@ -204,6 +204,7 @@ def _describe_protection(story: Story) -> list[str]:
     names = {
         Kind.REFUSED: "refused messages or connections",
         Kind.CORRUPTION: "corrupted copies caught",
+        Kind.DECODED: "lost parts computed from parity",
         Kind.GATE_RELEASED: "passes of the gate with fewer copies",
         Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
     }

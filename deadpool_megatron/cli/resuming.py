@@ -13,8 +13,8 @@ from deadpool_megatron.cluster.journal import JournalError
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.cluster.salvage import kept_line, salvage
 from deadpool_megatron.layout.records import Restore
-from deadpool_megatron.vault.assembling import newest_whole
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.whole_dumps import newest_whole
 
 
 def resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, Any]:

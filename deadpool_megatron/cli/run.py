@@ -17,6 +17,7 @@ from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.restarting import begin, restart_of
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
+from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.wire import tls
 
@@ -96,6 +97,8 @@ def run(args: argparse.Namespace) -> int:
         checks.check_run_directory(directory)
         checks.check_shared_memory(info, info.nodes + info.spares)
     checks.check_journal(directory, info)
+    checks.check_vault_cpus(info)
+    local_address(settings.interface)  # refused here, or it is looked up again later
     tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_memory(info)

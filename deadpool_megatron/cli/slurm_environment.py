@@ -109,6 +109,23 @@ def host_address(host: str) -> str:
     return str(address)
 
 
+def local_address(text: str) -> str:
+    """What ``--deadpool-interface`` means on this machine: the address of the interface of that
+    name, or the address (or host name) itself. Raises CommandError for what is neither.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    if text in names:
+        return interface_address(text)
+    try:
+        socket.getaddrinfo(text, None, socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        raise CommandError(
+            f"--deadpool-interface {text!r} is neither an address nor a network interface of"
+            f" {socket.gethostname()}; there are: {', '.join(names)}"
+        ) from error
+    return text
+
+
 def interface_address(name: str) -> str:
     """The IPv4 address of a network interface. Raises CommandError when it has none."""
     request = struct.pack("256s", name.encode()[:15])

@@ -14,7 +14,15 @@ from deadpool_megatron.events import Event, Kind
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
 # was a loss that the run could ignore (a spare).
 _RELATED_SECONDS = 2.0
-_COUNTED = frozenset({Kind.REFUSED, Kind.CORRUPTION, Kind.GATE_RELEASED, Kind.STALE_DIVERGENCE})
+_COUNTED = frozenset(
+    {
+        Kind.REFUSED,
+        Kind.CORRUPTION,
+        Kind.DECODED,
+        Kind.GATE_RELEASED,
+        Kind.STALE_DIVERGENCE,
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def _why_dumped(turn: Turn) -> str:
 def _dump_generation(turn: Turn, restore: Restore) -> None:
     state, g = turn.state, restore.generation
     directory = f"{turn.config.dump_directory}/{g.lineage}-{g.iteration}"
-    saved = replace(restore, kind="dump", path=directory, sources={})
+    saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
     order = state.dump
     if order is not None and order.restore == saved:
         turn.set(

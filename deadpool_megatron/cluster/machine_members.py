@@ -279,8 +279,16 @@ def _suspect(
 def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
     record = turn.state.record
     assert record is not None
-    tried = record.restore.sources.get(role, {}).get(event.part, ())
     generation = record.restore.generation
+    tried = [*record.restore.sources.get(role, {}).get(event.part, ())]
+    recipe = record.restore.recipes.get(role)
+    decoding = recipe.decodings.get(event.part) if recipe is not None else None
+    if decoding is not None:
+        # Its parity blocks: no decoding goes without one. What other roles hold of their own is
+        # not in doubt for that; where it is damaged, the node that holds it has found out.
+        for number, places in decoding.blocks.items():
+            if number >= len(decoding.group):
+                tried += places
     bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
     # Falling to the next source, generation or checkpoint is progress of a kind.
     what = (event.part, str(role), str(generation) if tried else record.restore.path)

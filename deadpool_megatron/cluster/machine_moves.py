@@ -37,6 +37,7 @@ from deadpool_megatron.cluster.machine_state import (
 from deadpool_megatron.cluster.persistent import PersistentSet, without
 from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
@@ -138,7 +139,7 @@ def decide(turn: Turn) -> None:
         if state.returning:
             _wait_for_return(turn, restore.reason)
         else:
-            dump_held(turn, 1, restore.reason)
+            dump_held(turn, 1, _with_scheme(turn, restore.reason))
         return
     if seats.unseated:
         _wait_for_spare(turn, seats)
@@ -179,6 +180,16 @@ def _missing_copies(
         {node for node, address in nodes.items() if address.spare},
         losses_survived(turn.config.settings),
     )
+
+
+def _with_scheme(turn: Turn, reason: str) -> str:
+    """Why nothing can be restored, and the choice that has led to it."""
+    if turn.state.gone and schemes.Kind.LOCAL in turn.state.protection.kinds:
+        return (
+            "--deadpool-protection local keeps the state of a node on that node only, and one was"
+            f" lost: {reason}; save checkpoints more often, or protect with buddy or parity"
+        )
+    return reason
 
 
 def _wait_for_reaping(turn: Turn) -> None:

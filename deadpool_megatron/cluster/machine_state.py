@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.cluster.roster import MemberState, MemberStatus, Place, Roster
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
+from deadpool_megatron.layout.parity import parity_groups
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
@@ -28,6 +29,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Seat,
+    Source,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.seats import SeatTable
@@ -364,15 +366,13 @@ def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddre
 
 
 def matters(state: State, record: EpochRecord, node: int) -> bool:
-    """Whether the loss of ``node`` invalidates the record: a seat, a copy owed, or a source."""
+    """Whether the loss of ``node`` invalidates the record: a seat, a copy or parity block owed, or
+    a source."""
     if any(seat.node == node for seat in record.seats.values()):
         return True
-    if not state.is_restored and any(
-        source.node == node
-        for parts in record.restore.sources.values()
-        for found in parts.values()
-        for source in found
-    ):
+    if not state.is_restored and any(source.node == node for source in _sources(record.restore)):
+        return True
+    if any(node in group.holders for group in parity_groups(record)):
         return True
     taken_over = state.is_restored or state.phase is Phase.GATHERING
     if taken_over and len(state.layouts) < len(record.seats):
@@ -382,6 +382,21 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
         node in placement.buddies(role, state.layouts[role].peers if role in state.layouts else ())
         for role in record.seats
     )
+
+
+def _sources(restore: Restore) -> Iterator[Source]:
+    """Every place that a restore may read from."""
+    for parts in restore.sources.values():
+        for found in parts.values():
+            yield from found
+    for recipe in restore.recipes.values():
+        for decoding in recipe.decodings.values():
+            for found in decoding.blocks.values():
+                yield from found
+        if recipe.replay is not None:
+            for parts in recipe.replay.sources.values():
+                for found in parts.values():
+                    yield from found
 
 
 def _is_poisoned(state: State, restore: Restore) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from deadpool_megatron.cluster.machine_state import State
 from deadpool_megatron.cluster.peers import Peers
 from deadpool_megatron.cluster.results import Results
+from deadpool_megatron.layout.schemes import in_words
 
 _SHOWN_FAILURES = 5
 
@@ -98,6 +99,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         if state.recovery is None
         else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
         "aside": sorted(state.avoid & set(state.nodes)),
+        "protection": "" if record is None else in_words(record.protection, record.replicas),
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
         "diverged": results.diverged,

@@ -81,6 +81,7 @@ class EpochEntry(Stages):
             link.seat,
             connect_seconds=settings.connect_seconds,
             memory_bytes=settings.memory_bytes,
+            memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None

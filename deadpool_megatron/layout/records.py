@@ -226,7 +226,8 @@ class Decoding:
     """How a shard part without a whole copy is computed from ``k`` of k+m coded blocks.
 
     Block i < k is the part of role ``group[i]`` (zeros behind its end), from k on parity blocks.
-    ``blocks``: number of a block -> places that hold it; the wanted one is not among them.
+    ``blocks``: number of a block -> places that hold it, none where the role has no such part (all
+    zeros); the wanted one is not among them.
     """
 
     group: tuple[int, ...]

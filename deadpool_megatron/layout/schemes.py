@@ -109,6 +109,27 @@ def first_plan(settings: Settings) -> ProtectionPlan:
     return ProtectionPlan((Rule(ANY, ANY, scheme),))
 
 
+def in_words(plan: ProtectionPlan, replicas: int) -> str:
+    """What a plan does, for people; ``replicas`` as in EpochRecord."""
+    found = []
+    for rule in plan.rules:
+        scheme, many = rule.scheme, "" if replicas == 1 else "s"
+        what = {
+            Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
+            Kind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
+            Kind.LOCAL: "no node may be lost",
+            Kind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
+        }[scheme.kind]
+        where = [
+            f"{name} {value}"
+            for name, value in (("part", rule.part), ("domain", rule.domain))
+            if value != ANY
+        ]
+        found.append(" ".join([f"{scheme.kind} ({what})", *where]))
+    each = "" if plan.every == 1 else f", every {plan.every} iterations"
+    return "; ".join(found) + each
+
+
 def losses_survived(settings: Settings) -> int:
     """The value of EpochRecord.replicas: copies, or parity blocks of a group."""
     return 0 if settings.protection == Kind.LOCAL else settings.replicas

@@ -40,6 +40,10 @@ class Platform(ABC):
         Raises TimeoutError naming what did not finish, and RuntimeError for a device in error.
         """
 
+    def memory_node(self) -> int | None:
+        """The NUMA node beside the device; None where there is none, or it is not known."""
+        return None
+
     @abstractmethod
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         """Page-lock writable host memory so that :meth:`side_copy` into it is asynchronous.

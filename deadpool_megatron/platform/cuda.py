@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,19 @@ class CudaPlatform(Platform):
 
     def install(self) -> None:
         """Nothing: Megatron was written for this platform."""
+
+    def memory_node(self) -> int | None:
+        device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        try:
+            place = (device.pci_domain_id, device.pci_bus_id, device.pci_device_id)
+        except AttributeError:  # older torch
+            return None
+        name = "{:04x}:{:02x}:{:02x}.0".format(*place)
+        try:
+            node = int(Path("/sys/bus/pci/devices", name, "numa_node").read_text())
+        except (OSError, ValueError):
+            return None
+        return None if node < 0 else node
 
     def synchronize(self, deadline_seconds: float) -> None:
         # An event on every stream we know: a device-wide wait would have no deadline.

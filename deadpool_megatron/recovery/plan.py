@@ -21,23 +21,27 @@ from deadpool_megatron.layout.decision import (
 from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
+    Decoding,
     Generation,
     Inventory,
     PartInfo,
+    Recipe,
     Restore,
     RoleLayout,
     Seat,
     Source,
     extras_part,
 )
+from deadpool_megatron.recovery.coded import CodedShelf
 
 
 def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     """The newest state that every role can get back.
 
     In this order: newest generation in memory of which each role's shard parts and extras have a
-    source; the durable checkpoint; the start of the run, if nothing was computed yet. A restore
-    that is not from memory is a generation of the new epoch: the members seal it first.
+    source, or can be decoded as far as shard parts go; the durable checkpoint; the start of the
+    run, if nothing was computed yet. A restore that is not from memory is a generation of the new
+    epoch: the members seal it first.
     """
     shelf = _Shelf(query)
     refusals: list[str] = []
@@ -117,6 +121,9 @@ class _Shelf:
         self._holders: dict[Generation, dict[str, dict[int, list[int]]]] = {}
         for node, inventory in query.inventories.items():
             self._add(node, inventory)
+        self._coded = CodedShelf(
+            query.inventories.values(), self._layouts, query.bad_parts, self._whole_copies
+        )
 
     @property
     def generations(self) -> set[Generation]:
@@ -126,6 +133,7 @@ class _Shelf:
     def produce(self, generation: Generation) -> Restore | str:
         """The restore of one generation, or what is missing for it."""
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
+        decodings: dict[int, dict[str, Decoding]] = {}
         for role in range(self._query.world_size):
             layout = self._layouts.get(role)
             if layout is None:
@@ -136,11 +144,18 @@ class _Shelf:
                 if part.name in shard_parts:
                     found = sources[role][part.name] = self._sources(role, part, generation)
                     if not found:
-                        return f"part {part.name} of role {role}"
-        return self._at_latest_boundary(generation, sources)
+                        decoding = self._coded.decoding(role, part.name, generation)
+                        if decoding is None:
+                            return f"part {part.name} of role {role}"
+                        decodings.setdefault(role, {})[part.name] = decoding
+        recipes = {role: Recipe(parts) for role, parts in decodings.items()}
+        return self._at_latest_boundary(generation, sources, recipes)
 
     def _at_latest_boundary(
-        self, generation: Generation, shards: Mapping[int, Mapping[str, tuple[Source, ...]]]
+        self,
+        generation: Generation,
+        shards: Mapping[int, Mapping[str, tuple[Source, ...]]],
+        recipes: Mapping[int, Recipe],
     ) -> Restore | str:
         lacking = ""
         for boundary in reversed(BOUNDARIES):
@@ -153,8 +168,15 @@ class _Shelf:
                     break
                 sources[role] = {**found, part.name: extras}
             else:
-                return Restore("memory", generation, boundary, sources=sources)
+                return Restore("memory", generation, boundary, sources=sources, recipes=recipes)
         return lacking
+
+    def _whole_copies(self, role: int, name: str, generation: Generation) -> tuple[Source, ...]:
+        """Places of a part of any role of the run; none for a part that the role does not have."""
+        layout = self._layouts.get(role)
+        parts = layout.parts if layout is not None else ()
+        part = next((part for part in parts if part.name == name), None)
+        return () if part is None else self._sources(role, part, generation)
 
     def _sources(self, role: int, part: PartInfo, generation: Generation) -> tuple[Source, ...]:
         """New seat's node, previous owner's node, buddies, then the same of each replica role."""

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.machine import settle_process
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.transport import TcpTransport
 from deadpool_megatron.wire import auth, tls
@@ -51,6 +52,7 @@ def main() -> int:
         settings = Settings.from_environment(os.environ)
         run_id = os.environ["DEADPOOL_RUN_ID"]
         contexts = tls.contexts(settings)
+        settle_process(settings.vault_cpus, settings.vault_nice)
     except (auth.AuthenticationError, ValueError, KeyError) as error:
         print(f"vault of node {given.node}: {error}", file=sys.stderr)
         return 2

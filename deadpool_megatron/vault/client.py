@@ -20,6 +20,7 @@ from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout,
 from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.machine import memory_near
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
 
@@ -34,8 +35,11 @@ _LOOK_SECONDS = 0.5
 
 
 class VaultClient:
-    """See the module text. ``connect_seconds`` bounds register, which waits for the vault;
-    ``memory_bytes`` what all files of the node may occupy (0: no limit)."""
+    """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
+
+    ``memory_bytes``: what all files of the node may occupy (0: no limit); ``memory_node``: NUMA
+    node that the slots are to lie on.
+    """
 
     def __init__(
         self,
@@ -45,12 +49,14 @@ class VaultClient:
         *,
         connect_seconds: float,
         memory_bytes: int = 0,
+        memory_node: int | None = None,
     ) -> None:
         self._path = socket_path
         self._directory = Path(segment_dir)
         self._budget = Budget(self._directory, memory_bytes)
         self._seat = seat
         self._connect_seconds = connect_seconds
+        self._memory_node = memory_node
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
         self._link: socket.socket | None = None
         self._buffer = framing.FrameBuffer()
@@ -86,7 +92,8 @@ class VaultClient:
                 self._segment = Segment.open(path, budget=self._budget)
             else:
                 names = [part.name for part in layout.parts]
-                self._segment = Segment.create(path, layout, self._seat, names, self._budget)
+                with memory_near(self._memory_node):
+                    self._segment = Segment.create(path, layout, self._seat, names, self._budget)
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
@@ -215,6 +222,8 @@ class VaultClient:
         known = self._known(generation, boundary)
         if known is not None:
             return known
+        # Whatever spreads this generation over the iteration has to let it go now.
+        self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
         started = time.monotonic()
         reports = [started + deadline_seconds, started + report_every_seconds]
         while True:

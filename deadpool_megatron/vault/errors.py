@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from deadpool_megatron.layout.parity import is_parity_role
+
 
 class VaultError(Exception):
     """The vault cannot do what was asked; one clear line for a person."""
@@ -32,5 +34,8 @@ class RestoreUnavailable(VaultError):
     def __init__(self, part: str, tried: tuple[tuple[int, int, str], ...]) -> None:
         self.part = part
         self.tried = tried
-        listing = "; ".join(f"role {role} on node {node}: {why}" for node, role, why in tried)
+        listing = "; ".join(
+            f"{'parity' if is_parity_role(role) else f'role {role}'} on node {node}: {why}"
+            for node, role, why in tried
+        )
         super().__init__(f"part {part} cannot be restored: {listing or 'no source is listed'}")

@@ -143,6 +143,9 @@ class MemberDialogue:
         elif kind == "restore":
             self._wish = message
             self.resume()
+        elif kind == "waiting":
+            if self._state.is_open(int(message["epoch"])):
+                self._state.traffic.waits(self.role, Generation.from_list(message["generation"]))
         elif kind == "release":
             self._unpin()
         else:

@@ -2,8 +2,9 @@
 
 For each part the sources of the record are tried in order. A source that lacks the part or gives
 damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
-asked again until the deadline. What is fetched lies in ``copy-<role>.seg`` of the own node and
-counts as the role's own holding from then on.
+asked again until the deadline. After the last one the part is decoded (vault/decoding.py), if the
+record says from what. What is fetched lies in ``copy-<role>.seg`` of the own node and counts as the
+role's own holding from then on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from deadpool_megatron.layout.records import (
     Source,
     extras_part,
 )
+from deadpool_megatron.vault.blocks import Supply, VaultSupply
+from deadpool_megatron.vault.decoding import Decoder
+from deadpool_megatron.vault.dumped import dumped_decodings, supplier
 from deadpool_megatron.vault.dumping import dump_files
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, checksum
@@ -52,6 +56,7 @@ class Obtainer:
         self._role = role
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
+        self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
 
     def describe(self) -> RoleLayout | None:
         """Ask the sources what the role consists of, so that fetching need not wait for it."""
@@ -88,6 +93,7 @@ class Obtainer:
         """Break all connections, from any thread: the epoch is over."""
         for channel in list(self._channels.values()):
             channel.shutdown()
+        self._decoder.cut()
 
     def close(self) -> None:
         """Close connections."""
@@ -95,12 +101,13 @@ class Obtainer:
             self._forget(node)
 
     def _obtain_part(self, layout: RoleLayout, name: str, deadline: float) -> Place:
-        restore, tried = self._record.restore, []
+        restore = self._record.restore
+        tried: list[tuple[int, int, str]] = []
         place = self._local(layout, name)
         if place is not None:
             return place
         if restore.kind == "dump":
-            return self._load(layout, name, Path(restore.path))
+            return self._load(layout, name, Path(restore.path), deadline)
         sources = list(restore.sources.get(self._role, {}).get(name, ()))
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
@@ -122,7 +129,11 @@ class Obtainer:
                 self._state.changed.wait_for(
                     lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
                 )
-        raise RestoreUnavailable(name, tuple(tried))
+        recipe = restore.recipes.get(self._role)
+        decoding = recipe.decodings.get(name) if recipe is not None else None
+        if decoding is None:
+            raise RestoreUnavailable(name, tuple(tried))
+        return self._decoder.obtain(layout, name, decoding, tried, deadline)
 
     def _local(self, layout: RoleLayout, name: str) -> Place | None:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
@@ -177,9 +188,10 @@ class Obtainer:
             raise _Hopeless("checksum does not match")
         return self._seal(segment, slot, name, nbytes, expected)
 
-    def _load(self, layout: RoleLayout, name: str, directory: Path) -> Place:
-        """Read a part from the files of a dump: of the role, else of one with the same bytes."""
-        tried = []
+    def _load(self, layout: RoleLayout, name: str, directory: Path, deadline: float) -> Place:
+        """Read a part from the files of a dump: of the role, else of one with the same bytes; or
+        decode it from them."""
+        tried: list[tuple[int, int, str]] = []
         (part,) = (part for part in layout.parts if part.name == name)
         for role in (self._role, *(other for other in part.replicas if other != self._role)):
             for dumped in dump_files(directory, role):
@@ -192,6 +204,18 @@ class Obtainer:
                     why = "checksum does not match"
                 node = int(dumped.path.stem.rsplit("-", 1)[1])
                 tried.append((node, role, why))
+        iteration = self._record.restore.generation.iteration
+        for decoding in dumped_decodings(directory, self._role, name, iteration):
+            decoder = Decoder(
+                self._state,
+                self._record,
+                self._role,
+                supplier(directory),
+                self._target,
+                self._seal,
+            )
+            with contextlib.suppress(RestoreUnavailable):
+                return decoder.obtain(layout, name, decoding, tried, deadline)
         raise RestoreUnavailable(name, tuple(tried))
 
     def _unfit(self, dumped: Segment, layout: RoleLayout, name: str) -> str | None:
@@ -249,12 +273,22 @@ class Obtainer:
         finally:
             self._state.release(segment, slot)
 
+    def _supply(self, source: Source, part: str) -> Supply:
+        return VaultSupply(self._state, self._record, self._dial, source, part)
+
+    def _dial(self, node: int) -> Channel:
+        """A new connection. Raises OSError, WireError, or VaultError for a node that is gone."""
+        address = self._state.address(node)
+        if address is None:
+            raise VaultError("not a live node")
+        return self._transport.connect(address.host, address.vault_port)
+
     def _channel(self, node: int) -> Channel:
         if node not in self._channels:
-            address = self._state.address(node)
-            if address is None:
-                raise _Hopeless("not a live node")
-            self._channels[node] = self._transport.connect(address.host, address.vault_port)
+            try:
+                self._channels[node] = self._dial(node)
+            except VaultError as error:
+                raise _Hopeless(str(error)) from error
             if not self._state.is_open(self._record.epoch):
                 raise ConnectionError("the epoch was closed while connecting")
         return self._channels[node]

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.chain import Chain
+from deadpool_megatron.vault.contributing import Contributor
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.restoring import Obtainer
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, settle
@@ -42,7 +44,7 @@ class RoleWorker(threading.Thread):
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
-        self._shippers: list[Shipper] = []
+        self._shippers: list[Shipper | Contributor] = []
         self._refused: set[tuple[int, Generation]] = set()
         self._obtainer = Obtainer(state, transport, record, role)
 
@@ -99,8 +101,17 @@ class RoleWorker(threading.Thread):
             if not self._state.is_open(self.epoch) or self._state.ledger is None:
                 return
             nodes = self._state.ledger.buddies(layout)
+            blocks = self._state.ledger.holders(self._role)
+        chain = Chain(nodes)
         self._shippers = [
-            Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes
+            *(
+                Shipper(self._state, self._transport, layout, node, self.epoch, chain)
+                for node in nodes
+            ),
+            *(
+                Contributor(self._state, self._transport, layout, block, node, self.epoch)
+                for block, node in blocks.items()
+            ),
         ]
         for shipper in self._shippers:
             shipper.start()

@@ -2,7 +2,8 @@
 
 Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
 the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
-one ``role-*`` and one ``ship-*`` for each of its buddies.
+one ``role-*`` and one ``ship-*`` for each of its buddies; while a put is handed on in a chain, one
+``relay-*``.
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ class Vault:
                     str(role): [generation.to_list(), boundary]
                     for role, (generation, boundary) in state.committed.items()
                 },
+                "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
                 "segments": {n: s.nbytes for n, s in state.table.segments.items()},
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
                 "allocated_bytes": state.table.budget.used_bytes(),

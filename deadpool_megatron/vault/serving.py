@@ -12,14 +12,16 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.relaying import Relay
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
 from deadpool_megatron.vault.table import Place
@@ -44,6 +46,7 @@ class Server:
     def __init__(self, state: VaultState, transport: Transport) -> None:
         self._state = state
         self._transport = transport
+        self._combiner = Combiner(state, transport)
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -66,6 +69,7 @@ class Server:
         with self._lock:
             for channel in self._channels:
                 channel.shutdown()
+        self._combiner.drop()
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
@@ -118,10 +122,13 @@ class Server:
         try:
             if not self._authenticate(channel):
                 return
-            connection = _Connection(self._state, channel)
-            while not self._stopping.is_set():
-                if channel.readable(1.0):
-                    connection.handle(channel.receive())
+            connection = _Connection(self._state, channel, self._transport, self._combiner)
+            try:
+                while not self._stopping.is_set():
+                    if channel.readable(1.0):
+                        connection.handle(channel.receive())
+            finally:
+                connection.close()
         except ConnectionClosed:
             pass
         except WireError as error:
@@ -139,18 +146,31 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel) -> None:
+    def __init__(
+        self, state: VaultState, channel: Channel, transport: Transport, combiner: Combiner
+    ) -> None:
         self._state = state
         self._channel = channel
+        self._combiner = combiner
         self._layout: RoleLayout | None = None
+        self._relay = Relay(state, transport)
+
+    def close(self) -> None:
+        """The connection has ended: hand on nothing more."""
+        self._relay.close()
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Answer one message. Raises WireError for an unknown type."""
         kind = message.get("t")
         if kind == "offer":
+            self._channel.give_way(self._state.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
         elif kind == "put":
             self._put(message)
+        elif kind == "contribute":
+            self._contribute(message)
+        elif kind == "again":
+            self._forget(message)
         elif kind == "fetch":
             self._fetch(message)
         elif kind == "describe":
@@ -161,8 +181,8 @@ class _Connection:
             raise WireError(f"unknown message {kind!r}")
 
     def _refuse(self, why: str, **facts: object) -> None:
-        """Say no; `early` is no offence and not counted."""
-        if why != "early":
+        """Say no; `early` and `waited` are no offence and not counted."""
+        if why not in ("early", "waited"):
             self._state.refuse(why, **facts)
         self._channel.send({"t": "refused", "why": why})
 
@@ -201,25 +221,67 @@ class _Connection:
         if slot is None:
             self._refuse("superseded" if self._superseded(segment, generation) else "early")
             return
+        # Nodes that the same bytes are to reach through this one, and can: all of them come here.
+        chain = [int(node) for node in message.get("chain", ())] if needed == offered else []
         try:
             try:
                 segment.reserve([name for name, _, _ in needed], [slot])
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
-            self._channel.send({"t": "need", "parts": [name for name, _, _ in needed]})
+            if chain:
+                self._relay.start(message, chain, segment, slot, needed)
+            names = [name for name, _, _ in needed]
+            self._channel.send({"t": "need", "parts": names, "chain": bool(chain)})
             for name, size, digest in needed:
                 if self._receive(segment, slot, name, size, digest, epoch):
                     have.append(name)
         finally:
             state.release(segment, slot)
-        self._acknowledge(epoch, role, have)
+        if not self._acknowledge(epoch, role, have):
+            return
+        for _ in chain:
+            while (answer := self._relay.answer(_PAUSE_SECONDS)) is None:
+                if self._channel.readable(0):
+                    raise ConnectionClosed("the owner waits no longer for the others of the chain")
+            self._channel.send(answer)
 
-    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
+    def _contribute(self, message: Mapping[str, Any]) -> None:
+        """Take a role's share of a parity block that this node holds."""
+        epoch, role, number = int(message["epoch"]), int(message["role"]), int(message["block"])
+        generation = Generation.from_list(message["generation"])
+        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
+        why = self._objection(message, epoch, role, generation, offered)
+        layout = self._layout
+        if why is not None or layout is None:
+            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
+            return
+        parts = {name: (size, digest) for name, size, digest in offered}
+        answer = self._combiner.receive(self._channel, layout, number, generation, epoch, parts)
+        if answer["t"] == "refused":
+            self._refuse(answer["why"], role=role, epoch=epoch)
+        else:
+            self._channel.send(answer)
+
+    def _forget(self, message: Mapping[str, Any]) -> None:
+        """A holder lacks contributions to a parity block that we take for sealed."""
+        epoch, role, node = (int(message[key]) for key in ("epoch", "role", "node"))
+        generation = Generation.from_list(message["generation"])
+        state = self._state
+        with state.changed:
+            if state.is_open(epoch) and state.ledger is not None:
+                state.ledger.forget(role, generation, node, message["parts"])
+                state.changed.notify_all()
+        self._channel.send({"t": "again"})
+
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> bool:
+        """False when it is too late; the relay, if there is one, is cut with the epoch."""
         if self._state.is_open(epoch):
             self._channel.send({"t": "sealed", "parts": have})
-        else:
-            self._refuse("stale", role=role, epoch=epoch)
+            return True
+        self._refuse("stale", role=role, epoch=epoch)
+        self._relay.close()
+        return False
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:
@@ -264,7 +326,10 @@ class _Connection:
         generation = segment.generation(slot)
         if not state.open_part(segment, slot, name, epoch):
             raise ConnectionClosed("the epoch was closed")
-        found = receive_part(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        found = receive_part(
+            *(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes),
+            arrived=self._relay.arrived,
+        )
         if found != expected:
             state.counters["corruption"] += 1
             state.emit_corruption(role, generation, name, "wire", expected, found)
@@ -322,13 +387,23 @@ class _Connection:
 
 
 def receive_part(
-    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
+    channel: Channel,
+    segment: Segment,
+    slot: int,
+    name: str,
+    nbytes: int,
+    chunk_bytes: int,
+    arrived: Callable[[str, int], None] = lambda *_: None,
 ) -> int:
-    """Receive a part's bytes straight into its slot; answers their checksum."""
+    """Receive a part's bytes straight into its slot; answers their checksum.
+
+    ``arrived(name, bytes so far)`` is called after each chunk.
+    """
     view = segment.data(slot, name, nbytes)
     digest = xxhash.xxh3_64()
     for start in range(0, nbytes, chunk_bytes):
         chunk = view[start : start + chunk_bytes]
         channel.receive_bulk(chunk)
+        arrived(name, start + len(chunk))
         digest.update(chunk)
     return digest.intdigest()

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
@@ -32,6 +33,7 @@ from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, copy_name
 from deadpool_megatron.vault.table import Place, Table
+from deadpool_megatron.vault.traffic import Traffic
 
 log = logging.getLogger(__name__)
 # Strangers must not be able to flood the event log: one event a second for each reason.
@@ -65,6 +67,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
@@ -133,6 +136,7 @@ class VaultState:
             self.record, self.ledger = record, Ledger(record)
             self.committed = {}
             self._newest = restore.generation
+            self.traffic.begin()
             self._remove_unneeded_at_adopt(record)
             since = self._closed_at or time.monotonic()
             restored = restore.kind in ("memory", "dump")
@@ -213,6 +217,7 @@ class VaultState:
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
+                self.traffic.sealed(role, generation)
             self._after_seal(role, generation)
         self.emit(
             Event(
@@ -328,15 +333,16 @@ class VaultState:
         return sorted(g for g in found if g == restored or g.lineage == self.open_epoch)
 
     def shipment(
-        self, layout: RoleLayout, node: int, epoch: int
+        self, layout: RoleLayout, node: int, epoch: int, *, coded: bool = False
     ) -> tuple[Generation, list[Place]] | None:
-        """The oldest generation of which ``node`` is owed parts that it has not acknowledged."""
+        """The oldest generation of which ``node`` is owed parts that it has not acknowledged;
+        ``coded``: as in :meth:`Ledger.missing`."""
         with self.lock:
             if not self.is_open(epoch) or self.ledger is None:
                 return None
             for generation in self.tracked(layout.role):
                 sealed = self.table.parts(layout.role, generation)
-                missing = self.ledger.missing(layout, generation, sealed, node)
+                missing = self.ledger.missing(layout, generation, sealed, node, coded=coded)
                 if missing:
                     return generation, [
                         self.table.find(layout.role, generation, name)[0] for name in missing
@@ -388,35 +394,26 @@ class VaultState:
     ) -> None:
         self.on_committed(role, generation, boundary, released)
         shipped_bytes = self._shipped.pop(role, 0)
-        self.emit(
-            Event(
-                Kind.COMMITTED,
-                epoch=self.open_epoch,
-                node=self.node,
-                role=role,
-                iteration=generation.iteration,
-                data={
-                    "lineage": generation.lineage,
-                    "boundary": boundary,
-                    "released": released,
-                    "bytes": shipped_bytes,
-                },
-            )
-        )
+        facts = {"lineage": generation.lineage, "boundary": boundary, "released": released}
+        fit = self.traffic.committed(role, generation).to_dict()
+        self._emit(Kind.COMMITTED, role, generation, {**facts, "bytes": shipped_bytes, **fit})
         if released or role not in self._unprotected:
             return
         seconds = time.monotonic() - self._unprotected.pop(role)
         if shipped_bytes:
-            self.emit(
-                Event(
-                    Kind.EXPOSED,
-                    epoch=self.open_epoch,
-                    node=self.node,
-                    role=role,
-                    iteration=generation.iteration,
-                    data={"seconds": seconds},
-                )
+            self._emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
+
+    def _emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
+        self.emit(
+            Event(
+                kind,
+                epoch=self.open_epoch,
+                node=self.node,
+                role=role,
+                iteration=generation.iteration,
+                data=data,
             )
+        )
 
     # Memory that is not needed any more.
 
@@ -427,7 +424,7 @@ class VaultState:
             return record.seats.get(role) == segment.seat
         if self.ledger is None or role in self.own_roles():
             return False
-        return self.node in self.ledger.buddies(segment.layout)
+        return self.ledger.keeps(segment.layout, self.node)
 
     def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
         kept = record.restore.generation

@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import ssl
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,6 +21,14 @@ from deadpool_megatron.wire.tls import Tls
 
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
+# TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
+# when nothing of the default priority waits. It does not leave the machine.
+_BULK = 2
+# struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (4.10).
+_TCP_INFO_BYTES = 256
+_BUSY_AT = 168
+_BUSY = struct.Struct("=Q")
+_KNOWN_BYTES = _BUSY_AT + _BUSY.size
 
 
 def realm_of(run_id: str) -> str:
@@ -53,6 +62,14 @@ class Channel(ABC):
     @abstractmethod
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a frame or the end of the stream."""
+
+    @abstractmethod
+    def give_way(self, dscp: int) -> None:
+        """From now on this side's bytes come after those of training: see docs/streaming.md."""
+
+    @abstractmethod
+    def busy_seconds(self) -> float:
+        """How long bytes of this side have been on their way, in all; 0 where nobody counts."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -123,6 +140,27 @@ class SocketChannel(Channel):
             raise framing.ConnectionClosed("channel is closed") from error
         return bool(poll.poll(seconds * 1000))
 
+    def give_way(self, dscp: int) -> None:
+        if self._socket.family == socket.AF_UNIX:
+            return
+        if self._socket.family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+        else:
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+        # After the class, which sets one of its own.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+
+    def busy_seconds(self) -> float:
+        if self._socket.family == socket.AF_UNIX:
+            return 0.0
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # cut just now
+            return 0.0
+        return (
+            float(_BUSY.unpack_from(info, _BUSY_AT)[0]) / 1e6 if len(info) >= _KNOWN_BYTES else 0.0
+        )
+
     def shutdown(self) -> None:
         # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
         with contextlib.suppress(OSError):
@@ -182,6 +220,8 @@ class FakeNetwork:
         self._condition = threading.Condition()
         self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
         self.cut: set[tuple[str, int]] = set()
+        # From one address to another, as a broken route is.
+        self.cut_routes: set[tuple[tuple[str, int], tuple[str, int]]] = set()
 
     def transport(self, host: str, port: int, deadline_seconds: float) -> FakeTransport:
         """A vault's end; it listens at once."""
@@ -189,11 +229,12 @@ class FakeNetwork:
             self._waiting[host, port] = []
         return FakeTransport(self, (host, port), deadline_seconds)
 
-    def dial(self, address: tuple[str, int]) -> socket.socket:
+    def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> socket.socket:
         """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
         ours, theirs = socket.socketpair()
         with self._condition:
-            if address not in self._waiting or address in self.cut:
+            cut = address in self.cut or (origin, address) in self.cut_routes
+            if address not in self._waiting or cut:
                 ours.close()
                 theirs.close()
                 raise ConnectionRefusedError(f"nobody listens on {address}")
@@ -226,7 +267,8 @@ class FakeTransport(Transport):
         self._deadline_seconds = deadline_seconds
 
     def connect(self, host: str, port: int) -> Channel:
-        return SocketChannel(self._network.dial((host, port)), self._deadline_seconds, None, "")
+        connection = self._network.dial((host, port), self._address)
+        return SocketChannel(connection, self._deadline_seconds, None, "")
 
     def accept(self, seconds: float) -> Channel | None:
         connection = self._network.answer(self._address, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -49,11 +50,20 @@ def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SC
     [
         (("--deadpool-replicas", "2"), "needs at least 3 nodes"),
         (("--deadpool-replicas", "0"), "--deadpool-replicas must be at least 1"),
+        (("--deadpool-protection", "parity"), "there are 2: use buddy"),
+        (
+            ("--deadpool-protection", "parity", "--spares", "2", "--deadpool-replicas", "3"),
+            "groups of 2 and 3 blocks each needs 5 nodes (spares count), there are 4: use buddy",
+        ),
+        (("--deadpool-protection", "twice"), "must be one of buddy, parity, local"),
         (("--spares", "-1"), "--spares must be at least 0"),
         (("--refill", "-1"), "--refill must be at least 0"),
         (("--deadpool-close-seconds", "1"), "--deadpool-close-seconds (1 s) must be at least"),
         (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
         (("--deadpool-domains", "/nonexistent"), "No such file"),
+        (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
+        (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),
+        (("--deadpool-dscp", "64"), "--deadpool-dscp must be between 0 and 63, got 64"),
         (("--preload", "no_such_module_x"), "'no_such_module_x' is missing"),
         (("--preload", "no_such.module_x"), "'no_such.module_x' is missing"),
         (("--resume", "/nonexistent"), "is not a run directory"),
@@ -236,3 +246,16 @@ def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["fly"])
     assert stop.value.code == 2
     assert "invalid choice" in capsys.readouterr().err
+
+
+def test_several_parity_blocks_without_zfec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "zfec" else find(name, *a)
+    )
+    more = ("--deadpool-protection", "parity", "--deadpool-replicas", "2", "--spares", "3")
+    said = complain(capsys, *run_arguments(tmp_path / "r", *more))
+    assert "needs the package zfec" in said
+    assert "pip install 'deadpool-megatron[parity]'" in said

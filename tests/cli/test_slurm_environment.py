@@ -11,6 +11,7 @@ from deadpool_megatron.cli.slurm_environment import (
     SlurmNode,
     host_address,
     interface_address,
+    local_address,
     slurm_environment,
 )
 
@@ -76,6 +77,14 @@ def test_address_of_an_interface() -> None:
     assert interface_address("lo") == "127.0.0.1"
     with pytest.raises(CommandError, match=r"'nosuch0' has no IPv4 address .*there are: .*lo"):
         interface_address("nosuch0")
+
+
+def test_an_interface_is_named_or_its_address_given() -> None:
+    assert local_address("lo") == "127.0.0.1"
+    assert local_address("127.0.0.1") == "127.0.0.1"
+    assert local_address("localhost") == "localhost"
+    with pytest.raises(CommandError, match=r"'eth 7' is neither .* there are: .*lo"):
+        local_address("eth 7")
 
 
 def test_address_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,9 +138,7 @@ class Rig:
             for role in seats
             if seats[role] == node
             or node
-            in choose_buddies(
-                role, tuple(range(world)), seats, domains, spares, self.settings.replicas
-            )
+            in choose_buddies(role, tuple(range(world)), seats, domains, spares, record.replicas)
         ]
         holdings = tuple(Holding(role, g, STEP) for role in held for g in generations)
         layouts = tuple(layout(role, world) for role in held)

@@ -18,28 +18,51 @@ from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Config, MemberStatus, Phase
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import choose_buddies
-from deadpool_megatron.layout.records import EpochRecord, Generation, Holding, Inventory, Seat
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Holding,
+    Inventory,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+)
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
 SLOTS = 2
+EXTRAS = frozenset({"extras@step"})
+BLOCK = frozenset({"main", MEMBERS})
+# A role and the parts that are held of it.
+Held = tuple[int, frozenset[str]]
 
 
 @dataclass
 class Vault:
-    """Sealed generations by role (own and copies alike), and which epoch may add to them."""
+    """Sealed generations by role (own, copies and parity), and which epoch may add to them."""
 
-    held: dict[int, set[Generation]] = field(default_factory=dict)
+    held: dict[Held, set[Generation]] = field(default_factory=dict)
     epoch: int = 0
     frozen: bool = True
-    promised: dict[int, frozenset[Generation]] = field(default_factory=dict)
+    promised: dict[Held, frozenset[Generation]] = field(default_factory=dict)
 
-    def seal(self, role: int, generation: Generation) -> None:
+    def seal(self, role: int, generation: Generation, parts: frozenset[str] = STEP) -> None:
         """Keeps the newest SLOTS: never the newest is overwritten, of the others the oldest."""
         assert not self.frozen
-        kept = self.held.setdefault(role, set()) | {generation}
-        self.held[role] = set(sorted(kept)[-SLOTS:])
+        kept = self.held.setdefault((role, parts), set()) | {generation}
+        self.held[role, parts] = set(sorted(kept)[-SLOTS:])
+
+    def has(self, role: int, generation: Generation, parts: frozenset[str]) -> bool:
+        return generation in self.held.get((role, parts), ())
+
+    def gives(self, role: int, generation: Generation, part: str) -> bool:
+        return any(
+            of == role and part in parts and generation in kept
+            for (of, parts), kept in self.held.items()
+        )
 
     def close(self, epoch: int) -> None:
         self.frozen = True
@@ -119,8 +142,12 @@ class Node:
 class World:
     """Everything outside the machine, and the machine."""
 
-    def __init__(self, nodes: int, spares: int, nproc: int, replicas: int) -> None:
-        settings = Settings(replicas=replicas, restarts_in_place=10_000)
+    def __init__(
+        self, nodes: int, spares: int, nproc: int, replicas: int, parity_group: int = 0
+    ) -> None:
+        """``parity_group``: 0 for copies at buddies."""
+        scheme = {"protection": "parity", "parity_group": parity_group} if parity_group else {}
+        settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
         self.config = Config(nodes, spares, nproc, settings, "/dump")
         self.machine = Machine(self.config, plan)
         self.now = 0.0
@@ -138,6 +165,8 @@ class World:
         self.common: Generation | None = None
         self.committed: dict[Generation, set[int]] = {}
         self.finished: act.Finish | None = None
+        self.block_layouts: dict[int, RoleLayout] = {}
+        self.placements: dict[int, ParityPlacement] = {}
         self.feed(ev.StoreReady("store", 1))
         for node in range(nodes + spares):
             self.join(node)
@@ -203,6 +232,10 @@ class World:
         for parts in record.restore.sources.values():
             for sources in parts.values():
                 assert {source.node for source in sources} <= set(self.state.nodes)
+        for recipe in record.restore.recipes.values():
+            for decoding in recipe.decodings.values():
+                for sources in decoding.blocks.values():
+                    assert {source.node for source in sources} <= set(self.state.nodes)
         for seat in record.seats.values():
             member = self.state.members[seat.node, seat.slot]
             assert member.incarnation == seat.incarnation
@@ -428,8 +461,13 @@ class World:
         return Inventory(
             node,
             epoch,
-            tuple(Holding(role, one, STEP) for role, kept in held.items() for one in kept),
-            tuple(layout(role, self.config.world_size) for role in held),
+            tuple(
+                Holding(role, one, parts) for (role, parts), kept in held.items() for one in kept
+            ),
+            tuple(
+                self.block_layouts.get(role) or layout(role, self.config.world_size)
+                for role in sorted({role for role, _ in held})
+            ),
         )
 
     def _adopt(self, node: int, record: EpochRecord) -> None:
@@ -488,14 +526,11 @@ class World:
         restore, here = record.restore, self.nodes[member.seat.node]
         seat = (member.seat.node, member.seat.slot, member.seat.incarnation)
         if restore.kind == "memory":
-            sources = restore.sources[role]["main"]
-            live = [source for source in sources if source.node in self.nodes]
-            for source in live:  # rule 3: what was promised is there
-                assert restore.generation in self.nodes[source.node].vault.held[role]
-            if not live:
-                text = "no source is alive"
-                here.say(ev.RestoreFailed(*seat, record.epoch, "main", text))
-                return True
+            for part in ("main", "extras@step"):
+                if not self._is_given(restore, role, part):
+                    text = "no source is alive"
+                    here.say(ev.RestoreFailed(*seat, record.epoch, part, text))
+                    return True
         member.at = restore.generation
         member.entered = restore.generation.iteration
         here.vault.seal(role, restore.generation)
@@ -504,6 +539,23 @@ class World:
             ev.Restored(*seat, record.epoch, restore.generation),
         )
         return True
+
+    def _is_given(self, restore: Restore, role: int, part: str) -> bool:
+        """Whether a part can be had whole or from enough blocks of nodes that still live."""
+        live = self._live(restore, restore.sources[role][part], part)
+        recipe = restore.recipes.get(role)
+        decoding = recipe.decodings.get(part) if recipe is not None else None
+        if live or decoding is None:
+            return bool(live)
+        blocks = [self._live(restore, found, part) for found in decoding.blocks.values()]
+        return sum(map(bool, blocks)) >= len(decoding.group)
+
+    def _live(self, restore: Restore, sources: Iterable[Source], part: str) -> list[Source]:
+        live = [source for source in sources if source.node in self.nodes]
+        for source in live:  # rule 3: what was promised is there
+            vault = self.nodes[source.node].vault
+            assert vault.gives(source.role, restore.generation, part)
+        return live
 
     def enter(self) -> bool:
         """All roles pass the gate and the collective of their next iteration together."""
@@ -541,25 +593,68 @@ class World:
         peers = layout(role, self.config.world_size).peers
         return choose_buddies(role, peers, seats, domains, spares, record.replicas)
 
+    def group(self, role: int) -> ParityGroup | None:
+        """With whom a role shares parity blocks in this epoch."""
+        record = self.record
+        assert record is not None
+        if self.config.settings.protection != "parity":
+            return None
+        if record.epoch not in self.placements:
+            placement = self.placements[record.epoch] = ParityPlacement.of_record(record)
+            layouts = {r: layout(r, self.config.world_size) for r in record.seats}
+            for group in placement.groups:
+                for block in group.blocks:
+                    self.block_layouts[block] = placement.layout(block, layouts)
+        return self.placements[record.epoch].group_of(role)
+
+    def owed(self, role: int) -> list[tuple[int, int, frozenset[str]]]:
+        """Node, role and parts of everything that has to be elsewhere before a commit."""
+        group = self.group(role)
+        copies = STEP if group is None else EXTRAS
+        owed = [(node, role, copies) for node in self.buddies(role)]
+        if group is not None:
+            blocks = zip(group.blocks, group.holders, strict=True)
+            owed += [(node, block, BLOCK) for block, node in blocks]
+        return owed
+
     def ship(self, role: int) -> bool:
-        """The next copy that is missing arrives, if both vaults have the same epoch open."""
+        """The next copy that is missing arrives, or a block for which all roles of the group have
+        sealed theirs; if the vaults have the same epoch open."""
         member = self.player(role)
         if member is None or member.at is None:
             return False
-        for node in self.buddies(role):
-            buddy = self.nodes.get(node)
-            if buddy is None or buddy.vault.frozen or buddy.vault.epoch != member.epoch:
+        for node, what, parts in self.owed(role):
+            other = self.nodes.get(node)
+            if other is None or other.vault.frozen or other.vault.epoch != member.epoch:
                 continue
-            if member.at not in buddy.vault.held.get(role, ()):
-                buddy.vault.seal(role, member.at)
-                self._note_commit(role, member)
-                return True
+            if other.vault.has(what, member.at, parts):
+                continue
+            if parts is BLOCK and not self._all_sealed(role, member):
+                continue
+            other.vault.seal(what, member.at, parts)
+            for one in range(self.config.world_size):
+                if (player := self.player(one)) is not None:
+                    self._note_commit(one, player)
+            return True
         return False
+
+    def _all_sealed(self, role: int, member: Member) -> bool:
+        record, group = self.record, self.group(role)
+        assert record is not None
+        assert group is not None
+        assert member.at is not None
+        for other in group.roles:
+            owner = self.nodes.get(record.seats[other].node)
+            if owner is None or owner.vault.frozen or owner.vault.epoch != member.epoch:
+                return False
+            if not owner.vault.has(other, member.at, STEP):
+                return False
+        return True
 
     def is_committed(self, role: int, member: Member) -> bool:
         return member.at is not None and all(
-            node in self.nodes and member.at in self.nodes[node].vault.held.get(role, ())
-            for node in self.buddies(role)
+            node in self.nodes and self.nodes[node].vault.has(what, member.at, parts)
+            for node, what, parts in self.owed(role)
         )
 
     def _note_commit(self, role: int, member: Member) -> None:
@@ -574,6 +669,8 @@ class World:
         if len(same) == len(players) and all(self.is_committed(r, p) for r, p in enumerate(same)):
             self.losses_since_protected = 0
             self.tolerance = min(len(self.buddies(r)) for r in range(len(players)))
+            groups = [group for r in range(len(players)) if (group := self.group(r)) is not None]
+            self.tolerance = min([self.tolerance, *(len(group.holders) for group in groups)])
 
     # Stretches.
 
@@ -601,13 +698,16 @@ class World:
     def train(self) -> None:
         """One iteration of all roles with all copies, if possible."""
         roles = range(self.config.world_size)
-        for _ in range(self.config.settings.replicas):
+        copies = self.config.settings.replicas * (
+            1 if self.config.settings.protection == "buddy" else 2
+        )
+        for _ in range(copies):
             for role in roles:
                 self.ship(role)
         if self.enter():
             for role in roles:
                 self.complete(role)
-            for _ in range(self.config.settings.replicas):
+            for _ in range(copies):
                 for role in roles:
                     self.ship(role)
 

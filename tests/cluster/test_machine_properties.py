@@ -7,6 +7,7 @@ are one per epoch, seats are live, and every wait has a deadline.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -34,10 +35,19 @@ class Cluster(RuleBasedStateMachine):
         spares=st.integers(0, 2),
         nproc=st.integers(1, 2),
         replicas=st.integers(1, 2),
+        parity_group=st.sampled_from([0, 0, 2, 3]),
         started=st.booleans(),
     )
-    def begin(self, nodes: int, spares: int, nproc: int, replicas: int, started: bool) -> None:
-        self.world = World(nodes, spares, nproc, replicas)
+    def begin(
+        self,
+        nodes: int,
+        spares: int,
+        nproc: int,
+        replicas: int,
+        parity_group: int,
+        started: bool,
+    ) -> None:
+        self.world = World(nodes, spares, nproc, replicas, parity_group)
         if started:
             self.world.settle()
             assert self.world.state.phase is Phase.RUNNING
@@ -256,9 +266,10 @@ Cluster.TestCase.settings = settings(
 TestCluster = Cluster.TestCase
 
 
-def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end() -> None:
+@pytest.mark.parametrize("parity_group", [0, 3])
+def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -> None:
     """Liveness of the simulation itself: it is not only true because nothing ever happens."""
-    world = World(nodes=3, spares=2, nproc=2, replicas=1)
+    world = World(nodes=3, spares=2, nproc=2, replicas=1, parity_group=parity_group)
     world.settle()
     for _ in range(3):
         world.train()
@@ -271,6 +282,7 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end() -> None:
     assert world.state.phase is Phase.RUNNING
     assert world.state.record is not None
     assert world.state.record.restore.generation.iteration == 3
+    assert set(world.state.record.restore.recipes) == ({2, 3} if parity_group else set())
     for _ in range(2):
         world.train()
     world.settle()

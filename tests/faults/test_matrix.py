@@ -21,12 +21,14 @@ from tests.faults.cells import (
     last_iteration,
     pairwise,
 )
-from tests.faults.jobs import Layout, assert_unnoticed, reference, run_job
+from tests.faults.jobs import Layout, Outcome, assert_unnoticed, reference, run_job
 from tests.faults.layouts import PP2_DP2, TP2_PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 CHAIN_LENGTH = 8
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 1"
+# Schemes other than buddy: their flags, and the event that is left by each role restored so.
+SCHEMES = {"parity": ("--deadpool-protection parity --deadpool-parity-group 3", "decoded")}
 # The reference is as long as the longest chain; shorter chains are compared with a shorter one.
 _LENGTHS = (24, 36, 48, 64)
 
@@ -36,29 +38,39 @@ def flags_of(directory: Path) -> str:
     return f"{EVALUATION} --save {directory} --save-interval {SAVE_INTERVAL}"
 
 
-def strike(tmp_path: Path, layout: Layout, part: list[Cell], plan: list[dict[str, object]]) -> None:
+def strike(
+    tmp_path: Path,
+    layout: Layout,
+    part: list[Cell],
+    plan: list[dict[str, object]],
+    settings: str = "",
+) -> Outcome:
     """Run a chain; when it fails, each of its cells alone, to say which of them it is."""
     try:
-        strike_once(tmp_path / "chain", layout, part, plan)
+        return strike_once(tmp_path / "chain", layout, part, plan, settings)
     except AssertionError as error:
-        guilty = [cell.name for cell in part if not survives_alone(tmp_path, layout, cell)]
+        guilty = [c.name for c in part if not survives_alone(tmp_path, layout, c, settings)]
         alone = f"cells that fail alone: {', '.join(guilty) or 'none'}"
         raise AssertionError(f"{alone}\n{error}") from error
 
 
-def survives_alone(tmp_path: Path, layout: Layout, cell: Cell) -> bool:
+def survives_alone(tmp_path: Path, layout: Layout, cell: Cell, settings: str) -> bool:
     """Whether a job with this one fault ends as the undisturbed one."""
     ((part, plan),) = chains([cell], 1)
     try:
-        strike_once(tmp_path / cell.name, layout, part, plan)
+        strike_once(tmp_path / cell.name, layout, part, plan, settings)
     except AssertionError:
         return False
     return True
 
 
 def strike_once(
-    tmp_path: Path, layout: Layout, part: list[Cell], plan: list[dict[str, object]]
-) -> None:
+    tmp_path: Path,
+    layout: Layout,
+    part: list[Cell],
+    plan: list[dict[str, object]],
+    settings: str = "",
+) -> Outcome:
     tmp_path.mkdir()
     iterations = next(n for n in _LENGTHS if n >= last_iteration(plan))
     saves = tmp_path / "checkpoints"
@@ -71,8 +83,10 @@ def strike_once(
         spares=2,
         refill=len(part),
         flags=flags_of(saves),
+        settings=settings,
     )
     assert_unnoticed(outcome, wanted, plan)
+    return outcome
 
 
 def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:
@@ -86,6 +100,17 @@ def test_four_roles_every_cell(
     tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
 ) -> None:
     strike(tmp_path, PP2_DP2, part, plan)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@parametrised(PP2_DP2, pairwise(PP2_DP2, PHASES))
+def test_four_roles_covering_array_of_each_scheme(
+    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]], scheme: str
+) -> None:
+    settings, proof = SCHEMES[scheme]
+    outcome = strike(tmp_path, PP2_DP2, part, plan, settings)
+    lost = sum(cell.target == "node" for cell in part)
+    assert len(outcome.of_kind(proof)) >= lost, outcome.story()
 
 
 @parametrised(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))

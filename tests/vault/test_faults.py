@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +90,31 @@ def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
         running.nodes[1].start()
         assert running.nodes[1].seen(Kind.VAULT_STARTED)[-1].data["slots_found"] >= 1
         running.nodes[1].adopt(running.record(1))
+        assert member.wait(FIRST) == "committed"
+
+
+def test_buddy_killed_while_it_hands_on(tmp_path: Path) -> None:
+    """The one behind it gets its copy from the owner, without waiting for the killed one."""
+    layout = make_layout(0, BIG)
+    fault = {"id": "cut", "point": "vault.relay", "match": {"role": 0}, "nth": 3}
+    with cluster(tmp_path, 3, roles=1, faults=[fault], chunk_bytes=1 << 20) as running:
+        record = running.record(1, replicas=2)
+        running.open(record)
+        member = Member(running.nodes[0], layout)
+        member.client.register(layout, 1)
+        member.write(FIRST)
+        died = wait_until(
+            lambda: [n for n in running.nodes[1:] if n.process and n.process.poll() is not None],
+            "the head is killed",
+        )
+        (other,) = {1, 2} - {died[0].number}
+        held = {"shard", "tail", "extras@step"}
+        wait_until(
+            lambda: any(set(h["parts"]) == held for h in running.nodes[other].status()["holdings"]),
+            "the other one has its copy",
+        )
+        died[0].start()
+        died[0].adopt(record)
         assert member.wait(FIRST) == "committed"
 
 
@@ -592,18 +615,6 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
 
 
 # Memory.
-
-
-@pytest.fixture
-def tight_memory(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB for the segments of one node."""
-    mount = tmp_path / "tight"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a tmpfs here")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_full_memory_of_a_buddy_holds_the_gate_and_says_why(

@@ -28,6 +28,11 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
             for member in members:
                 assert member.wait(Generation(1, iteration)) == "committed"
         assert members[0].client.newest_committed == (Generation(1, 3), "step")
+        fit = running.nodes[0].status()["fit"]["0"]
+        assert fit["window_seconds"] > 0
+        commits = running.nodes[0].seen(Kind.COMMITTED)
+        assert {k: commits[-1].data[k] for k in fit} == fit
+        assert all(event.data["ship_seconds"] > 0 for event in commits)
         running.nodes[1].die()
         inventories = running.close(1, gone={1})
         kept = Generation(1, 3)

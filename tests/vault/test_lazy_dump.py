@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.decision import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.assembling import newest_whole
 from deadpool_megatron.vault.dumping import dump_held, generation_name
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import Segment, checksum, copy_name, dump_name
 from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.whole_dumps import newest_whole
 
 G = Generation
 ROLES = 2

@@ -1,0 +1,426 @@
+"""Which roles share parity blocks, and which nodes hold the blocks. Pure and deterministic.
+
+Every vault and the coordinator compute the same answer from the same epoch record, so neither a
+group nor a place is ever sent. Groups over nodes, of which any may be lost, are REFT's AEC
+(arXiv 2310.12670), the rotation of the parity over all nodes is RAID 5's, and the bound on what one
+node gets is that of consistent hashing with bounded loads (Mirrokni et al., arXiv 1608.01350).
+
+A parity block is kept under a role number of its own, far above those of the run: a *parity role*,
+whose segment, holdings and layout are like those of any role that is seated elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from deadpool_megatron.layout.records import EpochRecord, PartInfo, RoleLayout
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan
+
+PARITY_BASE = 1 << 32
+_PARITY_END = 1 << 52  # below it numbers survive any JSON reader
+MOST_BLOCKS = 256  # k + m, a limit of codes over bytes
+# The part of a parity role that says what has been combined into its blocks.
+MEMBERS = "members"
+_STAGE = "parity"
+# A node may get so many times its fair share of blocks before the next one on the ring is asked.
+_SLACK = 1.25
+# ... and so many times before a node in a domain of the group is asked: where nearly all nodes
+# share one domain, the few others could not hold the blocks of all.
+_MOST = 4
+# With so few nodes left to choose from they are listed instead of looked for all round the ring.
+_FEW = 128
+
+
+def is_parity_role(number: int) -> bool:
+    """True for the number of a parity block, False for a role of the run."""
+    return number >= PARITY_BASE
+
+
+def parity_role(roles: Sequence[int], parities: int, number: int, rules: str = "") -> int:
+    """The role number of parity block ``number`` (from 0) of ``parities`` over ``roles`` in order.
+
+    Another composition is another role, so blocks of different ones never meet in one segment.
+    ``rules``: text that differs where other parts are covered.
+    """
+    text = f"{','.join(map(str, roles))}/{parities}/{number}/{rules}"
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return PARITY_BASE + int.from_bytes(digest, "little") % (_PARITY_END - PARITY_BASE)
+
+
+@dataclass(frozen=True)
+class ParityGroup:
+    """Roles on distinct nodes that share parity blocks.
+
+    ``roles``: ascending; the place of a role is the number of its data block. ``blocks``: role
+    numbers of the parity blocks; ``holders``: the node of each. There are fewer than wanted where
+    too few nodes live.
+    """
+
+    roles: tuple[int, ...]
+    blocks: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+class ParityPlacement:
+    """All groups for one set of seats and live nodes.
+
+    ``seats`` maps role -> node, ``domains`` each *live* node -> failure domain; roles on other
+    nodes are in no group. ``parities``: blocks for each group (m). Never changed: thread-safe.
+    """
+
+    def __init__(
+        self,
+        seats: Mapping[int, int],
+        domains: Mapping[int, str],
+        spares: Collection[int],
+        plan: ProtectionPlan,
+        parities: int,
+    ) -> None:
+        self.parities = parities
+        self._plan = plan
+        self._domain_of = {r: domains[node] for r, node in seats.items() if node in domains}
+        roles_of: dict[int, list[int]] = {}
+        for role in sorted(self._domain_of):
+            roles_of.setdefault(seats[role], []).append(role)
+        places = sorted(roles_of, key=lambda node: roles_of[node][0])
+        idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
+        pools: dict[tuple[str, int], list[int]] = {}
+        kinds: dict[str, tuple[str, int]] = {}
+        for node in places:
+            domain = domains[node]
+            if domain not in kinds:
+                kinds[domain] = _rules_of(plan, domain)
+            if kinds[domain][1]:
+                pools.setdefault(kinds[domain], []).append(node)
+        most = max(1, len(places) + len(idle) - parities)
+        composed = [
+            (rules, nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
+            for (rules, size), pool in pools.items()
+            for nodes in _split(pool, min(size, most), domains)
+            for row in range(max(len(roles_of[node]) for node in nodes))
+        ]
+        holders = _Holders(places, idle, domains, len(composed) * parities)
+        self.groups = tuple(
+            _group(roles, rules, parities, holders.choose(number, nodes, parities))
+            for number, (rules, nodes, roles) in enumerate(composed)
+        )
+        self._by_role = {role: group for group in self.groups for role in group.roles}
+        self._by_block = {
+            block: (group, number)
+            for group in self.groups
+            for number, block in enumerate(group.blocks)
+        }
+
+    @staticmethod
+    def of_record(record: EpochRecord) -> ParityPlacement:
+        """The placement that a record means."""
+        return ParityPlacement(
+            {role: seat.node for role, seat in record.seats.items()},
+            {node: address.domain for node, address in record.nodes.items()},
+            [node for node, address in record.nodes.items() if address.spare],
+            record.protection,
+            record.replicas,
+        )
+
+    def group_of(self, role: int) -> ParityGroup | None:
+        """The group of a role, None for one that is not protected by parity."""
+        return self._by_role.get(role)
+
+    def block(self, number: int) -> tuple[ParityGroup, int] | None:
+        """The group of a parity role and which of its blocks (from 0) that is."""
+        return self._by_block.get(number)
+
+    def codes(self, role: int, part: str) -> bool:
+        """True when the plan protects this shard part of the role by parity."""
+        domain = self._domain_of.get(role)
+        return domain is not None and self._plan.scheme(part, domain).kind is Kind.PARITY
+
+    def layout(self, number: int, layouts: Mapping[int, RoleLayout]) -> RoleLayout:
+        """Layout of a parity role of this placement, from those of its group.
+
+        Raises KeyError for another number or when a layout is missing.
+        """
+        group, block = self._by_block[number]
+        return parity_layout(layouts, group, block, self.parities, self.codes)
+
+
+def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
+    """All groups of an epoch; none where its plan knows no parity."""
+    if Kind.PARITY not in record.protection.kinds:
+        return ()
+    return ParityPlacement.of_record(record).groups
+
+
+def parity_layout(
+    layouts: Mapping[int, RoleLayout],
+    group: ParityGroup,
+    number: int,
+    parities: int,
+    codes: Callable[[int, str], bool] = lambda role, part: True,
+) -> RoleLayout:
+    """What the parity role of block ``number`` consists of.
+
+    Shard parts as long as the longest of the group, and MEMBERS (bytes: a capacity). ``peers``:
+    the roles of the group in the order of their data blocks. Raises KeyError when a layout of the
+    group is missing.
+    """
+    sizes: dict[str, int] = {}
+    entries_bytes = 256
+    for role in group.roles:
+        shard_parts = layouts[role].shard_parts
+        for part in layouts[role].parts:
+            if part.name in shard_parts and codes(role, part.name):
+                sizes[part.name] = max(part.nbytes, sizes.get(part.name, 0))
+                entries_bytes += 96 + len(json.dumps(part.name))
+    role_number = group.blocks[number]
+    own = (role_number,)
+    hashes = [layouts[role].layout_hash for role in group.roles]
+    text = json.dumps([role_number, hashes, list(sizes.items())])
+    return RoleLayout(
+        role=role_number,
+        parts=(
+            *(PartInfo(name, nbytes, own) for name, nbytes in sizes.items()),
+            PartInfo(MEMBERS, entries_bytes, own),
+        ),
+        peers=group.roles,
+        slots=max(layouts[role].slots for role in group.roles),
+        layout_hash=hashlib.blake2b(text.encode(), digest_size=16).hexdigest(),
+        stage_class=f"{_STAGE} {number} {parities}",
+    )
+
+
+def parity_numbers(layout: RoleLayout) -> tuple[int, int]:
+    """``(number, parities)`` of a parity role's layout: which block of how many.
+
+    Raises ValueError for the layout of anything else.
+    """
+    words = layout.stage_class.split()
+    if len(words) != 3 or words[0] != _STAGE:
+        raise ValueError(f"role {layout.role} is no parity block")
+    return int(words[1]), int(words[2])
+
+
+@dataclass(frozen=True)
+class Members:
+    """The content of the part MEMBERS: what has been combined into a parity block.
+
+    ``group``: roles in the order of their data blocks; ``contributions``: role -> shard part ->
+    (nbytes, checksum) of the whole part. A part that a role did not contribute counts as zeros.
+    """
+
+    group: tuple[int, ...]
+    number: int
+    parities: int
+    contributions: Mapping[int, Mapping[str, tuple[int, int]]]
+
+    def encode(self) -> bytes:
+        """JSON form; fits in the capacity that :func:`parity_layout` gives the part."""
+        values = {
+            "group": list(self.group),
+            "number": self.number,
+            "parities": self.parities,
+            "roles": {
+                str(role): {name: list(pair) for name, pair in parts.items()}
+                for role, parts in self.contributions.items()
+            },
+        }
+        return json.dumps(values, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(text: bytes | memoryview) -> Members:
+        """Inverse of :meth:`encode`. Raises ValueError, KeyError or TypeError for other bytes."""
+        values = json.loads(bytes(text))
+        return Members(
+            tuple(int(role) for role in values["group"]),
+            int(values["number"]),
+            int(values["parities"]),
+            {
+                int(role): {
+                    str(name): (int(nbytes), int(digest))
+                    for name, (nbytes, digest) in parts.items()
+                }
+                for role, parts in values["roles"].items()
+            },
+        )
+
+
+def _rules_of(plan: ProtectionPlan, domain: str) -> tuple[str, int]:
+    """``(text of the rules, size of groups)`` of a domain; size 0 where nothing is coded."""
+    rules = [rule for rule in plan.rules if rule.domain in (ANY, domain)]
+    sizes = [rule.scheme.group for rule in rules if rule.scheme.kind is Kind.PARITY]
+    text = json.dumps([[rule.part, rule.scheme.to_list()] for rule in rules])
+    return text, max(1, *sizes) if sizes else 0
+
+
+def _group(
+    roles: Sequence[int], rules: str, parities: int, holders: tuple[int, ...]
+) -> ParityGroup:
+    ordered = tuple(sorted(roles))
+    blocks = tuple(parity_role(ordered, parities, n, rules) for n in range(len(holders)))
+    return ParityGroup(ordered, blocks, holders)
+
+
+def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[list[int]]:
+    """Groups of at most ``size`` nodes, as even as possible, no domain twice in one of them
+    wherever that can be.
+
+    Node number i is in group i modulo their number: neighbours, which often share a rack, come
+    apart, and who takes over a node's roles takes over its place. What then still shares a domain
+    is exchanged with a node of another group; where that does not get as far as dealing the nodes
+    out domain by domain does, the latter.
+    """
+    count = -(-len(nodes) // size)
+    groups = [list(nodes[number::count]) for number in range(count)]
+    sizes = Counter(domains[node] for node in nodes)
+    unavoidable = sum(max(0, number - count) for number in sizes.values())
+    if _exchange(groups, domains) > unavoidable:
+        rank = {node: number for number, node in enumerate(nodes)}
+        first: dict[str, int] = {}
+        for node in nodes:
+            first.setdefault(domains[node], rank[node])
+        dealt = sorted(nodes, key=lambda node: (first[domains[node]], rank[node]))
+        groups = [sorted(dealt[number::count], key=rank.__getitem__) for number in range(count)]
+    return groups
+
+
+def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
+    """Exchange nodes that share a domain within their group; answers how many still do."""
+    counts = [Counter(domains[node] for node in group) for group in groups]
+    having = Counter(domain for count in counts for domain in count)
+
+    def partner(number: int, domain: str) -> tuple[int, int] | None:
+        if having[domain] == len(groups) or all(counts[number][other] for other in having):
+            return None
+        for step in range(1, len(groups)):
+            other = (number + step) % len(groups)
+            if counts[other][domain]:
+                continue
+            for place, node in enumerate(groups[other]):
+                if not counts[number][domains[node]]:
+                    return other, place
+        return None
+
+    def move(number: int, place: int, node: int) -> None:
+        old, new = domains[groups[number][place]], domains[node]
+        groups[number][place] = node
+        counts[number][old] -= 1
+        having[old] -= not counts[number][old]
+        having[new] += not counts[number][new]
+        counts[number][new] += 1
+
+    for number, group in enumerate(groups):
+        for place in range(len(group)):
+            node = group[place]
+            if counts[number][domains[node]] > 1 and (found := partner(number, domains[node])):
+                other, theirs = found
+                incoming = groups[other][theirs]
+                move(number, place, incoming)
+                move(other, theirs, node)
+    return sum(number - 1 for count in counts for number in count.values() if number > 1)
+
+
+class _Holders:
+    """Deals parity blocks out to nodes: outside the group, in new domains, evenly."""
+
+    def __init__(
+        self, places: Sequence[int], idle: Sequence[int], domains: Mapping[int, str], blocks: int
+    ) -> None:
+        self._places = places
+        self._idle = idle
+        self._domains = domains
+        self._blocks = max(1, blocks)
+        self._load = dict.fromkeys((*places, *idle), 0)
+        share = blocks / max(1, len(self._load))
+        # Of each domain: how many blocks a node may get, all its nodes, those with fewer blocks.
+        self._all = Counter(domains[node] for node in self._load)
+        self._nodes: dict[str, list[int]] = {}
+        for node in self._load:
+            self._nodes.setdefault(domains[node], []).append(node)
+        self._caps = dict.fromkeys(self._all, math.ceil(_SLACK * share))
+        self._most = math.ceil(_MOST * share)
+        self._open = dict(self._all)
+        self._all_open = len(self._load)
+        self._drawn: dict[int, list[int]] = {}
+        for node in idle:
+            for number in range(math.ceil(share)):
+                block = zlib.crc32(f"{node}:{number}".encode()) % self._blocks
+                self._drawn.setdefault(block, []).append(node)
+
+    def choose(self, number: int, group: Collection[int], parities: int) -> tuple[int, ...]:
+        """Nodes for all blocks of group ``number``; fewer where too few live."""
+        outside = {*group}
+        used = {self._domains[node] for node in group}
+        chosen: list[int] = []
+        for block in range(parities):
+            node = self._one(number * parities + block, outside, used)
+            if node is None:
+                break
+            chosen.append(node)
+            outside.add(node)
+            used.add(self._domains[node])
+            self._count(node)
+        return tuple(chosen)
+
+    def _one(self, block: int, outside: set[int], used: set[str]) -> int | None:
+        """A node in a new domain, be it above its share; else any other, within its share first."""
+        fresh = len(self._load) - sum(self._all[domain] for domain in used)
+        if fresh and self._have_room(used):
+            return next(
+                node
+                for node in (self._few(block, used) if fresh < _FEW else self._ring(block))
+                if self._domains[node] not in used and self._is_open(node)
+            )
+        fallback = None
+        for node in self._ring(block):
+            if node not in outside:
+                if self._is_open(node):
+                    return node
+                fallback = node if fallback is None else fallback
+        return fallback
+
+    def _have_room(self, used: set[str]) -> bool:
+        """Whether a node outside these domains may get a block; if all of them have had their
+        share, they may get one more."""
+
+        def room() -> int:
+            return self._all_open - sum(self._open[domain] for domain in used)
+
+        if not room():
+            for domain in self._all.keys() - used:
+                if self._caps[domain] < self._most:
+                    self._caps[domain] += 1
+                    self._open[domain] = self._all[domain]
+                    self._all_open += self._all[domain]
+        return room() > 0
+
+    def _few(self, block: int, used: set[str]) -> list[int]:
+        """The nodes of all domains that are left, beginning elsewhere for each block."""
+        nodes = [n for domain in self._all if domain not in used for n in self._nodes[domain]]
+        begin = block % len(nodes)
+        return nodes[begin:] + nodes[:begin]
+
+    def _is_open(self, node: int) -> bool:
+        return self._load[node] < self._caps[self._domains[node]]
+
+    def _count(self, node: int) -> None:
+        domain = self._domains[node]
+        self._load[node] += 1
+        if self._load[node] == self._caps[domain]:
+            self._open[domain] -= 1
+            self._all_open -= 1
+
+    def _ring(self, block: int) -> Iterator[int]:
+        """All nodes, most wanted first. Each spare draws its share of the blocks, the rest goes
+        round the places: so the loss of a spare moves little but what it held."""
+        yield from self._drawn.get(block, ())
+        count = len(self._places)
+        begin = block * count // self._blocks
+        for step in range(begin, begin + count):
+            yield self._places[step % count]
+        yield from self._idle

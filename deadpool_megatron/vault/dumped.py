@@ -1,0 +1,74 @@
+"""What the files of a dump give beyond whole parts: coded blocks that lost parts are made of."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from deadpool_megatron.layout.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.records import Decoding, Source
+from deadpool_megatron.vault.blocks import FileSupply, Supplier
+from deadpool_megatron.vault.dumping import dump_files
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.segment import PartState, Segment, dump_name, parse_name
+
+log = logging.getLogger(__name__)
+
+
+def supplier(directory: Path) -> Supplier:
+    """Blocks from the files in ``directory``; the node of a source is the one that wrote it."""
+    return lambda source, part: FileSupply(directory / dump_name(source.role, source.node), part)
+
+
+def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
+    """How a part can be computed from the files, the way with the most blocks first.
+
+    The generation may have had another lineage in the run that wrote them. Reads descriptions and
+    headers only: whether the bytes are intact turns out when they are used.
+    """
+    found: dict[tuple[tuple[int, ...], int, tuple[str, ...]], dict[int, tuple[Source, ...]]] = {}
+    for dumped in _parity_files(directory, role):
+        if _holds(dumped, part, iteration) and _holds(dumped, MEMBERS, iteration):
+            layout = dumped.layout
+            number, parities = parity_numbers(layout)
+            key = layout.peers, parities, tuple(one.name for one in layout.parts)
+            places = found.setdefault(key, {})
+            block = len(layout.peers) + number
+            places[block] = (*places.get(block, ()), _source(dumped))
+    decodings = []
+    for (group, parities, _), places in found.items():
+        for number, other in enumerate(group):
+            files = list(dump_files(directory, other)) if other != role else []
+            held = tuple(_source(one) for one in files if _holds(one, part, iteration))
+            if held or any(part not in one.layout.shard_parts for one in files):
+                places[number] = held
+        if len(places) >= len(group):
+            decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
+    return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
+
+
+def _parity_files(directory: Path, role: int) -> list[Segment]:
+    """Readable files of parity blocks of any group of ``role``."""
+    found = []
+    for path in sorted(directory.glob("dump-*-*.seg")):
+        try:
+            if is_parity_role(parse_name(path.name)[0]):
+                dumped = Segment.open(path, writable=False)
+                if role in dumped.layout.peers:
+                    found.append(dumped)
+        except (SegmentError, OSError) as error:
+            log.warning("dump: %s", error)
+    return found
+
+
+def _holds(dumped: Segment, part: str, iteration: int) -> bool:
+    names = {one.name for one in dumped.layout.parts}
+    return (
+        part in names
+        and dumped.generation(0).iteration == iteration
+        and dumped.entry(0, part).state is PartState.SEALED
+    )
+
+
+def _source(dumped: Segment) -> Source:
+    return Source(int(dumped.path.stem.rsplit("-", 1)[1]), dumped.layout.role)

@@ -1,0 +1,289 @@
+#!/usr/bin/env python
+"""Whether training goes first on a link that protection shares: step time with and without it.
+
+    sudo .venv/bin/python scripts/bench/streaming.py [--rounds N] [--steps N] [--out FILE]
+
+Two hosts made of namespaces (root is needed), each with a link of limited rate (tbf), train one
+model data-parallel, in turns: without protection (stock gloo), with it, and with it but shipping
+nothing (``--deadpool-protection local``), which tells what is the link's part. Computing is a
+sleep, so that it is the link that counts. With the queue ``fifo`` the link knows no classes; with
+``bands`` it has those that Linux gives every device by default (pfifo_fast), in which what ships
+copies comes last. The first steps of a run are not measured; of the others none is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from measuring import ROOT, machine_facts, write_facts
+from slow_steps import VARIABLE
+
+from deadpool_megatron.cli.report import read_story
+from deadpool_megatron.cli.story import summary
+from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.events import Kind
+
+sys.path.insert(0, str(ROOT))  # the hosts are those of the tests
+from tests.netns.cluster import Cluster, Job
+from tests.netns.hosts import Host, Hosts, missing
+
+NODES = 2
+# Longer than the pace needs to know the window, see vault/pacing.py.
+_WARM_UP = 8
+_POLL_SECONDS = 0.005
+_SILENCE_SECONDS = 120.0
+_PORT = 29400
+_MODEL = (
+    "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --bf16"
+    " --use-distributed-optimizer"
+)
+QUEUES = ("fifo", "bands")
+_SLOW_STEPS = Path(__file__).with_name("slow_steps.py")
+
+
+class BenchError(Exception):
+    """A run failed; the message shows the end of what it wrote."""
+
+
+@dataclass
+class Measured:
+    """One run: seconds of each measured step; of a protected one also how shipping fitted."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    gate_waits: list[tuple[int, float]] = field(default_factory=list)  # iteration, seconds
+    ship_seconds: list[float] = field(default_factory=list)
+    window_seconds: list[float] = field(default_factory=list)
+    shipped_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What all runs have in common."""
+
+    rate_mbit: float
+    compute_seconds: float
+    steps: int
+    flags: tuple[str, ...]
+
+    def lay(self, host: Host, queue: str) -> None:
+        """Limit what a host sends."""
+        rate = f"{self.rate_mbit:g}mbit"
+        limit = f"tc qdisc replace dev eth0 root handle 1: tbf rate {rate} burst 64kb latency 200ms"
+        commands = [limit]
+        if queue == "bands":
+            commands.append("tc qdisc add dev eth0 parent 1: handle 10: pfifo_fast")
+        for command in commands:
+            done = host.run(*command.split())
+            if done.returncode != 0:
+                raise BenchError(f"{command}: {done.stderr.strip()}")
+
+    @property
+    def training(self) -> list[str]:
+        """Flags of the trainer."""
+        return [*_MODEL.split(), "--train-iters", str(_WARM_UP + 1 + self.steps)]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For every process of a run."""
+        return {VARIABLE: str(self.compute_seconds), "OMP_NUM_THREADS": "1"}
+
+
+def run_plain(link: Link, hosts: Hosts, base: Path) -> Measured:
+    """Stock gloo on the same hosts."""
+    command = [sys.executable, str(_SLOW_STEPS), "plain", *link.training]
+    shared = {
+        **{k: v for k, v in os.environ.items() if not k.startswith("DEADPOOL_")},
+        **link.environment,
+        "MASTER_ADDR": hosts[0].address,
+        "MASTER_PORT": str(_PORT),
+        "WORLD_SIZE": str(NODES),
+        "LOCAL_RANK": "0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    logs = [base / f"{uuid.uuid4().hex}-{rank}.log" for rank in range(NODES)]
+    ranks = [
+        hosts[rank].start(command, logs[rank], {**shared, "RANK": str(rank)})
+        for rank in range(NODES)
+    ]
+    seen = [0] * NODES
+
+    def new_steps() -> int:
+        texts = [log.read_text(errors="replace") for log in logs]
+        lines = [sum(" | loss " in line for line in text.split("\n")[:-1]) for text in texts]
+        new = sum(lines) - sum(seen)
+        seen[:] = lines
+        return new
+
+    def trouble() -> str:
+        return "".join(log.read_text(errors="replace")[-2000:] for log in logs)
+
+    try:
+        return Measured(_watch(link, new_steps, lambda: _over(ranks), trouble))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
+    """Under agents of deadpool, whose events tell of each step."""
+    directory = base / uuid.uuid4().hex
+    command = (str(_SLOW_STEPS), "protected", *link.training)
+    job = Job(command, NODES, 0, link.flags)
+    tail = EventTail(RunDirectory(directory).events)
+
+    def new_steps() -> int:
+        return sum(event.kind is Kind.STEP for event in tail.poll())
+
+    with Cluster(hosts, directory, job, (), link.environment) as cluster:
+
+        def trouble() -> str:
+            return "".join(cluster.output(node)[-2000:] for node in range(NODES))
+
+        def over() -> bool:
+            return _over(list(cluster.agents.values()))
+
+        measured = Measured(_watch(link, new_steps, over, trouble))
+        cluster.wait_end()
+        commits = [e for e in cluster.events(Kind.COMMITTED) if (e.iteration or 0) > _WARM_UP]
+    waits = read_story(directory).gate_waits
+    measured.gate_waits = [(iteration or 0, s) for (_, _, iteration), s in waits.items()]
+    measured.shipped_bytes = [event.data["bytes"] for event in commits]
+    measured.ship_seconds = [event.data["ship_seconds"] for event in commits]
+    measured.window_seconds = [
+        seconds for e in commits if (seconds := e.data["window_seconds"]) is not None
+    ]
+    return measured
+
+
+def _over(processes: list[subprocess.Popen[bytes]]) -> bool:
+    return None not in [process.poll() for process in processes]
+
+
+def _watch(
+    link: Link, new_steps: Callable[[], int], over: Callable[[], bool], trouble: Callable[[], str]
+) -> list[float]:
+    """Seconds of each measured step, as this one observer sees them reported."""
+    times: list[float] = []
+    expected = _WARM_UP + 1 + link.steps
+    heard = time.perf_counter()
+    while len(times) < expected:
+        ended = over()  # before the look: what was reported before the end is then seen
+        for _ in range(new_steps()):
+            heard = time.perf_counter()
+            times.append(heard)
+        if len(times) < expected and (ended or time.perf_counter() - heard > _SILENCE_SECONDS):
+            raise BenchError(f"saw {len(times)} steps of {expected}:\n{trouble()}")
+        time.sleep(_POLL_SECONDS)
+    return [after - before for before, after in itertools.pairwise(times[_WARM_UP:])]
+
+
+def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
+    """Both sides in turns on one kind of link."""
+    local = replace(link, flags=(*link.flags, "--deadpool-protection", "local"))
+    runs: dict[str, Callable[[Hosts, Path], Measured]] = {
+        "plain": partial(run_plain, link),
+        "protected": partial(run_protected, link),
+        "local": partial(run_protected, local),
+    }
+    sides: dict[str, list[Measured]] = {name: [] for name in runs}
+    for number in range(1, rounds + 1):
+        for name, run in runs.items():
+            print(f"{queue}, {name}, {number} of {rounds}", file=sys.stderr, flush=True)
+            place = base / f"{queue}-{name}-{number}"
+            place.mkdir()
+            with Hosts(NODES, place) as hosts:
+                for host in hosts:
+                    link.lay(host, queue)
+                sides[name].append(run(hosts, place))
+    times = {
+        name: summary([s for run in runs for s in run.step_seconds]) for name, runs in sides.items()
+    }
+    protected = sides["protected"]
+    return {
+        "ratio": _ratios(times["protected"], times["plain"]),
+        "ratio_to_shipping_nothing": _ratios(times["protected"], times["local"]),
+        "ratio_of_each_pair": [
+            summary(b.step_seconds)["mean"] / summary(a.step_seconds)["mean"]
+            for a, b in zip(sides["plain"], protected, strict=True)
+        ],
+        "step_seconds": times,
+        "runs": {name: [run.step_seconds for run in runs] for name, runs in sides.items()},
+        "gate_waits": [run.gate_waits for run in protected],
+        "gate_seconds": sum(s for run in protected for i, s in run.gate_waits if i > _WARM_UP),
+        "ship_seconds": summary([s for run in protected for s in run.ship_seconds]),
+        "window_seconds": summary([s for run in protected for s in run.window_seconds]),
+        "shipped_bytes": summary([float(n) for run in protected for n in run.shipped_bytes]),
+    }
+
+
+def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str, float]:
+    return {key: above[key] / below[key] for key in ("mean", "p50")}
+
+
+def main() -> int:
+    """Run from the command line; answers the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs")
+    parser.add_argument("--steps", type=int, default=30, metavar="N", help="measured per run")
+    parser.add_argument("--rate-mbit", type=float, default=200.0, metavar="MBIT", help="of a link")
+    parser.add_argument(
+        "--compute-seconds", type=float, default=0.8, metavar="S", help="slept in each step"
+    )
+    parser.add_argument("--queue", choices=QUEUES, nargs="*", default=list(QUEUES))
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
+    args, flags = parser.parse_known_args()
+    if args.rounds < 1 or args.steps < 2:
+        parser.error("--rounds must be at least 1 and --steps at least 2")
+    if not all(flag.startswith("--deadpool-") for flag in flags[::2]):
+        parser.error(f"unknown arguments {' '.join(flags)}; --deadpool-* go to the protected runs")
+    if reason := missing():
+        parser.error(f"no hosts can be made here: {reason}")
+    link = Link(args.rate_mbit, args.compute_seconds, args.steps, tuple(flags))
+    facts: dict[str, Any] = {
+        "bench": "streaming",
+        "machine": machine_facts(),
+        "rate_mbit": link.rate_mbit,
+        "compute_seconds": link.compute_seconds,
+        "flags": list(link.flags),
+        "warm_up_steps": _WARM_UP,
+        "queues": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
+        for queue in args.queue:
+            try:
+                found = measure(link, queue, args.rounds, Path(base))
+            except BenchError as error:
+                print(f"streaming bench: {error}", file=sys.stderr)
+                return 1
+            facts["queues"][queue] = found
+            whole, link_only = found["ratio"], found["ratio_to_shipping_nothing"]
+            print(
+                f"{queue}: step time with protection over without {whole['mean']:.4f}, over"
+                f" shipping nothing {link_only['mean']:.4f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    write_facts(args.out, facts)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

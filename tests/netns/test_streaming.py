@@ -1,0 +1,84 @@
+"""What ships copies is marked on the wire, on both ends, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.events import Kind
+from tests.faults import jobs, layouts
+from tests.netns.cluster import Cluster, Job
+from tests.netns.hosts import Host, Hosts
+
+pytestmark = pytest.mark.netns
+_NODES, _ITERATIONS = 3, 8
+_LAYOUT = jobs.Layout("dp3", f"{layouts.DISTRIBUTED} --global-batch-size 6", _NODES, 1)
+_SETTINGS = (
+    *("--deadpool-replicas", "2", "--deadpool-dscp", "8", "--deadpool-rate-limit-gbps", "0.2"),
+    *("--deadpool-interface", "eth0", "--deadpool-vault-cpus", "auto"),
+    *("--deadpool-hash-interval", "1"),
+)
+# Class selector 1, and the priority of bulk traffic in the queues of the own machine.
+_RULES = {
+    "marked": "ip dscp cs1",
+    "marked and last in the queue": "ip dscp cs1 meta priority 0:2",
+    "other": "ip dscp != cs1",
+    "other class": "ip dscp != cs1 ip dscp != cs0",
+}
+
+
+def watch(host: Host) -> None:
+    """Count what a host sends, by rule."""
+    done = host.run("nft", "add table ip seen")
+    assert done.returncode == 0, done.stderr
+    hook = "{ type filter hook output priority 300; }"
+    assert host.run("nft", f"add chain ip seen out {hook}").returncode == 0
+    for name, rule in _RULES.items():
+        done = host.run("nft", f'add rule ip seen out oifname eth0 {rule} counter comment "{name}"')
+        assert done.returncode == 0, done.stderr
+
+
+def seen(host: Host) -> dict[str, int]:
+    """Bytes by rule."""
+    listed = json.loads(host.run("nft", "-j", "list", "table", "ip", "seen").stdout)["nftables"]
+    rules = [entry["rule"] for entry in listed if "rule" in entry]
+    return {
+        rule["comment"]: next(e["counter"]["bytes"] for e in rule["expr"] if "counter" in e)
+        for rule in rules
+    }
+
+
+def test_copies_are_marked_and_nothing_else(
+    tmp_path: Path, measured: Callable[[str, str], None]
+) -> None:
+    """Two copies each, in a chain, under a limit: and the bits are those of a quiet run."""
+    program = jobs.trainer(_LAYOUT, _ITERATIONS)
+    wanted = jobs.undisturbed(program)
+    job = Job(program.command, _NODES, 0, _SETTINGS)
+    with Hosts(_NODES, tmp_path) as hosts:
+        for host in hosts:
+            watch(host)
+        with Cluster(hosts, tmp_path / "run", job) as cluster:
+            final = cluster.wait_end()
+            assert final["exit_status"] == 0, final["reason"]
+            commits = cluster.events(Kind.COMMITTED)
+        found = [seen(host) for host in hosts]
+    comparison = compare_results(read_result(wanted.directory), read_result(cluster.run.path))
+    assert comparison.identical, "\n".join(map(str, comparison.differences))
+    shipped = sum(event.data["bytes"] for event in commits)
+    assert shipped > 0
+    marked = sum(host["marked"] for host in found)
+    # Every copy crosses one link, whoever sends it there; headers and acknowledgements come on top.
+    assert shipped < marked  # every copy crosses one link; headers and answers come on top
+    for host in found:
+        # All hosts send copies and answer to them. The kernel's last word on a connection that
+        # is closed has the class still, but no priority.
+        assert host["marked"] >= host["marked and last in the queue"] > 0.99 * host["marked"]
+        assert host["other"] > 0
+        assert host["other class"] == 0
+    measured("streaming: two copies in a chain", f"{marked / shipped:.3f} bytes sent for each")

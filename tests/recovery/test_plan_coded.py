@@ -1,0 +1,301 @@
+"""Parts without a whole copy: chosen is what enough blocks are left for, and nothing newer was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.parity import MEMBERS, ParityPlacement
+from deadpool_megatron.layout.records import (
+    Decoding,
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+    Source,
+    extras_part,
+)
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.recovery.plan import choose_restore
+
+EXTRAS = extras_part("step")
+OLD, NEW = Generation(1, 6), Generation(1, 7)
+
+
+def layout(role: int, parts: tuple[str, ...] = ("main",)) -> RoleLayout:
+    own = (role,)
+    shards = [PartInfo(name, 8 + role, own) for name in parts]
+    return RoleLayout(role, (*shards, PartInfo(EXTRAS, 8, own)), (0, 1), 2, f"hash{role}")
+
+
+@dataclass
+class World:
+    """Roles 0, 1, ... on nodes; ``held``: node -> {(role, generation, part)}."""
+
+    seats: dict[int, int]
+    nodes: int
+    group: int
+    parities: int
+    parts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    held: dict[int, set[tuple[int, Generation, str]]] = field(default_factory=dict)
+    layouts: dict[int, RoleLayout] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    bad: set[BadPart] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.layouts = {role: layout(role, self.parts.get(role, ("main",))) for role in self.seats}
+        self.held = {node: set() for node in range(self.nodes)}
+        self.placement = self.place(self.group)
+        self.protect(self.placement, (OLD, NEW))
+
+    def place(self, group: int) -> ParityPlacement:
+        plan = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.PARITY, group=group)),))
+        domains = {node: f"rack{node}" for node in range(self.nodes)}
+        spares = set(domains) - set(self.seats.values())
+        return ParityPlacement(self.seats, domains, spares, plan, self.parities)
+
+    def protect(self, placement: ParityPlacement, generations: tuple[Generation, ...]) -> None:
+        """Every role's own slot, its extras on all nodes, and the parity of its group."""
+        for generation in generations:
+            for role, node in self.seats.items():
+                for name in self.layouts[role].shard_parts:
+                    self.held[node].add((role, generation, name))
+                for other in self.held:
+                    self.held[other].add((role, generation, EXTRAS))
+            for group in placement.groups:
+                for block, holder in zip(group.blocks, group.holders, strict=True):
+                    self.layouts[block] = placement.layout(block, self.layouts)
+                    for part in self.layouts[block].parts:
+                        self.held[holder].add((block, generation, part.name))
+
+    def ask(self) -> RestoreQuery:
+        inventories = {}
+        for node, held in self.held.items():
+            if node in self.lost:
+                continue
+            parts: dict[tuple[int, Generation], set[str]] = {}
+            for role, generation, name in held:
+                parts.setdefault((role, generation), set()).add(name)
+            holdings = [Holding(*key, frozenset(names)) for key, names in sorted(parts.items())]
+            found = [self.layouts[role] for role in sorted({role for role, _ in parts})]
+            inventories[node] = Inventory(node, 1, tuple(holdings), tuple(found))
+        seats = {role: Seat(node, role, 0) for role, node in self.seats.items()}
+        return RestoreQuery(
+            2, len(seats), inventories, seats, seats, {1: NO_LIMIT}, bad_parts=frozenset(self.bad)
+        )
+
+    def sources(self, role: int, generation: Generation, name: str) -> set[Source]:
+        """Places of intact bytes on live nodes."""
+        return {
+            Source(node, role)
+            for node, held in self.held.items()
+            if node not in self.lost
+            and (role, generation, name) in held
+            and BadPart(node, role, generation, name) not in self.bad
+        }
+
+    def blocks(self, role: int, generation: Generation, name: str) -> dict[int, set[Source]]:
+        """What is left of the group of a role, as the definition of the code says it."""
+        group = self.placement.group_of(role)
+        if group is None:
+            return {}
+        found = {}
+        for number, other in enumerate(group.roles):
+            places = self.sources(other, generation, name)
+            if other != role and (places or name not in self.layouts[other].shard_parts):
+                found[number] = places
+        for number, block in enumerate(group.blocks):
+            intact = self.sources(block, generation, name)
+            told = {place.node for place in self.sources(block, generation, MEMBERS)}
+            if places := {place for place in intact if place.node in told}:
+                found[len(group.roles) + number] = places
+        return found
+
+    def producible(self, generation: Generation) -> bool:
+        return all(
+            self.sources(role, generation, EXTRAS)
+            and all(
+                self.sources(role, generation, name)
+                or len(self.blocks(role, generation, name)) >= len(self.group_roles(role))
+                for name in self.layouts[role].shard_parts
+            )
+            for role in self.seats
+        )
+
+    def group_roles(self, role: int) -> tuple[int, ...]:
+        group = self.placement.group_of(role)
+        return group.roles if group is not None else (role,)
+
+
+def chosen(world: World) -> Restore:
+    answer = choose_restore(world.ask())
+    assert isinstance(answer, Restore), answer
+    return answer
+
+
+def decoding(answer: Restore, role: int, part: str = "main") -> Decoding:
+    assert not answer.sources[role][part]
+    return answer.recipes[role].decodings[part]
+
+
+def test_a_lost_role_is_decoded_and_whole_copies_stay_preferred() -> None:
+    world = World({role: role for role in range(4)}, 5, group=4, parities=1)
+    assert not chosen(world).recipes
+    world.lost = {2}
+    answer = chosen(world)
+    assert answer.generation == NEW
+    assert set(answer.recipes) == {2}
+    found = decoding(answer, 2)
+    assert (found.group, found.parities) == ((0, 1, 2, 3), 1)
+    (group,) = world.placement.groups
+    data = {number: (Source(number, number),) for number in (0, 1, 3)}
+    assert found.blocks == {**data, 4: (Source(group.holders[0], group.blocks[0]),)}
+    # A copy of it anywhere, for one left by an epoch of another scheme, makes this needless.
+    world.held[4].add((2, NEW, "main"))
+    answer = chosen(world)
+    assert not answer.recipes
+    assert answer.sources[2]["main"] == (Source(4, 2),)
+
+
+def test_one_loss_more_than_there_are_parities_falls_to_what_is_left() -> None:
+    world = World({role: role for role in range(4)}, 6, group=4, parities=2)
+    world.lost = {0, 3}
+    assert set(chosen(world).recipes) == {0, 3}
+    world.lost = {0, 1, 3}
+    refused = choose_restore(world.ask())
+    assert isinstance(refused, NoRestore)
+    assert "lacks part main of role 0" in refused.reason
+
+
+def test_damaged_blocks_are_not_counted() -> None:
+    world = World({role: role for role in range(3)}, 5, group=3, parities=2)
+    world.lost = {1}
+    (group,) = world.placement.groups
+    found = decoding(chosen(world), 1)
+    assert sorted(found.blocks) == [0, 2, 3, 4]
+    world.bad = {BadPart(group.holders[0], group.blocks[0], NEW, "main")}
+    assert sorted(decoding(chosen(world), 1).blocks) == [0, 2, 4]
+    # What the other parity was computed from cannot be told any more: too few for the newest.
+    world.bad.add(BadPart(group.holders[1], group.blocks[1], NEW, MEMBERS))
+    answer = chosen(world)
+    assert answer.generation == OLD
+    assert sorted(decoding(answer, 1).blocks) == [0, 2, 3, 4]
+
+
+def test_a_damaged_own_slot_is_decoded_too() -> None:
+    world = World({role: role for role in range(3)}, 4, group=3, parities=1)
+    world.bad = {BadPart(1, 1, NEW, "main")}
+    assert sorted(decoding(chosen(world), 1).blocks) == [0, 2, 3]
+
+
+def test_of_several_groups_the_one_with_the_most_blocks_is_taken() -> None:
+    world = World({role: role for role in range(4)}, 8, group=2, parities=2)
+    other = world.place(4)
+    world.protect(other, (NEW,))
+    world.lost = {0}
+    found = decoding(chosen(world), 0)
+    assert (len(found.group), sorted(found.blocks)) == (4, [1, 2, 3, 4, 5])
+    (group,) = other.groups
+    world.bad = {BadPart(node, group.blocks[0], NEW, "main") for node in range(8)}
+    world.bad |= {BadPart(node, group.blocks[1], NEW, "main") for node in range(8)}
+    assert len(decoding(chosen(world), 0).group) == 2
+
+
+def test_a_role_without_such_a_part_counts_as_zeros() -> None:
+    parts = {0: ("main", "expert"), 1: ("main",), 2: ("main", "expert")}
+    world = World({role: role for role in range(3)}, 5, group=3, parities=1, parts=parts)
+    world.lost = {0}
+    found = decoding(chosen(world), 0, "expert")
+    assert found.blocks[1] == ()
+    assert found.blocks[2] == (Source(2, 2),)
+    assert decoding(chosen(world), 0).blocks[1] == (Source(1, 1),)
+
+
+def test_recipes_survive_the_journal() -> None:
+    world = World({role: role for role in range(3)}, 5, group=3, parities=2)
+    world.lost = {0}
+    answer = chosen(world)
+    assert Restore.from_dict(answer.to_dict()) == answer
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> World:
+    nodes = draw(st.integers(3, 7))
+    training = draw(st.integers(2, nodes))
+    per_node = draw(st.integers(1, 2))
+    roles = {role: role // per_node for role in range(training * per_node)}
+    group = draw(st.integers(2, 4))
+    parts = {role: ("main", "expert") for role in roles if draw(st.booleans())}
+    world = World(roles, nodes, group, draw(st.integers(1, 2)), parts)
+    world.lost = draw(st.sets(st.integers(0, nodes - 1), max_size=3))
+    places = [
+        BadPart(node, role, generation, name)
+        for node, held in sorted(world.held.items())
+        for role, generation, name in sorted(held)
+        if name != EXTRAS
+    ]
+    world.bad = set(draw(st.lists(st.sampled_from(places), max_size=6)))
+    return world
+
+
+@given(worlds())
+def test_what_is_chosen_is_producible_and_nothing_newer_is(world: World) -> None:
+    answer = choose_restore(world.ask())
+    found = [generation for generation in (NEW, OLD) if world.producible(generation)]
+    if not found:
+        assert isinstance(answer, NoRestore)
+        return
+    assert isinstance(answer, Restore)
+    assert answer.generation == found[0]
+    for role in world.seats:
+        for name in world.layouts[role].shard_parts:
+            places = world.sources(role, found[0], name)
+            assert set(answer.sources[role][name]) == places
+            recipe = answer.recipes.get(role)
+            coded = recipe.decodings.get(name) if recipe is not None else None
+            assert (coded is None) == bool(places)
+            if coded is not None:
+                assert coded.group == world.group_roles(role)
+                got = {number: set(one) for number, one in coded.blocks.items()}
+                assert got == world.blocks(role, found[0], name)
+
+
+@given(worlds())
+def test_as_many_lost_nodes_as_there_are_parities_lose_nothing(world: World) -> None:
+    """Rules 2 and 3: unless too few nodes lived to hold all blocks, which a record says aloud."""
+    groups = world.placement.groups
+    assume(all(len(group.blocks) == world.parities for group in groups))
+    world.bad = set()
+    world.lost = set(sorted(world.lost)[: world.parities])
+    if len(world.lost) < world.nodes:
+        assert chosen(world).generation == NEW
+
+
+@pytest.mark.parametrize("parities", [1, 2])
+def test_layouts_of_other_bytes_do_not_mix(parities: int) -> None:
+    """The same parity role under another layout on another node: its bytes are not counted."""
+    world = World({role: role for role in range(2)}, 5, group=2, parities=parities)
+    world.lost = {0}
+    query = world.ask()
+    (group,) = world.placement.groups
+    holder = group.holders[0]
+    mine = query.inventories[holder]
+    strange = tuple(
+        replace(one, layout_hash="strange") if one.role == group.blocks[0] else one
+        for one in mine.layouts
+    )
+    stranger = Inventory(-1, 1, (), tuple(x for x in mine.layouts if x.role == group.blocks[0]))
+    inventories = {-1: stranger, **query.inventories, holder: replace(mine, layouts=strange)}
+    answer = choose_restore(replace(query, inventories=inventories))
+    if parities == 1:
+        assert isinstance(answer, NoRestore)
+    else:
+        assert isinstance(answer, Restore)
+        assert sorted(decoding(answer, 0).blocks) == [1, 3]

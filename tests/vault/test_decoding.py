@@ -1,0 +1,455 @@
+"""Parts decoded from the blocks of other vaults: every byte right, whatever fails on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.parity import MEMBERS
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Restore,
+    Seat,
+    Source,
+)
+from deadpool_megatron.recovery.plan import choose_restore
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.dumping import dump
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.restoring import Obtainer
+from deadpool_megatron.vault.segment import copy_name, dump_name, own_name
+from deadpool_megatron.vault.serving import Server
+from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
+from tests.vault.coded import EXTRAS, GENERATION, CodedGroup, flip, seal
+from tests.vault.harness import Cluster, Member, wait_until
+
+SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
+
+
+class QuickTransport(FakeTransport):
+    """Looks more often whether it is to end."""
+
+    def accept(self, seconds: float) -> Channel | None:
+        return super().accept(min(seconds, 0.02))
+
+
+class Vaults:
+    """The vaults of a group and of one spare, without processes, on a network in this process."""
+
+    def __init__(self, directory: Path, coded: CodedGroup, lost: set[int]) -> None:
+        self.coded = coded
+        self.lost = lost
+        self.spare = coded.data + coded.parities
+        self.network = FakeNetwork()
+        self.nodes = [node for node in range(self.spare + 1) if node not in lost]
+        self.directories = {node: directory / f"node{node}" for node in self.nodes}
+        for path in self.directories.values():
+            path.mkdir()
+        coded.write(self.directories, lost)
+        self.events: list[Event] = []
+        self.states: dict[int, VaultState] = {}
+        self.transports: dict[int, FakeTransport] = {}
+        self.servers: list[Server] = []
+
+    def own(self, role: int) -> Path:
+        """File of a role's own slots."""
+        return self.directories[role] / own_name(role, Seat(role, 0, 0))
+
+    def block(self, j: int) -> Path:
+        """File of a parity block."""
+        return self.directories[self.coded.holders[j]] / copy_name(self.coded.group.blocks[j])
+
+    def open(self, chosen: Settings = SETTINGS) -> None:
+        """Start all vaults and have them close epoch 1."""
+        for node in self.nodes:
+            state = VaultState(node, self.directories[node], chosen, self.events.append)
+            state.table.scan()
+            state.close(1)
+            self.states[node] = state
+            self.network.transport("fake", node, chosen.connect_seconds)
+            transport = QuickTransport(self.network, ("fake", node), chosen.connect_seconds)
+            self.transports[node] = transport
+            self.servers.append(Server(state, self.transports[node]))
+            self.servers[-1].start()
+
+    def adopt(self, restore: Restore | None = None) -> EpochRecord:
+        """Open epoch 2, in which the spare has the lost roles."""
+        seats = seats_of(self.coded, self.lost, self.spare)
+        if restore is None:
+            inventories = {node: state.inventory() for node, state in self.states.items()}
+            restore = plan(inventories, seats, self.coded.data)
+        addresses = {node: NodeAddress("fake", node, f"rack{node}") for node in self.nodes}
+        record = EpochRecord(2, seats, addresses, restore, "", 0)
+        for state in self.states.values():
+            state.adopt(record)
+        return record
+
+    def obtain(self, record: EpochRecord, role: int) -> None:
+        """Restore a lost role on the spare, and compare every byte."""
+        state = self.states[self.spare]
+        obtainer = Obtainer(state, self.transports[self.spare], record, role)
+        places = obtainer.obtain(self.coded.layouts[role])
+        assert set(places) == {"shard", "tail", EXTRAS}
+        for name, place in places.items():
+            assert bytes(place.view) == self.coded.part(role, name), name
+        held = {h.role: h.parts for h in state.table.holdings() if h.generation == GENERATION}
+        assert held[role] == {"shard", "tail", EXTRAS}
+
+    def decoded(self, part: str = "shard") -> list[list[int]]:
+        """Numbers of the blocks of each decoding."""
+        found = [event for event in self.events if event.kind is Kind.DECODED]
+        return [sorted(map(int, e.data["blocks"])) for e in found if e.data["part"] == part]
+
+    def corruptions(self) -> list[Event]:
+        return [event for event in self.events if event.kind is Kind.CORRUPTION]
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+        for transport in self.transports.values():
+            transport.close()
+
+
+def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:
+    return {
+        role: Seat(spare, sorted(lost).index(role), 0) if role in lost else Seat(role, 0, 0)
+        for role in coded.group.roles
+    }
+
+
+def plan(inventories: dict[int, Inventory], seats: dict[int, Seat], roles: int) -> Restore:
+    """What the coordinator would decide."""
+    restore = choose_restore(RestoreQuery(2, roles, inventories, seats, seats, {1: NO_LIMIT}))
+    assert not isinstance(restore, NoRestore), restore
+    return restore
+
+
+Begin = Callable[..., Vaults]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    running: list[Vaults] = []
+
+    def start(data: int, parities: int, lost: set[int], **more: Any) -> Vaults:
+        running.append(Vaults(tmp_path, CodedGroup(data, parities, **more), lost))
+        return running[-1]
+
+    yield start
+    for vaults in running:
+        vaults.stop()
+    failpoints.load(None)
+
+
+@pytest.mark.parametrize(
+    ("data", "parities", "lost"),
+    [(3, 1, {1}), (3, 1, {0}), (2, 1, {1}), (3, 2, {0, 2}), (1, 1, {0}), (4, 3, {0, 1, 3})],
+)
+def test_lost_roles_come_back_byte_for_byte(
+    begin: Begin, data: int, parities: int, lost: set[int]
+) -> None:
+    vaults = begin(data, parities, lost)
+    vaults.open()
+    record = vaults.adopt()
+    assert set(record.restore.recipes) == lost
+    for role in sorted(lost):
+        vaults.obtain(record, role)
+    assert len(vaults.decoded()) == len(vaults.decoded("tail")) == len(lost)
+    assert not vaults.corruptions()
+    wait_until(
+        lambda: not [one for one in threading.enumerate() if one.name.startswith("block-")],
+        "the threads of blocks end",
+    )
+
+
+def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> None:
+    """Shards that differ by more than a piece, and a role without one of the parts."""
+    vaults = begin(3, 1, {1}, lacking=2)
+    vaults.open(replace(SETTINGS, chunk_bytes=4096))
+    record = vaults.adopt()
+    assert record.restore.recipes[1].decodings["tail"].blocks[2] == ()
+    vaults.obtain(record, 1)
+    assert vaults.decoded() == [[0, 2, 3]]
+    assert vaults.decoded("tail") == [[0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "used"), [("data", [2, 3, 4]), ("parity", [1, 2, 4]), ("members", [1, 2, 4])]
+)
+def test_a_damaged_block_is_replaced_by_another(
+    begin: Begin, damaged: str, used: list[int]
+) -> None:
+    """The vault that holds it finds out as well, and does not give it out again."""
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    path = vaults.own(1) if damaged == "data" else vaults.block(0)
+    flip(path, MEMBERS if damaged == "members" else "shard")
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [used]
+    wheres = [str(event.data["where"]) for event in vaults.corruptions()]
+    assert any(where.startswith("from node") for where in wheres)
+    assert any(where.startswith("slot") for where in wheres)
+
+
+def test_one_list_of_members_is_enough(begin: Begin) -> None:
+    vaults = begin(2, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    flip(vaults.own(1), "shard")
+    flip(vaults.block(1), MEMBERS)
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[2, 3]]
+
+
+def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    flip(vaults.own(1), "shard")
+    flip(vaults.block(0), "shard")
+    with pytest.raises(RestoreUnavailable, match="role 1 on node 1: not held") as found:
+        vaults.obtain(record, 0)
+    blocks = {(node, role) for node, role, _ in found.value.tried}
+    assert blocks == {(1, 1), (3, vaults.coded.group.blocks[0])}
+    assert "parity on node 3: not held" in str(found.value)
+    assert not vaults.decoded()
+    held = vaults.states[vaults.spare].table.holdings()
+    assert not [h for h in held if h.role == 0 and "shard" in h.parts]
+
+
+def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path: Path) -> None:
+    """With one parity there is no other block to fall to."""
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    record = vaults.adopt()
+    faults = tmp_path / "faults.json"
+    match = {"role": 2, "part": "shard"}
+    entry = {"id": "wire", "point": "vault.chunk", "match": match, "nth": 2, "action": "mark"}
+    faults.write_text(json.dumps([entry]))
+    failpoints.load(faults)
+    vaults.obtain(record, 0)
+    assert failpoints.fired(faults) == {"wire"}
+    assert vaults.decoded() == [[1, 2, 3]]
+    assert [e.data["where"] for e in vaults.corruptions()] == ["from node 2"]
+
+
+def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
+    """The blocks are intact, but the parity is not theirs: found, reported, never sealed."""
+    vaults = begin(3, 2, {0})
+    coded = vaults.coded
+    names = [part.name for part in coded.layouts[coded.group.blocks[0]].parts]
+    parts = {name: coded.parity(0, name) for name in names if name != MEMBERS}
+    parts["shard"] = bytes(reversed(parts["shard"]))
+    parts[MEMBERS] = coded.members(0).encode()
+    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
+    vaults.open()
+    record = vaults.adopt()
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 2, 4]]
+    (event,) = vaults.corruptions()
+    assert event.role == 0
+    assert "decoded from role 1 on node 1, role 2 on node 2" in event.data["where"]
+
+
+def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
+    """A parity block that was computed from something else than what the roles hold now."""
+    vaults = begin(2, 1, {0})
+    coded = vaults.coded
+    told = coded.members(0)
+    nbytes, digest = told.contributions[1]["shard"]
+    other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
+    wrong = replace(told, contributions={**told.contributions, 1: other})
+    parts = {name: coded.parity(0, name) for name in ("shard", "tail")}
+    parts[MEMBERS] = wrong.encode()
+    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
+    vaults.open()
+    record = vaults.adopt()
+    with pytest.raises(RestoreUnavailable, match="other bytes than the parity was computed from"):
+        vaults.obtain(record, 0)
+
+
+def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    vaults.network.cut.add(("fake", 2))
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 3, 4]]
+    vaults.network.cut.add(("fake", 4))
+    spare = vaults.states[vaults.spare]
+    (place,) = spare.table.find(0, GENERATION, "shard")
+    spare.mark_bad(place, 0)
+    with pytest.raises(RestoreUnavailable, match="nobody listens"):
+        vaults.obtain(record, 0)
+
+
+def test_whole_copies_that_fail_fall_to_the_blocks(begin: Begin) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    inventories = {node: state.inventory() for node, state in vaults.states.items()}
+    coded = plan(inventories, seats_of(vaults.coded, {0}, vaults.spare), 3)
+    hoped = {**coded.sources[0], "shard": (Source(2, 0),)}
+    record = vaults.adopt(replace(coded, sources={**coded.sources, 0: hoped}))
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 2, 3]]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
+    """k, m, the lost role, blocks whose bytes are damaged, parity whose list of members is."""
+    data, parities = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    lost = draw(st.integers(0, data - 1))
+    others = [number for number in range(data + parities) if number != lost]
+    damaged = draw(st.sets(st.sampled_from(others), max_size=parities + 1))
+    unlisted = draw(st.sets(st.sampled_from(others[data - 1 :]), max_size=1))
+    return data, parities, lost, damaged, unlisted
+
+
+@settings(max_examples=15, deadline=None)
+@given(damages())
+def test_whatever_is_damaged_what_is_sealed_is_right(
+    case: tuple[int, int, int, set[int], set[int]],
+) -> None:
+    """Rule 4, and that nothing is given up for which enough is left."""
+    data, parities, lost, damaged, unlisted = case
+    with tempfile.TemporaryDirectory() as directory:
+        vaults = Vaults(Path(directory), CodedGroup(data, parities, nbytes=20_000), {lost})
+        try:
+            vaults.open()
+            record = vaults.adopt()
+            for number in damaged:
+                path = vaults.own(number) if number < data else vaults.block(number - data)
+                flip(path, "shard")
+            for number in unlisted:
+                flip(vaults.block(number - data), MEMBERS)
+            intact = {*range(data + parities)} - {lost} - damaged
+            told = {number for number in intact - unlisted if number >= data}
+            # A block that does not say what it was computed from is good beside one that does.
+            if len(intact) >= data and told:
+                vaults.obtain(record, lost)
+                return
+            with pytest.raises(RestoreUnavailable):
+                vaults.obtain(record, lost)
+            held = vaults.states[vaults.spare].table.holdings()
+            assert not [h for h in held if h.role == lost and "shard" in h.parts]
+        finally:
+            vaults.stop()
+
+
+def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: Path) -> None:
+    """A later job on other nodes; one file is damaged, and another block stands in for it."""
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    folder = tmp_path / "dump"
+    for state in vaults.states.values():
+        dump(state, folder, GENERATION, "step", None)
+    assert len(list(folder.glob("dump-*.seg"))) == 7  # 2 whole roles, 2 blocks, 3 roles' extras
+    flip(folder / dump_name(1, 1), "shard")
+    strange = folder / dump_name(vaults.coded.group.blocks[0], 77)
+    strange.write_bytes(b"cut off")
+    record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
+    generation = record.restore.generation
+    state = vaults.states[vaults.spare]
+    obtainer = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    places = obtainer.obtain(vaults.coded.layouts[0])
+    for name, place in places.items():
+        assert bytes(place.view) == vaults.coded.part(0, name), name
+        assert place.segment.generation(place.slot) == generation
+    assert vaults.decoded() == [[2, 3, 4]]
+    (event, _) = vaults.corruptions()
+    assert event.data["where"] == str(folder / dump_name(1, 1))
+    for path in folder.glob("dump-*-4.seg"):
+        if path != folder / dump_name(0, 4):
+            path.unlink()
+    (place,) = state.table.find(0, generation, "shard")
+    state.mark_bad(place, 0)
+    again = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    with pytest.raises(RestoreUnavailable, match="role 1 on node 1: checksum"):
+        again.obtain(vaults.coded.layouts[0])
+
+
+# Real processes.
+
+
+def begin_processes(
+    directory: Path, coded: CodedGroup, faults: list[dict[str, object]]
+) -> tuple[Cluster, EpochRecord]:
+    """Role 0 and its node are lost, a spare takes over; epoch 2 is not open yet."""
+    spare = coded.data + coded.parities
+    more = {"connect_seconds": 10.0, "chunk_bytes": 64 << 10}
+    running = Cluster(directory, spare + 1, coded.data, faults=faults, **more)
+    coded.write({node.number: node.directory for node in running.nodes}, {0})
+    live = running.nodes[1:]
+    for node in live:
+        node.start()
+    for node in live:
+        node.close_epoch(1)
+    inventories = {node.number: node.inventory() for node in live}
+    seats = seats_of(coded, {0}, spare)
+    restore = plan(inventories, seats, coded.data)
+    return running, running.record(2, restore, seats, gone={0})
+
+
+def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
+    coded = CodedGroup(2, 2, nbytes=2 << 20)
+    match = {"role": 1, "node": 1, "part": "shard", "to": None}  # asked for it, not to a buddy
+    fault = {"id": "cut", "point": "vault.chunk", "match": match, "nth": 9}
+    running, record = begin_processes(tmp_path, coded, [fault])
+    try:
+        running.open(record)
+        member = Member(running.nodes[4], coded.layouts[0])
+        member.client.register(coded.layouts[0], 2)
+        member.check(record, GENERATION)
+        process = running.nodes[1].process
+        assert process is not None
+        assert process.wait(10) == -signal.SIGKILL
+        (event,) = [e for e in running.nodes[4].seen(Kind.DECODED) if e.data["part"] == "shard"]
+        assert sorted(event.data["blocks"]) == ["2", "3"]
+    finally:
+        running.stop()
+
+
+def test_an_epoch_closed_while_decoding_seals_nothing(tmp_path: Path) -> None:
+    """Rule 5: half of the bytes are in the slot, and count for nothing."""
+    coded = CodedGroup(2, 1, nbytes=2 << 20)
+    match = {"role": 0, "part": "shard"}
+    fault = {"id": "stop", "point": "vault.decode", "match": match, "nth": 9, "signal": "STOP"}
+    running, record = begin_processes(tmp_path, coded, [fault])
+    spare = running.nodes[3]
+    try:
+        running.open(record)
+        member = Member(spare, coded.layouts[0])
+        member.client.register(coded.layouts[0], 2)
+        assert spare.process is not None
+        pid = spare.process.pid
+        wait_until(lambda: os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT), "STOP")
+        order = threading.Thread(target=lambda: spare.close_epoch(2))
+        order.start()
+        spare.send_signal(signal.SIGCONT)
+        order.join(20)
+        held = spare.inventory().holdings
+        assert not [h for h in held if h.role == 0 and "shard" in h.parts]
+        with pytest.raises(VaultError):
+            member.restore(record)
+    finally:
+        spare.send_signal(signal.SIGCONT)
+        running.stop()
