@@ -41,6 +41,9 @@ class Kind(StrEnum):
     # generation, segment, changes, seconds; after a loss that was not finite also forgotten_from:
     # the iteration from which on all numbers reported so far do not count
     EPOCH_DECIDED = "epoch-decided"
+    # old, new (plans in words), why, every (cadence), survives (lost nodes), most_lost (iterations
+    # computed again after a failure, at most)
+    PROTECTION = "protection"
     EPOCH_OPENED = "epoch-opened"  # every role restored; phases: seconds of each
     PHASE = "phase"  # phase, seconds: one member's part of a recovery
     RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds
@@ -53,6 +56,9 @@ class Kind(StrEnum):
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts
     COMMITTED = "committed"  # lineage, boundary, released, bytes, ship_seconds, window_seconds
+    # matched, difference, seconds, bytes: whether a replay of a role's first update gave its bytes
+    REHEARSED = "rehearsed"
+    REPLAYED = "replayed"  # steps, seconds, matched: a role was restored by recomputing updates
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
     GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now

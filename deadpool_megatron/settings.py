@@ -46,6 +46,11 @@ class Settings:
     full_every: int = _setting(
         8, "recompute: a whole copy every so many iterations, gradients in between"
     )
+    cadence: str = _setting(
+        "auto",
+        "protect every N-th iteration only; auto: every one, and fewer for as long as training"
+        " would have to wait for the network (what a failure costs then is reported)",
+    )
     max_lag: int = _setting(0, "iterations that commits may trail behind training (more slots)")
     memory_gb: float = _setting(
         0.0,
@@ -215,6 +220,7 @@ class Settings:
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
         self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))
+        self._check_cadence()
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
         self._check_choice("divergence", ("auto", "stop", "report"))
@@ -229,6 +235,19 @@ class Settings:
             )
         self._check_tls()
         self._check_ladder()
+
+    def _check_cadence(self) -> None:
+        known = self.cadence.isascii() and self.cadence.isdigit()
+        if self.cadence != "auto" and not (known and 1 <= int(self.cadence) <= LONGEST_CADENCE):
+            raise SettingsError(
+                f"--deadpool-cadence must be auto or a number from 1 to {LONGEST_CADENCE},"
+                f" got {self.cadence!r}"
+            )
+        if self.protection == "recompute" and self.cadence not in ("auto", "1"):
+            raise SettingsError(
+                "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
+                f" gradients of every iteration, got {self.cadence}"
+            )
 
     def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:
@@ -285,6 +304,8 @@ class Settings:
 
 
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
+LONGEST_CADENCE = 1000
+
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 

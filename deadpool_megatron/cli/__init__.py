@@ -24,6 +24,7 @@ COMMANDS = {
     "run": "run",
     "status": "control",
     "drain": "control",
+    "protect": "control",
     "kill": "control",
     "stop": "control",
     "report": "report",
@@ -46,6 +47,7 @@ examples:
   deadpool kill /tmp/first --node 1     as if its power cord was pulled
   deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
   deadpool verify /tmp/first            check every checksum, in memory and on disk
+  deadpool protect /tmp/first --every 4 protect each fourth iteration only
   deadpool clean                        remove what dead runs have left in memory
 """
 

@@ -1,4 +1,4 @@
-"""``deadpool status``, ``drain``, ``kill`` and ``stop``: look at a live run, or interfere."""
+"""``deadpool status``, ``drain``, ``protect``, ``kill``, ``stop``: look at a run, or interfere."""
 
 from __future__ import annotations
 
@@ -34,8 +34,15 @@ examples:
 """
 
 
+_PROTECT_DESCRIPTION = """\
+Training pauses after a protected iteration, goes on in a new epoch with the new protection, and
+computes nothing again. What is not given stays as it is. Refused with the reason where it cannot
+hold. 'deadpool status' shows what is in force, and what a failure would cost (RPO).
+"""
+
+
 def add_parser(subparsers: Any) -> None:
-    """Add the four sub-commands."""
+    """Add the five sub-commands."""
     status = subparsers.add_parser("status", help="what a run does right now")
     add_run_directory(status)
     form = status.add_mutually_exclusive_group()
@@ -49,6 +56,18 @@ def add_parser(subparsers: Any) -> None:
     drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
     add_run_directory(drain)
     drain.add_argument("--node", type=int, required=True, metavar="N")
+
+    protect = raw(
+        subparsers.add_parser(
+            "protect",
+            help="change how a running job is protected",
+            description=_PROTECT_DESCRIPTION,
+        )
+    )
+    add_run_directory(protect)
+    protect.add_argument("--scheme", choices=("buddy", "parity", "local", "recompute"))
+    protect.add_argument("--group", type=int, metavar="K", help="parity: roles that share blocks")
+    protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
 
     kill = raw(
         subparsers.add_parser("kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES)
@@ -76,7 +95,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
-    commands = {"status": _status, "drain": _drain, "kill": _kill, "stop": _stop}
+    commands = {
+        "status": _status,
+        "drain": _drain,
+        "protect": _protect,
+        "kill": _kill,
+        "stop": _stop,
+    }
     return commands[args.subcommand](args)
 
 
@@ -120,6 +145,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
         f" {status['recoveries']} recoveries; spares: {status['spares'] or 'none'}",
         _coordinator_line(status["coordinator"]),
         f"  protection: {status['protection'] or 'not yet decided'}",
+        _rpo_line(status["rpo"]),
     ]
     for role, known in status["roles"].items():
         node, slot, incarnation = known["seat"]
@@ -159,9 +185,27 @@ def _coordinator_line(term: dict[str, Any]) -> str:
     return f"  coordinator: term {term['term']} at {term['host']}:{term['port']}{beside}"
 
 
+def _rpo_line(known: dict[str, Any]) -> str:
+    seconds = known["most_lost_seconds"]
+    about = "" if seconds is None else f", about {seconds:.3g} s"
+    wanted = f"; becomes {known['wanted']}" if known["wanted"] else ""
+    return f"  RPO: at most {known['most_lost']} iterations{about}{wanted}"
+
+
 def _drain(args: argparse.Namespace) -> int:
     ask(RunDirectory(args.run_dir), {"command": "drain", "node": args.node})
     print(f"node {args.node} leaves as soon as a spare can take its roles")
+    return 0
+
+
+def _protect(args: argparse.Namespace) -> int:
+    if args.scheme is None and args.every is None:
+        raise CommandError("nothing to change: give --scheme, --every or both")
+    if args.group is not None and args.scheme != "parity":
+        raise CommandError("--group belongs to --scheme parity")
+    wish = {"scheme": args.scheme, "group": args.group, "every": args.every}
+    answer = ask(RunDirectory(args.run_dir), {"command": "protect", **wish})
+    print(f"from the next protected iteration on: {answer['plan']}")
     return 0
 
 

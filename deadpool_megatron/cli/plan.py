@@ -8,11 +8,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli import plan_compare
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.tables import count, size, table
-from deadpool_megatron.planning.assess import Assessment, assess, busiest, facts, verdict
+from deadpool_megatron.planning.assess import (
+    Assessment,
+    assess,
+    busiest,
+    facts,
+    lost_steps,
+    verdict,
+)
+from deadpool_megatron.planning.compare import compare
 from deadpool_megatron.planning.file import read_plan
-from deadpool_megatron.planning.keys import SECTIONS, PlanError
+from deadpool_megatron.planning.keys import SECTIONS, Plan, PlanError
 
 _DESCRIPTION = """\
 Works out, from a file of numbers about a model and a cluster, what protection of every
@@ -25,7 +34,8 @@ _EPILOGUE = """\
 formulas (docs/planning.md explains each, and what is left out):
   unique state    12 bytes per parameter of a role's shard, and the extras
   memory          (2 or 3, + max_lag) slots per role, and as many for each copy held
-  window          forward and backward + max_lag x step; copy + checksum + ship must fit in it
+  window          forward and backward + (cadence x (1 + max_lag) - 1) x step;
+                  copy + checksum + ship must fit in it
   loss of state   choices of k nodes that contain all holders of some state / all choices
   spares          P(at most S of N + S away), each away for repair / (mtbf + repair)
   goodput         t / ((1/L + C) x (exp(L x t) - 1)): segments of t, failures at rate L, cost C
@@ -38,6 +48,7 @@ examples:
   deadpool plan configs/65b.yaml
   deadpool plan configs/65b.yaml --set protection.replicas=2 --set cluster.spares=4
   deadpool plan configs/65b.yaml --set faults.node_mtbf_hours=5000
+  deadpool plan configs/65b.yaml --compare
   deadpool plan configs/65b.yaml --json
 
 exit status: 0 holds and reaches goal.goodput; 1 holds, but does not reach it; 2 refused
@@ -63,6 +74,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="SECTION.KEY=VALUE",
         help="another value than the file's, to see what if; may be repeated",
     )
+    parser.add_argument(
+        "--compare", action="store_true", help="all schemes of protection, side by side"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
 
 
@@ -70,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the answer; with ``--json`` a refusal is an object as well."""
     try:
         plan = read_plan(args.file, args.set)
+        if args.compare:
+            return _compare(args, plan)
         try:
             found = assess(plan)
         except PlanError as error:
@@ -83,6 +99,18 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(describe(str(args.file), found)))
     return 0 if found.reaches_goal else _MISSES_GOAL
+
+
+def _compare(args: argparse.Namespace, plan: Plan) -> int:
+    rows = compare(plan)
+    if not any(row.found for row in rows):
+        raise PlanError(f"{args.file}: no scheme can hold; {rows[0].scheme}: {rows[0].refusal}")
+    if args.json:
+        schemes = [row.facts() for row in rows]
+        print(json.dumps({"ok": True, "file": str(args.file), "schemes": schemes}))
+    else:
+        print("\n".join(plan_compare.describe(str(args.file), rows)))
+    return 0
 
 
 def describe(name: str, found: Assessment) -> list[str]:
@@ -116,9 +144,18 @@ def _headline(name: str, found: Assessment) -> str:
         f" {len(found.placement.roles)} roles ({shown}{' x ' if shown else ''}dp {parallel.dp})\n"
         f"  {count(cluster.nodes, 'node')} of {count(cluster.gpus_per_node, 'GPU')},"
         f" {count(cluster.spares, 'spare')}, {count(domains, 'failure domain')};"
-        f" {count(found.plan.protection.replicas, 'replica')},"
-        f" lag {found.plan.protection.max_lag}, {found.placement.slots} slots"
+        f" {_protection(found)}, lag {found.plan.protection.max_lag},"
+        f" {found.placement.slots} slots"
     )
+
+
+def _protection(found: Assessment) -> str:
+    protection = found.plan.protection
+    cadence = "" if protection.cadence == 1 else f", every {protection.cadence} steps"
+    if protection.scheme == "buddy":
+        return count(protection.replicas, "replica") + cadence
+    survived = f" for {protection.survived}" if protection.survived else ""
+    return f"{protection.name}{survived}{cadence}"
 
 
 _NODE_ROWS = (
@@ -136,15 +173,23 @@ def _node_table(found: Assessment) -> list[str]:
     for title, name in _NODE_ROWS:
         mean, largest = busiest(found.loads, name)
         rows.append((title, size(mean), size(largest)))
-    copies = sum(len(role.buddies) for role in found.placement.roles)
-    return [
-        *table(("", "mean", "largest"), rows),
-        f"  {copies} copies of roles, no two in one failure domain, none in their owner's",
-    ]
+    return [*table(("", "mean", "largest"), rows), f"  {_placed(found)}"]
+
+
+def _placed(found: Assessment) -> str:
+    placement, protection = found.placement, found.plan.protection
+    if protection.scheme == "local":
+        return "no copies: the own node holds the only ones"
+    copies = sum(len(role.buddies) for role in placement.roles)
+    if not placement.groups:
+        return f"{copies} copies of roles, no two in one failure domain, none in their owner's"
+    blocks = sum(len(group.blocks) for group in placement.groups)
+    most = max(len(group.roles) for group in placement.groups)
+    return f"{blocks} parity blocks over groups of up to {most} roles, each on another node"
 
 
 def _time_table(found: Assessment) -> list[str]:
-    times = found.timing
+    times, lost = found.timing, lost_steps(found.plan, found.placement.slots)
     rows = [
         ("copy to host memory (PCIe)", times.copy_seconds),
         ("checksum", times.checksum_seconds),
@@ -158,6 +203,8 @@ def _time_table(found: Assessment) -> list[str]:
         *table(("", "seconds", "of the step"), shown),
         f"  hidden behind the step: {times.hidden_fraction:.0%} of the commit;"
         f" {times.window_seconds - times.commit_seconds:.3f} s of the window are left",
+        f"  RPO: at most {count(lost, 'step')}, {lost * times.step_seconds:.1f} s, computed again"
+        " after a loss",
     ]
 
 

@@ -11,7 +11,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from deadpool_megatron.cli.story import describe_coordinator, describe_slowness
+from deadpool_megatron.cli.story import (
+    describe_coordinator,
+    describe_protection,
+    describe_slowness,
+)
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory import RunDirectory
@@ -126,6 +130,7 @@ class Progress:
         self._display = display
         self._began = time.time()
         self._over = False
+        self._said_whole = False
 
     def skip(self) -> None:
         """Leave out what has been told so far: it was shown by an earlier start of the run."""
@@ -171,6 +176,8 @@ class Progress:
                 self._line(event, str(data.get("cause")), "bold red")
             case Kind.SLOW_NODE:
                 self._line(event, describe_slowness(event), "yellow")
+            case Kind.PROTECTION if data.get("old"):
+                self._line(event, f"protection: {describe_protection(event)}", "yellow")
             case Kind.NONFINITE:
                 text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
                 self._line(event, f"{text}: {data.get('policy')}", "bold red")
@@ -193,6 +200,15 @@ class Progress:
             case Kind.DECODED:
                 text = f"{data.get('part')} of role {event.role} computed from parity"
                 self._line(event, f"{text} in {float(data['seconds']):.2f} s", "green")
+            case Kind.REPLAYED:
+                again = f"recomputed over {data.get('steps')} updates"
+                seconds = f"in {float(data['seconds']):.2f} s"
+                self._line(event, f"role {event.role}: state {again} {seconds}", "yellow")
+            case Kind.REHEARSED if not data.get("matched") and not self._said_whole:
+                self._said_whole = True  # what one role finds out others do, too
+                found = f"an update of role {event.role}, computed again, gave other bytes"
+                text = f"{found} ({data.get('difference')}): whole copies instead of gradients"
+                self._line(event, text, "bold red")
             case Kind.DURABLE | Kind.DUMPED:
                 self._line(event, f"{event.kind}: {data.get('path')}")
             case Kind.STALE_DIVERGENCE:

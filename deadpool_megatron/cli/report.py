@@ -22,6 +22,7 @@ from deadpool_megatron.cli.story import (
     Story,
     describe_coordinator,
     describe_loss,
+    describe_protection,
     describe_seats,
     describe_slowness,
     describe_stack,
@@ -207,8 +208,10 @@ def _describe_protection(story: Story) -> list[str]:
         Kind.DECODED: "lost parts computed from parity",
         Kind.GATE_RELEASED: "passes of the gate with fewer copies",
         Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
+        Kind.REPLAYED: "states recomputed from a base and gradients",
     }
     lines += [f"  {event.data.get('cause')}" for event in story.aside]
+    lines += [f"  {describe_protection(event)}" for event in story.protections]
     lines += [f"  {describe_slowness(event)}" for event in story.slow]
     lines += [f"  {names[kind]}: {number}" for kind, number in story.counts.items()]
     return ["Protection", *lines]

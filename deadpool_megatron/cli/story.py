@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.cli.results import Recovery, Step, step_from
+from deadpool_megatron.cli.tables import count
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -19,6 +20,7 @@ _COUNTED = frozenset(
         Kind.REFUSED,
         Kind.CORRUPTION,
         Kind.DECODED,
+        Kind.REPLAYED,
         Kind.GATE_RELEASED,
         Kind.STALE_DIVERGENCE,
     }
@@ -98,6 +100,7 @@ class Story:
     counts: dict[Kind, int] = field(default_factory=dict)
     aside: list[Event] = field(default_factory=list)
     slow: list[Event] = field(default_factory=list)
+    protections: list[Event] = field(default_factory=list)
     durable: list[Event] = field(default_factory=list)
     coordinators: list[Event] = field(default_factory=list)
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
@@ -139,6 +142,8 @@ class Story:
                 self.aside.append(event)
             case Kind.SLOW_NODE:
                 self.slow.append(event)
+            case Kind.PROTECTION:
+                self.protections.append(event)
             case Kind.DURABLE:
                 self.durable.append(event)
             case Kind.COORDINATOR:
@@ -295,6 +300,14 @@ def describe_slowness(event: Event) -> str:
     own, peers = float(event.data["seconds"]), float(event.data["peer_seconds"])
     times = f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
     return f"node {event.node} {what}: {times} (role {event.role})"
+
+
+def describe_protection(event: Event) -> str:
+    """``buddy; every 3 iterations from epoch 2 on (why); RPO: at most 5 iterations``."""
+    data = event.data
+    why = f" ({data.get('why')})" if data.get("old") else ""
+    rpo = f"RPO: at most {count(data.get('most_lost'), 'iteration')}"
+    return f"{data.get('new')} from epoch {event.epoch} on{why}; {rpo}"
 
 
 def describe_coordinator(event: Event) -> str:

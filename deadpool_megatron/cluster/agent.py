@@ -140,7 +140,7 @@ class Agent:
             "node": self._node,
             "boot": self._own_boot,
             "host": self._options.host,
-            "vault_port": self._vault.port,
+            **self._vault.facts(),
             "nproc": self._options.info.nproc_per_node,
             "domain": self._options.domain,
             "hostname": socket.gethostname(),

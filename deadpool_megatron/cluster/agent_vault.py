@@ -64,6 +64,8 @@ class VaultKeeper:
         self._unix.bind(str(segments / VAULT_SOCKET))
         (segments / VAULT_SOCKET).chmod(0o600)
         self._unix.listen(_BACKLOG)
+        room = os.statvfs(segments)
+        self._memory_bytes = room.f_bavail * room.f_frsize
         self._watch: ChildWatch | None = None
         self._control: VaultControl | None = None
         self._ready = asyncio.Event()
@@ -73,10 +75,14 @@ class VaultKeeper:
         self._pause = _FIRST_PAUSE_SECONDS
         self.status: dict[str, Any] = {}
 
-    @property
-    def port(self) -> int:
-        """TCP port at which other vaults reach this one; the same after a restart."""
-        return int(self._tcp.getsockname()[1])
+    def facts(self) -> dict[str, int]:
+        """For the coordinator: the TCP port at which other vaults reach this one, the same after a
+        restart; and the bytes of shared memory that were free when the node came.
+        """
+        return {
+            "vault_port": int(self._tcp.getsockname()[1]),
+            "memory_bytes": self._memory_bytes,
+        }
 
     @property
     def pid(self) -> int:

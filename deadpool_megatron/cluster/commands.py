@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
+from deadpool_megatron.cluster import machine_plans
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
 from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.machine_state import State
+from deadpool_megatron.cluster.plan_facts import memory_refusal
+from deadpool_megatron.layout import schemes
 
-_KNOWN = ("status", "drain", "stop", "dump", "info", "attach")
+_KNOWN = ("status", "drain", "stop", "dump", "info", "attach", "protect")
 
 
 class Commands:
@@ -54,6 +58,8 @@ class Commands:
                 return {"ok": True}
             case "drain":
                 return self._drain(int(message["node"]))
+            case "protect":
+                return self._protect(message)
         return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
 
     def _drain(self, node: int) -> dict[str, Any]:
@@ -63,6 +69,25 @@ class Commands:
             return {"ok": False, "error": f"node {node} is not connected (there are: {known})"}
         self._feed(inputs.DrainRequested(node))
         return {"ok": True}
+
+    def _protect(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
+        state, settings = self._state(), self._info.settings
+        plan = state.protection
+        if message.get("scheme") is not None:
+            group = int(message.get("group") or settings.parity_group)
+            plan = schemes.uniform(str(message["scheme"]), settings, plan.every, group)
+        if message.get("every") is not None:
+            plan = replace(plan, every=int(message["every"]))
+        words = schemes.plan_in_words(plan)
+        why = machine_plans.refusal(plan, len(state.nodes), settings)
+        why = why or memory_refusal(plan, state, settings)
+        if why:
+            return {"ok": False, "error": f"{words} cannot be: {why}"}
+        if plan == state.protection:
+            return {"ok": False, "error": f"the run is protected by {words} already"}
+        self._feed(inputs.ProtectionRequested(plan, "asked for by 'deadpool protect'"))
+        return {"ok": True, "plan": words}
 
     def _attach(self, hostname: str) -> dict[str, Any]:
         """A number that no node of the run has had, nor will have."""

@@ -53,7 +53,6 @@ from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71
-EXIT_ORPHANED = 130
 _GARBAGE_OBJECTS = 200_000
 
 
@@ -94,7 +93,7 @@ class Coordinator:
         self._commands = Commands(
             options,
             state=lambda: self._state,
-            status=lambda: {**paced.newest(), "slow": self._looks.slow()},
+            status=lambda: paced.newest() | self._looks.describe(self._state),
             feed=self.feed,
         )
         began = time.monotonic()
@@ -292,6 +291,7 @@ class Coordinator:
     def _emit(self, event: Event) -> None:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
         for accepted in self._chronicle.write(event):
+            self._looks.note(accepted)
             item = translate.from_event(accepted)
             harmless = isinstance(item, inputs.Diverged) and not self._chronicle.divergence_is_fatal
             if item is not None and not harmless:
@@ -410,7 +410,7 @@ class Coordinator:
         assert self._options.lifeline_fd is not None
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
         self._launcher_lost = True
-        self._end(EXIT_ORPHANED)  # without a result: the run can be started again on its slots
+        self._end(130)  # without a result: the run can be started again on its slots
 
     def _store_ready(self, port: int) -> None:
         data = {"level": "info", "text": f"store process serves on port {port}"}

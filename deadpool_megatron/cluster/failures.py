@@ -28,7 +28,8 @@ class FailureKind(StrEnum):
     SLOW_NODE = "slow-node"  # much slower than its peers
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
     BUG = "bug"  # the same failure again at the same step: the program's own
-    DRAINED = "drained"  # planned: a node was asked to leave, copies are moved, the run is to end
+    # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
+    DRAINED = "drained"
     STORE_LOST = "store-lost"  # the process in which communicators meet
     COORDINATOR = "coordinator"  # the coordinator was replaced
     RESTART = "restart"  # all processes had ended, and were started again

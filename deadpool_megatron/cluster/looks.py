@@ -6,6 +6,7 @@ Each look answers inputs for the machine; nothing is decided here.
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
@@ -14,6 +15,7 @@ from deadpool_megatron.cluster.hang import ProgressClock, find_hang
 from deadpool_megatron.cluster.machine_state import Phase, State
 from deadpool_megatron.cluster.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.peers import Peers
+from deadpool_megatron.cluster.protection_watch import ProtectionWatch
 from deadpool_megatron.cluster.slow_nodes import SlowNodes, slow_event
 from deadpool_megatron.cluster.status import role_beats
 from deadpool_megatron.events import Event
@@ -28,6 +30,7 @@ class Looks:
         self._peers = peers
         self._progress = ProgressClock()
         self._slow_nodes = SlowNodes(settings)
+        self._protection = ProtectionWatch(settings)
         self._pace = Pace(hang_look_seconds(settings))
 
     def at_silence(self, now: float, *, trusted: bool) -> list[inputs.NodeLost]:
@@ -65,11 +68,19 @@ class Looks:
             events.append(slow_event(epoch, verdict))
             if self._slow_nodes.is_to_leave(verdict, state):
                 found.append(inputs.DrainRequested(verdict.node))
-        return events, found
+        told, wanted = self._protection.look(state)
+        return events + told, found + wanted
 
-    def slow(self) -> Any:
-        """What ``deadpool status`` shows of slow nodes."""
-        return self._slow_nodes.describe()
+    def note(self, event: Event) -> None:
+        """Take what an event says about the pace of training and its protection."""
+        self._protection.note(event, time.monotonic())
+
+    def describe(self, state: State) -> dict[str, Any]:
+        """What ``deadpool status`` shows of it: ``slow`` nodes, and the ``rpo``."""
+        return {
+            "slow": self._slow_nodes.describe(),
+            "rpo": self._protection.describe(state),
+        }
 
     def _hang(self, state: State, now: float) -> inputs.RolesHung | None:
         record = state.record

@@ -18,6 +18,7 @@ from deadpool_megatron.cluster import (
     machine_members,
     machine_moves,
     machine_nonfinite,
+    machine_plans,
     machine_takeover,
 )
 from deadpool_megatron.cluster import machine_events as ev
@@ -84,6 +85,8 @@ class Machine:
             ever_ran=last.restore.kind == "memory",
             durable=durable or self.start(now).durable,
             protection=last.protection,
+            # Reported (again, see results) if it came with the last record: nobody knows if it was.
+            protection_told=records[-2].protection if len(records) > 1 else None,
             nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
@@ -135,6 +138,9 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             turn.set(durable=found)
         case ev.DrainRequested(node):
             _drain(turn, node)
+        case ev.ProtectionRequested():
+            machine_plans.take_request(turn, event)
+            machine_moves.consider_pause(turn)
         case ev.JournalWritten(epoch):
             _journal_written(turn, epoch)
         case ev.JournalFailed(epoch, text):
@@ -162,7 +168,7 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         if node not in state.nodes:
             turn.act(DropNode(node, why))
         return
-    joined = NodeState(event.host, event.vault_port, event.domain)
+    joined = NodeState(event.host, event.vault_port, event.domain, event.memory_bytes)
     turn.set(nodes=state.nodes.set(node, joined))
     if event.found is not None:
         turn.set(found=state.found.set(node, event.found))

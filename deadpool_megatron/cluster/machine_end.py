@@ -77,7 +77,7 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
         turn.set(
             phase=Phase.DUMPING,
             deadline=turn.now + turn.config.settings.first_step_seconds,
-            dump=DumpOrder(saved, awaited=nodes),
+            dump=DumpOrder(saved, awaited=nodes, chains=_chains(restore)),
         )
         turn.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(turn)
@@ -111,6 +111,12 @@ def _generations_held(turn: Turn, nodes: Iterable[int]) -> tuple[Generation, ...
     held = {h.generation for node in nodes for h in state.held[node].holdings}
     bad = state.bad_generations | poisoned_generations(state)
     return tuple(sorted((g for g in held - bad if is_kept(state.kept, g)), reverse=True))
+
+
+def _chains(restore: Restore) -> frozenset[Generation]:
+    """Generations whose parts are written as well, because roles recompute from them."""
+    replays = (recipe.replay for recipe in restore.recipes.values())
+    return frozenset(one for replay in replays if replay is not None for one in replay.sources)
 
 
 def check_dumped(turn: Turn) -> None:

@@ -16,6 +16,7 @@ from deadpool_megatron.layout.records import (
     Inventory,
     RoleLayout,
 )
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class NodeJoined:
 
     ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
     one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
-    it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last.
-    ``found``: what lay in its memory before it started, as long as it has adopted no record.
+    it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
+    ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
+    lay in its memory before it started, as long as it has adopted no record.
     """
 
     node: int
@@ -42,6 +44,7 @@ class NodeJoined:
     epoch: int = 0
     closed: int = 0
     restored: Mapping[int, int] = field(default_factory=dict)
+    memory_bytes: int = 0
     found: Inventory | None = None
 
 
@@ -251,6 +254,14 @@ class DrainRequested:
 
 
 @dataclass(frozen=True)
+class ProtectionRequested:
+    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words."""
+
+    plan: ProtectionPlan
+    why: str
+
+
+@dataclass(frozen=True)
 class JournalWritten:
     """The record of this epoch is durable."""
 
@@ -321,6 +332,7 @@ Input = (
     | PauseRefused
     | MemberDone
     | DrainRequested
+    | ProtectionRequested
     | JournalWritten
     | JournalFailed
     | Dumped

@@ -37,6 +37,8 @@ from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.cluster.run_directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.replaying import REPLAY, suspects
+from deadpool_megatron.layout.schemes import recomputes, without_recompute
 
 # A failed communication is mostly a consequence; its cause is reported within this time.
 GRACE_SECONDS = 0.5
@@ -290,11 +292,27 @@ def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
             if number >= len(decoding.group):
                 tried += places
     bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
+    if recipe is not None:
+        bad |= frozenset(suspects(recipe, generation, event.part))
+        if event.part == REPLAY:
+            _give_up_recomputing(turn, role, event.text)
     # Falling to the next source, generation or checkpoint is progress of a kind.
-    what = (event.part, str(role), str(generation) if tried else record.restore.path)
+    what = (event.part, str(role), str(generation) if bad else record.restore.path)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
     _suspect(turn, failure, bad_parts=bad, doubtful=not bad)
+
+
+def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
+    """Intact bytes gave another result: whole copies for the rest of the run."""
+    if not recomputes(turn.state.protection):
+        return
+    turn.set(protection=without_recompute(turn.state.protection))
+    turn.emit(
+        Kind.LOG,
+        level="warning",
+        text=f"role {role}: {text}; from the next epoch on every iteration is copied whole",
+    )
 
 
 def _restored(turn: Turn, event: ev.Restored, role: int) -> None:

@@ -23,6 +23,7 @@ from deadpool_megatron.cluster.machine_actions import (
 )
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_held, finish
+from deadpool_megatron.cluster.machine_plans import pause_cause, plan_is_due, tell_plan
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,
@@ -38,6 +39,7 @@ from deadpool_megatron.cluster.persistent import PersistentSet, without
 from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
@@ -153,7 +155,7 @@ def decide(turn: Turn) -> None:
         restore=restore,
         store_host=state.store[0],
         store_port=state.store[1],
-        replicas=losses_survived(turn.config.settings),
+        replicas=losses_survived(turn.config.settings, state.protection),
         protection=state.protection,
         emitted_up_to=state.newest,
         fewer_copies=_missing_copies(seats.seats, nodes, turn),
@@ -178,7 +180,7 @@ def _missing_copies(
         {role: seat.node for role, seat in seats.items()},
         {node: address.domain for node, address in nodes.items()},
         {node for node, address in nodes.items() if address.spare},
-        losses_survived(turn.config.settings),
+        losses_survived(turn.config.settings, turn.state.protection),
     )
 
 
@@ -294,6 +296,7 @@ def check_opened(turn: Turn) -> None:
         recovery = replace(recovery, mark=turn.now, opened=True)
     turn.set(phase=Phase.RUNNING, deadline=None, recovery=recovery, ever_ran=True)
     turn.emit(Kind.EPOCH_OPENED, phases=phases)
+    tell_plan(turn)
     check_done(turn)
     enter_pause(turn)
     consider_pause(turn)
@@ -315,6 +318,9 @@ def consider_pause(turn: Turn) -> None:
         if not seating(turn, frozenset({node})).unseated:
             _pause(turn, f"drain of node {node}", frozenset({node}))
             return
+    if plan_is_due(state):
+        _pause(turn, pause_cause(state), frozenset())
+        return
     if not record.fewer_copies:
         return
     if record.fewer_copies - _missing_copies(record.seats, record_nodes(state, record.seats), turn):
@@ -322,15 +328,21 @@ def consider_pause(turn: Turn) -> None:
 
 
 def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
-    turn.set(pause=PauseOrder(turn.state.newest + 2, cause, leaving))
+    turn.set(pause=PauseOrder(_boundary_after(turn.state, turn.state.newest), cause, leaving))
     enter_pause(turn)
+
+
+def _boundary_after(state: State, iteration: int) -> int:
+    """One that no role has reached yet, and whose generation is protected: nothing is lost."""
+    every = 1 if state.record is None else state.record.protection.every
+    return next_due(iteration + 2, every)
 
 
 def enter_pause(turn: Turn) -> None:
     """Have all members stand still when a pause is wanted and the epoch runs."""
     state = turn.state
     if state.phase is Phase.RUNNING and state.pause is not None and state.record is not None:
-        limit = turn.config.settings.hang_seconds
+        limit = turn.config.settings.hang_seconds * state.record.protection.every
         turn.set(phase=Phase.PAUSING, deadline=turn.now + limit)
         turn.act(Pause(state.record.epoch, state.pause.iteration))
         check_paused(turn)
@@ -341,7 +353,7 @@ def pause_later(turn: Turn, iteration: int) -> None:
     state = turn.state
     assert state.pause is not None
     assert state.record is not None
-    later = max(state.newest, iteration) + 2
+    later = _boundary_after(state, max(state.newest, iteration))
     turn.set(pause=replace(state.pause, iteration=later, paused=PersistentSet()))
     turn.act(Pause(state.record.epoch, later))
 
@@ -410,8 +422,9 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
     """The inventories that are left; what is on disk already cannot be lost with its node."""
     left = without(state.inventories, node)
     if state.dump is not None and node in state.dump.finished:
-        g, lost = state.dump.restore.generation, state.inventories[node]
-        saved = tuple(holding for holding in lost.holdings if holding.generation == g)
+        written = state.dump.chains | {state.dump.restore.generation}
+        lost = state.inventories[node]
+        saved = tuple(holding for holding in lost.holdings if holding.generation in written)
         left = left.set(node, replace(lost, holdings=saved))
     return left
 

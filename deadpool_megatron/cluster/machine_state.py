@@ -90,12 +90,14 @@ class NodeState:
     """A connected node. ``restarts``: how often a process had to be replaced on it.
 
     ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
-    crashes are those that ended an epoch. ``device_errors``: in the whole run.
+    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
+    for generations, 0 when it is not known.
     """
 
     host: str
     vault_port: int
     domain: str
+    memory_bytes: int = 0
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     crashed_at: tuple[float, ...] = ()
@@ -170,12 +172,15 @@ class LastWords:
 
 @dataclass(frozen=True)
 class DumpOrder:
-    """What is being written to disk, and which nodes have finished. ``last``: all that the nodes
-    hold, as no generation is whole; else the one generation of ``restore``."""
+    """What is being written to disk, and which nodes have finished. ``chains``: generations that
+    are written in part, for roles that recompute their shard parts from them. ``last``: all that
+    the nodes hold is written, as no generation is whole, else the one of ``restore``.
+    """
 
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
+    chains: frozenset[Generation] = frozenset()
     last: LastWords | None = None
 
 
@@ -187,10 +192,12 @@ class State:
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
     the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``protection``: for the next record. ``nonfinite``:
-    iterations whose loss was not finite; ``poisoned_from``: the one of them from which on nothing
-    may be restored, until an epoch is decided that goes on before it. ``missed``: why the epoch
-    that was found at a takeover must be closed as soon as all agents are back. ``dump_wanted``: why
+    ended the last epoch, as a record says it. ``protection``: for the next record;
+    ``protection_why``: why it is another one than the last; ``protection_told``: the one that was
+    reported last. ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
+    of them from which on nothing may be restored, until an epoch is decided that goes on before
+    it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
+    are back. ``dump_wanted``: why
     the state is to be saved and the run ended next; empty when it is not. ``found``: what lay in
     memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
@@ -238,6 +245,8 @@ class State:
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
+    protection_why: str = ""
+    protection_told: ProtectionPlan | None = None
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
     exit_status: int | None = None

@@ -36,6 +36,7 @@ class Results:
         self._recoveries: list[dict[str, Any]] = []
         self._durable: list[dict[str, Any]] = []
         self._opened: set[int] = set()
+        self._plan: object = None
         self._lost: dict[int, str] = {}
         self.diverged = False
 
@@ -64,6 +65,10 @@ class Results:
             known = event.epoch in self._opened
             self._opened.add(event.epoch)
             return [] if known else [event]
+        if event.kind is Kind.PROTECTION:
+            # For the same reason.
+            before, self._plan = self._plan, event.data.get("new")
+            return [] if before == self._plan else [event]
         if event.kind is Kind.EPOCH_DECIDED and "forgotten_from" in event.data:
             self._forget(int(event.data["forgotten_from"]))
         elif event.kind is Kind.MEMBER_DONE and event.role is not None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.cleanup import end_processes, node_processes, remove_segments
 from deadpool_megatron.cluster.run_directory import ENVIRONMENT_RUN_ID, RunDirectory, segment_root
-from deadpool_megatron.layout.records import Inventory
+from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.segment import newest_sealed, parse_name
+from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
 from deadpool_megatron.vault.table import Table
 
 _LOCK = "agent.lock"
@@ -74,7 +74,7 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
     for directory in segment_root(run_id).glob("node*"):
         name = directory.name.removeprefix("node")
         if directory != own and name.isdigit() and any(directory.glob("*.seg")):
-            found.append((newest_sealed(directory), int(name), directory))
+            found.append((_newest_sealed(directory), int(name), directory))
     for _, number, directory in sorted(found, reverse=True):
         try:
             lock = claim(directory, number)
@@ -115,6 +115,18 @@ def incarnations(node: int, segments: Path) -> dict[int, int]:
             if seat is not None and seat.node == node:
                 found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
     return found
+
+
+def _newest_sealed(directory: Path) -> Generation:
+    """Of all segments in a directory that no vault has open; (-1, -1) where nothing is sealed."""
+    newest = Generation(-1, -1)
+    for path in directory.glob("*.seg"):
+        with contextlib.suppress(SegmentError, OSError):
+            segment = Segment.open(path, writable=False)
+            for slot in range(segment.slots):
+                if segment.state(slot) is SlotState.SEALED:
+                    newest = max(newest, segment.generation(slot))
+    return newest
 
 
 def remove_unclaimed(run_id: str) -> None:

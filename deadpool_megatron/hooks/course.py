@@ -78,7 +78,8 @@ class EpochCourse(Course):
         self.check()
         if iteration != self._first_iteration:  # which pays for what later ones find ready
             self._own_time.end()
-        protection.complete(self._entry.capture_extras())
+        if protection.is_wanted:
+            protection.complete(self._entry.capture_extras())
         self.generation, self._boundary = generation, "step"
         self._hash_state()
         return result
@@ -93,7 +94,9 @@ class EpochCourse(Course):
         run()
         self._communicators.finish_iteration()
         self.check()
-        self._entry.protection.append(self.generation, boundary, self._entry.capture_extras())
+        protection = self._entry.protection
+        if protection.holds(self.generation):
+            protection.append(self.generation, boundary, self._entry.capture_extras())
         self._boundary = boundary
 
     def save(self, loop: SteppedLoop) -> None:

@@ -19,6 +19,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook, model_config
+from deadpool_megatron.hooks.layouts import role_layout
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop
 from deadpool_megatron.hooks.memory import admit
 from deadpool_megatron.hooks.optimizer import (
@@ -29,10 +30,15 @@ from deadpool_megatron.hooks.optimizer import (
     statistics_span_the_world,
 )
 from deadpool_megatron.hooks.pipeline import PipelineHook
-from deadpool_megatron.hooks.protection import Protection, role_layout
+from deadpool_megatron.hooks.protection import Protection
+from deadpool_megatron.hooks.recomputing import ReplayRefused, load_shards
+from deadpool_megatron.hooks.replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.hooks.tensor import TensorHook
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
+from deadpool_megatron.layout.replaying import REPLAY
+from deadpool_megatron.layout.schemes import may_recompute, recomputes
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
@@ -189,7 +195,10 @@ class EpochEntry(Stages):
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
         self._admit(record)
-        self.protection.enter(record.epoch)
+        plan = record.protection
+        # Without the gradients of every iteration there is nothing to replay.
+        with_steps = recomputes(plan) and plan.every == 1
+        self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
         for dimension in self._dimensions:
             dimension.reset_in_flight()
@@ -229,7 +238,7 @@ class EpochEntry(Stages):
         if record.restore.kind in ("initial", "durable"):
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
-            self.protection.announce(self.generation)
+            self.protection.announce(self.generation, first=True)
             self.protection.complete(self.capture_extras())
             self.protection.owe(self.generation, "step")
 
@@ -279,11 +288,20 @@ class EpochEntry(Stages):
         except VaultError as error:
             raise RestoreFailed("", str(error)) from error
         try:
-            for part in self._shard_state.parts:
-                part.load(restored.part(part.name))
+            replayed = load_shards(
+                self.loop.optimizer,
+                self._shard_state,
+                restored,
+                self.generation,
+                self.protection,
+            )
             values = extras_codec.decode(restored.part(extras_part(self.boundary)))
+        except ReplayRefused as error:
+            raise RestoreFailed(REPLAY, str(error)) from error
         finally:
             restored.close()
+        if replayed:
+            self._reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
         megatron_extras.restore(self.loop, values)
         self._late = values
         self._reports.tell_again(values["told"])
@@ -342,6 +360,12 @@ class EpochEntry(Stages):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
         self._pristine = self._pristine or self.capture_extras()
+        steps = None
+        if may_recompute(self._settings):
+            refuse_what_cannot_be_replayed(optimizer, config)
+            steps = StepKeeper(
+                optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
+            )
         layout = role_layout(
             self.role,
             parts,
@@ -349,6 +373,7 @@ class EpochEntry(Stages):
             list(dist.get_process_group_ranks(group)),
             slots,
             self._loop.stage_class(),
+            () if steps is None else steps.layout_parts(self.role),
         )
         self._protection = Protection(
             vault=self._vault,
@@ -359,11 +384,12 @@ class EpochEntry(Stages):
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
+            steps=steps,
         )
         protection = self._protection
         # QK-clip changes the weights after the update; their copies then start with the rest.
         updated = protection.updated if not getattr(config, "qk_clip", False) else _later
-        StepHooks(optimizer, protection.gate, protection.fence, updated)
+        StepHooks(optimizer, protection.gate, protection.using, updated)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),

@@ -372,7 +372,8 @@ class StepHooks:
     """Registers the gate, the copy fence and the start of the snapshot with an optimizer.
 
     ``gate`` runs at the entry of the outermost ``step``, before found-inf and gradient norm;
-    ``fence`` before, and ``updated`` after the update of each inner optimizer, with its index.
+    ``fence`` before, and ``updated`` after the update of each inner optimizer, with its index;
+    before it the gradients are what the update uses.
     A torch step pre-hook would be too late for the gate (traps, A2).
     """
 
@@ -380,7 +381,7 @@ class StepHooks:
         self,
         optimizer: Any,
         gate: Callable[[], None],
-        fence: Callable[[], None],
+        fence: Callable[[int], None],
         updated: Callable[[int], None],
     ) -> None:
         original = optimizer.step
@@ -391,5 +392,5 @@ class StepHooks:
 
         optimizer.step = gated_step
         for index, inner in enumerate(inner_optimizers(optimizer)):
-            inner.optimizer.register_step_pre_hook(lambda *_: fence())
+            inner.optimizer.register_step_pre_hook(lambda *_, index=index: fence(index))
             inner.optimizer.register_step_post_hook(lambda *_, index=index: updated(index))

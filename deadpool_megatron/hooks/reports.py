@@ -111,3 +111,13 @@ class Reports:
         """A wait for the protection of ``generation``: while it lasts, and at its end."""
         values = {"seconds": seconds, "over": over, "lineage": generation.lineage}
         self.send_event(Kind.GATE_WAIT, generation.iteration, values)
+
+    def report_rehearsal(self, facts: Mapping[str, Any]) -> None:
+        """What the rehearsal of an update has shown."""
+        self.send_event(Kind.REHEARSED, self.iteration, facts)
+        if not facts["matched"]:
+            print(
+                f"role {self.role}: an update computed again from its gradients gave other bytes"
+                f" ({facts['difference']}): whole copies from here on",
+                flush=True,
+            )

@@ -66,8 +66,9 @@ class RoleLayout:
     """What a role's generation consists of; equal ``layout_hash`` means interchangeable bytes.
 
     ``peers``: the roles of its data-parallel group, itself included, ascending. ``parts`` holds the
-    shard parts first and then one extras part per boundary; an extras part's ``nbytes`` is its
-    capacity. ``slots``: how many generations the owner's segment (and a copy) holds, 2+N or 3+N.
+    shard parts first, then what recomputes an update (:mod:`.replaying`) if that is kept, and then
+    one extras part per boundary; an extras part's ``nbytes`` is its capacity. ``slots``: how many
+    generations the owner's segment (and a copy) holds, 2+N or 3+N.
     """
 
     role: int
@@ -79,8 +80,8 @@ class RoleLayout:
 
     @property
     def shard_parts(self) -> tuple[str, ...]:
-        """Names of the parts that are not extras."""
-        return tuple(p.name for p in self.parts if not p.name.startswith("extras@"))
+        """Names of the parts that are neither extras nor what recomputes an update."""
+        return tuple(p.name for p in self.parts if "@" not in p.name)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

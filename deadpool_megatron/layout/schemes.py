@@ -8,7 +8,7 @@ blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -100,13 +100,44 @@ class ProtectionPlan:
 
 def first_plan(settings: Settings) -> ProtectionPlan:
     """The plan that a run starts with; ``mixed`` measures under ``buddy`` before it chooses."""
-    kind = Kind.BUDDY if settings.protection == "mixed" else Kind(settings.protection)
+    kind = "buddy" if settings.protection == "mixed" else settings.protection
+    every = 1 if settings.cadence == "auto" else int(settings.cadence)
+    return uniform(kind, settings, every, settings.parity_group)
+
+
+def uniform(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
+    """One scheme for everything. Raises ValueError for a kind that there is not."""
     scheme = Scheme(
-        kind,
-        group=settings.parity_group if kind is Kind.PARITY else 0,
-        full_every=settings.full_every if kind is Kind.RECOMPUTE else 1,
+        Kind(kind),
+        group=group if kind == Kind.PARITY else 0,
+        full_every=settings.full_every if kind == Kind.RECOMPUTE else 1,
     )
-    return ProtectionPlan((Rule(ANY, ANY, scheme),))
+    return ProtectionPlan((Rule(ANY, ANY, scheme),), every)
+
+
+def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> int:
+    """The value of EpochRecord.replicas: copies, or parity blocks of a group.
+
+    ``plan``: another one than the run starts with.
+    """
+    kinds = (plan or first_plan(settings)).kinds
+    return 0 if Kind.LOCAL in kinds else settings.replicas
+
+
+def plan_in_words(plan: ProtectionPlan) -> str:
+    """For people: ``buddy``, or ``shard1: parity(4), else buddy; every 3 iterations``."""
+    rules = [f"{_whose(rule)}{scheme_in_words(rule.scheme)}" for rule in plan.rules]
+    cadence = "" if plan.every == 1 else f"; every {plan.every} iterations"
+    return ", ".join(rules) + cadence
+
+
+def scheme_in_words(scheme: Scheme) -> str:
+    """``parity(4)``: groups of 4; ``recompute(8)``: a whole copy every 8 generations."""
+    if scheme.kind is Kind.PARITY:
+        return f"{scheme.kind}({scheme.group})"
+    if scheme.kind is Kind.RECOMPUTE:
+        return f"{scheme.kind}({scheme.full_every})"
+    return str(scheme.kind)
 
 
 def in_words(plan: ProtectionPlan, replicas: int) -> str:
@@ -130,6 +161,28 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
     return "; ".join(found) + each
 
 
-def losses_survived(settings: Settings) -> int:
-    """The value of EpochRecord.replicas: copies, or parity blocks of a group."""
-    return 0 if settings.protection == Kind.LOCAL else settings.replicas
+def _whose(rule: Rule) -> str:
+    if (rule.part, rule.domain) == (ANY, ANY):
+        return ""
+    part = "" if rule.part == ANY else rule.part
+    domain = "" if rule.domain == ANY else f"in {rule.domain}"
+    return f"{' '.join(filter(None, (part, domain)))}: "
+
+
+def may_recompute(settings: Settings) -> bool:
+    """Whether slots have room for steps: fixed for a run, for it is part of the layout."""
+    return settings.protection == Kind.RECOMPUTE
+
+
+def recomputes(plan: ProtectionPlan) -> bool:
+    """Whether members have to keep the steps to their generations."""
+    return Kind.RECOMPUTE in plan.kinds
+
+
+def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
+    """The same plan with whole copies of every generation."""
+    rules = tuple(
+        replace(rule, scheme=Scheme(Kind.BUDDY)) if rule.scheme.kind is Kind.RECOMPUTE else rule
+        for rule in plan.rules
+    )
+    return replace(plan, rules=rules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from deadpool_megatron.layout.cadence import most_lost
 from deadpool_megatron.planning import refusals, risk, spares, traffic
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.model import step_seconds, total_parameters
@@ -69,6 +70,7 @@ class Assessment:
 def assess(plan: Plan) -> Assessment:
     """Work a plan out. Raises PlanError, with the number to change, when it cannot hold."""
     refusals.check_layout(plan)
+    refusals.check_scheme(plan)
     placement = place(plan)
     refusals.check_copies(plan, placement)
     step = step_seconds(plan)
@@ -119,7 +121,7 @@ def _goodput(plan: Plan, step: float, slots: int, hours_between_state_losses: fl
     interval = faults.checkpoint_interval_steps * step
     # What one failure costs on average when some of them end at the checkpoint.
     from_checkpoint = 1.0 / (hours_between_state_losses * _HOUR * rate)
-    again = (slots - 1) * step
+    again = lost_steps(plan, slots) * step
     cost = faults.swap_seconds + again + from_checkpoint * (faults.restart_seconds + interval / 2)
     saving = interval / (interval + faults.checkpoint_seconds)
     hot = saving * spares.useful_fraction(rate, step, 0.0, cost)
@@ -133,6 +135,12 @@ def _goodput(plan: Plan, step: float, slots: int, hours_between_state_losses: fl
         restart_with_spare=restart,
         spares_needed=spares.spares_needed(cluster.nodes, away, hot, plan.goal.goodput),
     )
+
+
+def lost_steps(plan: Plan, slots: int) -> int:
+    """The RPO: the most finished steps that a loss makes the job compute again."""
+    lag = plan.protection.max_lag
+    return most_lost(plan.protection.cadence, lag, spans_the_world=slots == 2 + lag)
 
 
 def _away(plan: Plan) -> float:
@@ -191,6 +199,7 @@ def facts(found: Assessment) -> dict[str, object]:
         "nodes": nodes,
         "timing": timing_facts,
         "fetch_seconds": found.fetch_seconds,
+        "most_lost_steps": lost_steps(found.plan, found.placement.slots),
         "risk": risk_facts,
         "goodput": {
             **dataclasses.asdict(found.goodput),

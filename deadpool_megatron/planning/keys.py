@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
 
 class PlanError(ValueError):
@@ -66,7 +66,19 @@ class Parallel:
 class Protection:
     """The settings of the run that matter here."""
 
-    replicas: int = _key("--deadpool-replicas", Settings.replicas, least=1)
+    scheme: str = _key(
+        "--deadpool-protection",
+        Settings.protection,
+        choices=("buddy", "parity", "local", "recompute"),
+    )
+    replicas: int = _key(
+        "--deadpool-replicas; parity: blocks of a group", Settings.replicas, least=1
+    )
+    parity_group: int = _key("--deadpool-parity-group", Settings.parity_group, least=2)
+    full_every: int = _key("--deadpool-full-every, for recompute", Settings.full_every, least=2)
+    cadence: int = _key(
+        "--deadpool-cadence: protect each N-th step", 1, least=1, most=LONGEST_CADENCE
+    )
     max_lag: int = _key("--deadpool-max-lag", Settings.max_lag, least=0)
     spare_timeout_seconds: float = _key(
         "--deadpool-spare-timeout", Settings.spare_timeout_seconds, above=0
@@ -74,6 +86,17 @@ class Protection:
     extras_bytes_per_role: int = _key(
         "random states, counters, buffers of one role", 500_000, least=0
     )
+
+    @property
+    def survived(self) -> int:
+        """Nodes that may be lost at a time."""
+        return 0 if self.scheme == "local" else self.replicas
+
+    @property
+    def name(self) -> str:
+        """The scheme with its number."""
+        numbers = {"parity": f"({self.parity_group})", "recompute": f"({self.full_every})"}
+        return self.scheme + numbers.get(self.scheme, "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,12 @@ from deadpool_megatron.planning.traffic import GIGA, NodeLoad, Timing, node_load
 
 # A commit that trails further is not looked for: each unit costs a slot in every segment.
 _LARGEST_LAG = 8
+_KEPT = {
+    "buddy": "copies",
+    "parity": "parity blocks",
+    "local": "copies",
+    "recompute": "copies and steps",
+}
 
 
 def check_layout(plan: Plan) -> None:
@@ -75,9 +81,18 @@ def _check_roles(plan: Plan, roles: int, gpus: int) -> None:
     )
 
 
+def check_scheme(plan: Plan) -> None:
+    """The keys of the protection go together. Raises PlanError."""
+    protection = plan.protection
+    if protection.scheme == "recompute" and protection.cadence > 1:
+        raise PlanError(
+            "protection.cadence: recompute needs the gradients of every step: set it to 1"
+        )
+
+
 def check_copies(plan: Plan, placement: Placement) -> None:
     """Every role has its buddies, each in another failure domain. Raises PlanError."""
-    cluster, replicas = plan.cluster, plan.protection.replicas
+    cluster, replicas = plan.cluster, plan.protection.survived
     need = f"{replicas} {'copy' if replicas == 1 else 'copies'} beside the own node need"
     if any(len(role.buddies) < replicas for role in placement.roles):
         nodes = placement.nodes
@@ -135,10 +150,10 @@ def check_memory(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -
         return
     cluster = plan.cluster
     fullest = max(loads, key=lambda node: loads[node].memory_bytes)
-    load = loads[fullest]
+    load, kept = loads[fullest], _KEPT[plan.protection.scheme]
     what = (
         f"node {fullest} needs {load.own_slots_bytes / GIGA:.1f} GB for its own {placement.slots}"
-        f" slots per role, {load.copies_bytes / GIGA:.1f} GB for copies and"
+        f" slots per role, {load.copies_bytes / GIGA:.1f} GB for {kept} and"
         f" {cluster.host_memory_reserved_gb:g} GB reserved, there are {cluster.host_memory_gb:g} GB"
     )
     least = _up(cluster.host_memory_gb + missing)

@@ -17,6 +17,7 @@ choice with that node bad; such nodes are taken out first.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,13 @@ def holder_sets(placement: Placement) -> HolderSets:
             for same in part.replicas:
                 copies = () if part.covered else nodes[same].buddies
                 holders.update((nodes[same].node, *copies))
-            found.add(frozenset(holders))
+            if not part.coded:
+                found.add(frozenset(holders))
+    for group in placement.groups:
+        # One more than the parity blocks, of all nodes that hold a block of either kind.
+        holders = {*group.holders, *(nodes[number].node for number in group.roles)}
+        losses = itertools.combinations(sorted(holders), len(group.holders) + 1)
+        found.update(map(frozenset, losses))
     return minimal(found)
 
 

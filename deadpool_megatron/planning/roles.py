@@ -7,22 +7,28 @@ be shipped come from :mod:`deadpool_megatron.layout.placement`, the code that ru
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
+from deadpool_megatron.layout.parity import ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import choose_buddies, is_covered
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.planning.keys import Cluster, Parallel, Plan, PlanError
 from deadpool_megatron.planning.model import StageParameters, stage_parameters
 
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """One inner optimizer's shard of one role; ``replicas`` as in PartInfo."""
+    """One inner optimizer's shard of one role; ``replicas`` as in PartInfo.
+
+    ``covered``: peers hold the same bytes far enough apart; ``coded``: in parity blocks.
+    """
 
     nbytes: int
     replicas: tuple[int, ...]
     covered: bool
+    coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,12 @@ class PlannedRole:
     @property
     def shipped_bytes(self) -> int:
         """Those that go to each buddy in each step."""
-        return sum(part.nbytes for part in self.parts if not part.covered)
+        return sum(part.nbytes for part in self.parts if not part.covered and not part.coded)
+
+    @property
+    def coded_bytes(self) -> int:
+        """Those that go to each holder of a parity block in each step."""
+        return sum(part.nbytes for part in self.parts if part.coded)
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,7 @@ class Placement:
     domains: Mapping[int, str]
     nodes: int
     slots: int
+    groups: tuple[ParityGroup, ...] = ()
 
     @property
     def same_domain(self) -> int:
@@ -65,7 +77,8 @@ class Placement:
 
 def place(plan: Plan) -> Placement:
     """Seat all roles and choose the nodes of all copies. Raises PlanError (domains file)."""
-    parallel, cluster, replicas = plan.parallel, plan.cluster, plan.protection.replicas
+    parallel, cluster, replicas = plan.parallel, plan.cluster, plan.protection.survived
+    coded = plan.protection.scheme == "parity"
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
     seats = {role: role // cluster.gpus_per_node for role in range(world)}
     domains = node_domains(cluster, plan.domains_text)
@@ -78,14 +91,34 @@ def place(plan: Plan) -> Placement:
         peers = data_parallel_peers(role, parallel)
         few = lowest | {peer: seats[peer] for peer in peers}
         parts = tuple(
-            PlannedPart(nbytes, same, is_covered(same, role, seats, domains, replicas))
-            for nbytes, same in _parts(role, plan, stages[role // (world // parallel.pp)])
+            PlannedPart(nbytes, same, covered, coded and not covered)
+            for nbytes, same, covered in (
+                (nbytes, same, is_covered(same, role, seats, domains, replicas))
+                for nbytes, same in _parts(role, plan, stages[role // (world // parallel.pp)])
+            )
         )
         buddies = choose_buddies(role, peers, few, domains, spares, replicas)
         roles.append(PlannedRole(role, seats[role], parts, buddies))
     one = parallel.distributed_optimizer and parallel.optimizer_instances == 1
     slots = (2 if one or world == 1 else 3) + plan.protection.max_lag
-    return Placement(tuple(roles), domains, cluster.nodes + cluster.spares, slots)
+    groups = _groups(plan, seats, domains, spares) if coded else ()
+    return Placement(tuple(roles), domains, cluster.nodes + cluster.spares, slots, groups)
+
+
+def _groups(
+    plan: Plan, seats: Mapping[int, int], domains: Mapping[int, str], spares: Collection[int]
+) -> tuple[ParityGroup, ...]:
+    """As in a run. Raises PlanError when there are too few nodes for any."""
+    protection = plan.protection
+    nodes, least = len(domains), protection.replicas + 2
+    if nodes < least:
+        raise PlanError(
+            f"protection.scheme: parity that survives {protection.replicas} lost nodes needs"
+            f" {least} nodes, there are {nodes} with the spares: set it to buddy"
+        )
+    scheme = Scheme(Kind.PARITY, group=protection.parity_group)
+    rules = ProtectionPlan((Rule(ANY, ANY, scheme),))
+    return ParityPlacement(seats, domains, spares, rules, protection.replicas).groups
 
 
 def node_domains(cluster: Cluster, domains_text: str) -> dict[int, str]:

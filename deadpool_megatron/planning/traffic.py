@@ -4,15 +4,19 @@
     checksum    shard of a role / checksum                   a thread per role
     ship        the larger of bytes out and bytes in of a node / (nics · nic · nic_fraction)
     commit      copy + checksum + ship                       one after another, as the vault does it
-    window      forward and backward + max_lag · step        from an update to the gate that asks
+    window      forward and backward + (cadence · (1 + max_lag) - 1) · step
+                                                              from an update to the gate that asks
 
-A node's links also have to carry one generation per step, whatever the lag: ship may not be longer
-than the step. The copy may never be longer than forward and backward, because the fence before the
+A node's links also have to carry a generation per ``cadence`` steps, whatever the lag: ship may not
+be longer than those. With ``recompute`` what is looked at are generations that travel whole. The
+copy may never be longer than forward and backward, because the fence before the
 next update waits for it.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -24,6 +28,7 @@ GIGA = 1e9
 # hooks/protection.py gives extras this much room to grow, in each boundary's part of a slot.
 _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
+_GRADIENT_BYTES = 4.0
 
 
 @dataclass(frozen=True)
@@ -48,27 +53,68 @@ class NodeLoad:
 
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
-    """Of every node; spares hold nothing unless they are buddies."""
+    """Of every node, for a generation that is protected (with recompute: whole); spares hold
+    nothing unless they are buddies."""
     extras = plan.protection.extras_bytes_per_role
     room = len(BOUNDARIES) * (int(extras * _EXTRAS_GROWTH) + _EXTRAS_PAGES)
     slots = placement.slots
     unique, own, copies, out, into = (Counter[int]() for _ in range(5))
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
-        own[role.node] += slots * (role.shard_bytes + room)
+        own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
         for buddy in role.buddies:
-            copies[buddy] += slots * (role.shipped_bytes + room)
+            copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
             out[role.node] += role.shipped_bytes + extras
             into[buddy] += role.shipped_bytes + extras
+    by_role = {role.role: role for role in placement.roles}
+    for group in placement.groups:
+        members = [by_role[number] for number in group.roles]
+        block = sum(
+            max((part.nbytes for part in parts if part is not None and part.coded), default=0)
+            for parts in itertools.zip_longest(*(role.parts for role in members))
+        )
+        for holder in group.holders:
+            copies[holder] += slots * block
+            for role in members:
+                out[role.node] += role.coded_bytes
+                into[holder] += role.coded_bytes
     return {
         node: NodeLoad(unique[node], own[node], copies[node], out[node], into[node])
         for node in range(placement.nodes)
     }
 
 
+def step_bytes(plan: Plan, shard_bytes: int) -> int:
+    """What recomputes the update of a shard: fp32 gradients; 0 for other schemes."""
+    if plan.protection.scheme != "recompute":
+        return 0
+    return math.ceil(shard_bytes * _GRADIENT_BYTES / plan.model.state_bytes_per_parameter)
+
+
+def _copy_bytes(plan: Plan, slots: int, shipped_bytes: int, room: int) -> int:
+    """Of one role on one buddy. With recompute a chain for every generation that may be asked for:
+    whole copies, and steps between them, whose slots have given back the rest of their memory."""
+    if plan.protection.scheme != "recompute":
+        return slots * (shipped_bytes + room)
+    every = plan.protection.full_every
+    chain = slots + every
+    whole = 1 + -(-(chain - 1) // every)
+    steps = chain - whole
+    return whole * shipped_bytes + steps * step_bytes(plan, shipped_bytes) + chain * room
+
+
+def mean_share(plan: Plan) -> float:
+    """What is sent in a step on average, as a share of what a whole generation takes."""
+    protection = plan.protection
+    if protection.scheme != "recompute":
+        return 1.0 / protection.cadence
+    step = _GRADIENT_BYTES / plan.model.state_bytes_per_parameter
+    return (1.0 + (protection.full_every - 1) * step) / protection.full_every
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one step and of one commit, for the slowest node."""
+    """Seconds of one step, of one commit for the slowest node, and between two commits."""
 
     step_seconds: float
     forward_backward_seconds: float
@@ -76,6 +122,7 @@ class Timing:
     copy_seconds: float
     checksum_seconds: float
     ship_seconds: float
+    cycle_seconds: float
 
     @property
     def commit_seconds(self) -> float:
@@ -89,7 +136,7 @@ class Timing:
             0.0,
             self.commit_seconds - self.window_seconds,
             self.copy_seconds - self.forward_backward_seconds,
-            self.ship_seconds - self.step_seconds,
+            self.ship_seconds - self.cycle_seconds,
         )
 
     @property
@@ -104,13 +151,15 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     shard = max(role.shard_bytes for role in placement.roles)
     forward_backward = step * cluster.forward_backward_fraction
     rate = network_bytes_per_second(plan) * cluster.nic_fraction
+    more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     return Timing(
         step_seconds=step,
         forward_backward_seconds=forward_backward,
-        window_seconds=forward_backward + plan.protection.max_lag * step,
+        window_seconds=forward_backward + more_steps * step,
         copy_seconds=shard / (cluster.pcie_gb_s * GIGA),
         checksum_seconds=shard / (cluster.checksum_gb_s * GIGA),
         ship_seconds=max(load.ship_bytes for load in loads.values()) / rate,
+        cycle_seconds=plan.protection.cadence * step,
     )
 
 
@@ -120,9 +169,16 @@ def network_bytes_per_second(plan: Plan) -> float:
 
 
 def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) -> float:
-    """What a spare needs at least for the shards of the largest node: network, then PCIe."""
+    """What a spare needs at least for the shards of the largest node: network, then PCIe.
+
+    A shard that is decoded takes one block of each other role of its group; one that is recomputed
+    takes a whole copy and at most all steps since then.
+    """
     shard = max(role.shard_bytes for role in placement.roles)
     node = max(load.unique_bytes for load in loads.values())
+    if placement.groups:
+        node *= max(len(group.roles) for group in placement.groups)
+    node += (plan.protection.full_every - 1) * step_bytes(plan, node)
     return node / network_bytes_per_second(plan) + shard / (plan.cluster.pcie_gb_s * GIGA)
 
 

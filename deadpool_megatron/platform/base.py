@@ -22,6 +22,13 @@ class CopyHandle(ABC):
     def wait(self, timeout_seconds: float) -> bool:
         """Wait for at most this long; answers :meth:`done`. Raises CopyFailedError."""
 
+    def precede(self, timeout_seconds: float) -> bool:
+        """Have work that the calling thread submits from now on begin after this copy.
+
+        True at once where the device does the waiting; elsewhere as :meth:`wait`.
+        """
+        return self.wait(timeout_seconds)
+
 
 class Platform(ABC):
     """The device under the training process."""

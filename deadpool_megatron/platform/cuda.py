@@ -48,6 +48,10 @@ class _EventCopy(CopyHandle):
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         return True
 
+    def precede(self, timeout_seconds: float) -> bool:
+        torch.cuda.current_stream().wait_event(self._event)
+        return True
+
 
 class CudaPlatform(Platform):
     """The current CUDA device."""

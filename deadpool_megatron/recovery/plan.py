@@ -33,13 +33,15 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.recovery.coded import CodedShelf
+from deadpool_megatron.recovery.replays import replay
 
 
 def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
     """The newest state that every role can get back.
 
     In this order: newest generation in memory of which each role's shard parts and extras have a
-    source, or can be decoded as far as shard parts go; the durable checkpoint; the start of the
+    source, or can be decoded or recomputed as far as shard parts go; the durable checkpoint; the
+    start of the
     run, if nothing was computed yet. A restore that is not from memory is a generation of the new
     epoch: the members seal it first.
     """
@@ -133,23 +135,40 @@ class _Shelf:
     def produce(self, generation: Generation) -> Restore | str:
         """The restore of one generation, or what is missing for it."""
         sources: dict[int, dict[str, tuple[Source, ...]]] = {}
-        decodings: dict[int, dict[str, Decoding]] = {}
+        recipes: dict[int, Recipe] = {}
         for role in range(self._query.world_size):
             layout = self._layouts.get(role)
             if layout is None:
                 return f"the layout of role {role}"
             sources[role] = {}
+            lacking: list[str] = []
             shard_parts = layout.shard_parts
             for part in layout.parts:
                 if part.name in shard_parts:
                     found = sources[role][part.name] = self._sources(role, part, generation)
                     if not found:
-                        decoding = self._coded.decoding(role, part.name, generation)
-                        if decoding is None:
-                            return f"part {part.name} of role {role}"
-                        decodings.setdefault(role, {})[part.name] = decoding
-        recipes = {role: Recipe(parts) for role, parts in decodings.items()}
+                        lacking.append(part.name)
+            if lacking:
+                recipe = self._recipe(layout, lacking, generation)
+                if isinstance(recipe, str):
+                    return recipe
+                recipes[role] = recipe
         return self._at_latest_boundary(generation, sources, recipes)
+
+    def _recipe(
+        self, layout: RoleLayout, lacking: list[str], generation: Generation
+    ) -> Recipe | str:
+        """How a role gets parts that nobody holds whole, or what is missing for it."""
+        decodings, role = dict[str, Decoding](), layout.role
+        for name in lacking:
+            decoding = self._coded.decoding(role, name, generation)
+            if decoding is not None:
+                decodings[name] = decoding
+        left = [name for name in lacking if name not in decodings]
+        if not left:
+            return Recipe(decodings)
+        found = replay(layout, left, generation, self._holders, self._whole_copies)
+        return f"part {left[0]} of role {role}" if found is None else Recipe(decodings, found)
 
     def _at_latest_boundary(
         self,

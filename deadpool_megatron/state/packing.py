@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 from collections.abc import Iterable, Sequence
 
@@ -31,6 +32,7 @@ class Part:
         # detach: an alias on the same storage that may be written in place without autograd.
         self.tensors = [tensor.detach() for tensor in tensors]
         self._offsets: list[int] = []
+        self._starts: list[tuple[int, int]] | None = None  # address, number of the tensor
         end = 0
         for tensor in self.tensors:
             self._offsets.append(end)
@@ -48,6 +50,26 @@ class Part:
             _view(buffer, offset, tensor)
             for offset, tensor in zip(self._offsets, self.tensors, strict=True)
         ]
+
+    def slice(self, buffer: memoryview, tensor: Tensor) -> Tensor:
+        """The bytes of ``buffer`` that stand for a live tensor which lies in one of this part's,
+        as a CPU tensor of its dtype and shape. Raises KeyError for any other tensor.
+        """
+        size = tensor.numel() * tensor.element_size()
+        if not size:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self._starts is None:
+            starts = [(t.data_ptr(), i) for i, t in enumerate(self.tensors) if t.numel()]
+            self._starts = sorted(starts)
+        address = tensor.data_ptr()
+        place = bisect.bisect_right(self._starts, (address, len(self.tensors))) - 1
+        if place >= 0:
+            start, index = self._starts[place]
+            owner = self.tensors[index]
+            end = start + owner.numel() * owner.element_size()
+            if address + size <= end and owner.device == tensor.device:
+                return _view(buffer, self._offsets[index] + address - start, tensor)
+        raise KeyError(f"part {self.name} does not hold that tensor")
 
     def load(self, buffer: memoryview) -> None:
         """Copy the bytes of ``buffer`` into the live tensors, in place."""

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
+from deadpool_megatron.layout.replaying import NO_BASE
+
 Work = TypeVar("Work")
 # After a link has failed its node is served directly for so many iterations, and for twice as many
 # after each further failure in a row: an attempt on a dead link costs its deadline.
@@ -21,7 +23,7 @@ _MOST_DIRECT_ITERATIONS = 1024
 # Said of a node behind one that could not be asked: it has not failed itself.
 NOT_REACHED = "not reached"
 # Reasons that say nothing against the link.
-_INNOCENT = ("early", "superseded", NOT_REACHED)
+_INNOCENT = ("early", "superseded", NO_BASE, NOT_REACHED)
 
 
 class Chain:

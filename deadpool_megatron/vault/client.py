@@ -52,8 +52,8 @@ class VaultClient:
         memory_node: int | None = None,
     ) -> None:
         self._path = socket_path
-        self._directory = Path(segment_dir)
-        self._budget = Budget(self._directory, memory_bytes)
+        self.directory = Path(segment_dir)
+        self._budget = Budget(self.directory, memory_bytes)
         self._seat = seat
         self._connect_seconds = connect_seconds
         self._memory_node = memory_node
@@ -68,17 +68,13 @@ class VaultClient:
         self._bad: str | None = None
         self._reply: dict[str, Any] | None = None
         self._pending: dict[tuple[Generation, str], tuple[int, bytes]] = {}
+        self._rehearsed = False
 
     # Registration.
 
-    @property
-    def directory(self) -> Path:
-        """The node's, in shared memory."""
-        return self._directory
-
     def has_segment(self, role: int) -> bool:
         """Whether the slots of this incarnation for ``role`` have been made."""
-        return (self._directory / own_name(role, self._seat)).exists()
+        return (self.directory / own_name(role, self._seat)).exists()
 
     def register(self, layout: RoleLayout, epoch: int) -> None:
         """Make this incarnation's segment for the role, or take it up again; tell the vault.
@@ -86,14 +82,17 @@ class VaultClient:
         Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
         of an existing segment, or the vault does not answer within ``connect_seconds``.
         """
-        path = self._directory / own_name(layout.role, self._seat)
+        path = self.directory / own_name(layout.role, self._seat)
         if self._segment is None or self._segment.path != path:
+            self._rehearsed = False  # another role updates other parameters
             if path.exists():
                 self._segment = Segment.open(path, budget=self._budget)
             else:
                 names = [part.name for part in layout.parts]
                 with memory_near(self._memory_node):
-                    self._segment = Segment.create(path, layout, self._seat, names, self._budget)
+                    self._segment = Segment.create(
+                        path, layout, self._seat, names, budget=self._budget
+                    )
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
@@ -114,14 +113,33 @@ class VaultClient:
 
     # Writing.
 
+    def rehearsed(self, matched: bool) -> None:
+        """Tell the vault whether a replay of an update gave the same bytes as the update."""
+        self._rehearsed = matched
+        self.tell({"t": "rehearsed", "matched": matched})
+
+    def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
+        """Bytes of a part in this member's own segment, None unless they are sealed there.
+
+        They stay as they are until the role has passed the next gate.
+        """
+        segment = self._own()
+        for slot in range(segment.slots):
+            entry = segment.entry(slot, name)
+            whole = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+            if whole and segment.generation(slot) == generation:
+                return segment.data(slot, name, entry.nbytes)
+        return None
+
     def begin(self, generation: Generation, epoch: int) -> SlotWriter:
-        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage).
+        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage) or be
+        the one that the epoch begins with, recomputed.
 
         Never the slot with the newest sealed generation, nor one whose successor this role has not
         committed in this epoch; among the others the one with the oldest. Raises Frozen while the
         epoch is closed, VaultError when no slot may be overwritten (a gate was left out).
         """
-        if generation.lineage != epoch:
+        if generation.lineage != epoch and generation != self._restored:
             raise VaultError(f"{generation} was not computed in epoch {epoch}")
         if epoch < self._epoch:
             raise Frozen(f"epoch {epoch} is over")
@@ -143,7 +161,7 @@ class VaultClient:
         newest_committed = self.newest_committed
         known = [newest_committed[0] if newest_committed else None, self._restored]
         floor = max((g for g in known if g is not None), default=None)
-        slots = range(segment.layout.slots)
+        slots = range(segment.slots)
         sealed = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
         newest = max(sealed, default=None)
         free: list[tuple[Generation, int]] = []
@@ -176,7 +194,7 @@ class VaultClient:
             )
         if segment.is_frozen():
             raise Frozen(f"epoch {self._epoch} has been closed")
-        for slot in range(segment.layout.slots):
+        for slot in range(segment.slots):
             state = segment.state(slot)
             held = state in (SlotState.FILLED, SlotState.SEALED)
             if held and segment.generation(slot) == generation:
@@ -285,7 +303,7 @@ class VaultClient:
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        return RestoredParts(self.tell, self._directory, answer["parts"])
+        return RestoredParts(self.tell, self.directory, answer["parts"])
 
     def close(self) -> None:
         """Close the connection; the segment stays."""
@@ -330,7 +348,8 @@ class VaultClient:
             seat, layout = self._seat.to_list(), self._layout.to_dict()
             try:
                 link.connect(self._path)
-                framing.send(link, {"t": "member", "seat": seat, "layout": layout})
+                hello = {"seat": seat, "layout": layout, "rehearsed": self._rehearsed}
+                framing.send(link, {"t": "member", **hello})
             except OSError:
                 link.close()
                 return

@@ -2,7 +2,9 @@
 
 A generation of a role is committed at a boundary when its own slot has all shard parts and the
 extras up to that boundary sealed, and every node that is owed something has acknowledged it: a
-buddy a copy, the holder of a parity block that the part is in the block, which is sealed.
+buddy a copy, the holder of a parity block that the part is in the block, which is sealed. Where a
+generation travels as a step (:mod:`.steps`), the parts of the step stand for the shard parts that
+they lead to: a buddy acknowledges them only if it holds what they begin from.
 """
 
 from __future__ import annotations
@@ -18,14 +20,18 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     extras_part,
 )
+from deadpool_megatron.layout.replaying import is_step_part
 from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.vault.steps import Steps
 
 
 class Ledger:
     """Acknowledged parts of one epoch. Not thread-safe: the vault's lock guards it."""
 
-    def __init__(self, record: EpochRecord) -> None:
+    def __init__(self, record: EpochRecord, steps: Steps | None = None) -> None:
         self._record = record
+        self._steps = steps or Steps()
+        self._steps.begin(record)
         self._seats = {role: seat.node for role, seat in record.seats.items()}
         self._domains = {node: address.domain for node, address in record.nodes.items()}
         self._placement = CopyPlacement.of_record(record)
@@ -62,7 +68,10 @@ class Ledger:
         }
 
     def owed(self, layout: RoleLayout) -> Mapping[str, tuple[int, ...]]:
-        """Part -> nodes that must hold it before it counts; empty when peers hold it anyway."""
+        """Part -> nodes that must hold it before it counts; empty when peers hold it anyway.
+
+        Of shard parts and the steps to them only one kind counts, by the generation.
+        """
         owed = self._owed.get(layout.role)
         if owed is None:
             buddies, coded = self.buddies(layout), self.coded(layout)
@@ -120,6 +129,7 @@ class Ledger:
             and node in nodes
             and name not in done
             and self._is_coded(layout.role, name) == coded
+            and self._steps.counts(layout, generation, name)
         ]
 
     def boundary(
@@ -131,12 +141,19 @@ class Ledger:
         owed = self.owed(layout)
 
         def safe(name: str) -> bool:
-            return name in sealed and all(
-                name in self._acknowledged.get((layout.role, generation, node), ())
-                for node in owed[name]
+            return name in sealed and (
+                not self._steps.counts(layout, generation, name)
+                or all(
+                    name in self._acknowledged.get((layout.role, generation, node), ())
+                    for node in owed[name]
+                )
             )
 
         if not all(safe(name) for name in layout.shard_parts):
+            return None
+        if self._steps.follows(layout.role, generation) is not None and not all(
+            safe(name) for name in owed if is_step_part(name)
+        ):
             return None
         reached = None
         for boundary in BOUNDARIES:

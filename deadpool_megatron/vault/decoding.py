@@ -10,6 +10,7 @@ snapshots can be rebuilt from parity over groups of nodes is REFT's (its AEC), t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -41,6 +42,15 @@ Target = Callable[[RoleLayout], AbstractContextManager[tuple[Segment, int]]]
 Seal = Callable[[Segment, int, str, int, int], Place]
 # Number of a block -> the place it is taken from; None for one that is all zeros.
 Choice = Mapping[int, Source | None]
+
+
+def load_code(parities: int) -> None:
+    """Import what decoding needs while nothing is lost: later it would be a part of the recovery,
+    of seconds where Python lies on a slow file system. Without the package decoding says so."""
+    with contextlib.suppress(ModuleNotFoundError):
+        from deadpool_megatron.vault.erasure import Coder
+
+        Coder(1, max(1, parities))
 
 
 class _WrongResultError(Exception):
@@ -144,7 +154,7 @@ class Decoder:
 
         Raises RestoreUnavailable, or VaultError when there is no room or the epoch was closed.
         """
-        # Not at the top: vaults that never decode can do without numpy and its threads.
+        # Not at the top: where nothing is coded a vault can do without numpy and its threads.
         from deadpool_megatron.vault.erasure import Coder
 
         try:

@@ -1,16 +1,18 @@
-"""What the files of a dump give beyond whole parts: coded blocks that lost parts are made of."""
+"""What the files of a dump give beyond whole parts: coded blocks and chains, to make parts of."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from deadpool_megatron.layout.parity import MEMBERS, is_parity_role, parity_numbers
-from deadpool_megatron.layout.records import Decoding, Source
+from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
+from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, chain, gradients_part
 from deadpool_megatron.vault.blocks import FileSupply, Supplier
 from deadpool_megatron.vault.dumping import dump_files
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.segment import PartState, Segment, dump_name, parse_name
+from deadpool_megatron.vault.segment import PartState, Segment, SlotState, dump_name, parse_name
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,45 @@ def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> l
         if len(places) >= len(group):
             decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
     return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
+
+
+def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Generation, set[str]]:
+    """Generation -> parts that the files of a role hold, up to the iteration of ``generation``.
+
+    The run that wrote them gave them other lineages; all have that of ``generation`` here.
+    """
+    found: dict[Generation, set[str]] = {}
+    for dumped in dump_files(directory, role):
+        for slot, one in slots_of(dumped, generation):
+            sealed = {
+                part.name
+                for part in dumped.layout.parts
+                if dumped.entry(slot, part.name).state is PartState.SEALED
+            }
+            found.setdefault(one, set()).update(sealed)
+    return found
+
+
+def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
+    """The slots of a dump file with the lineage of ``generation``; none of another iteration's."""
+    if dumped.generation(0).iteration != generation.iteration:
+        return
+    for slot in range(dumped.slots):
+        if dumped.state(slot) is SlotState.SEALED:
+            yield slot, Generation(generation.lineage, dumped.generation(slot).iteration)
+
+
+def recomputed_from(
+    held: dict[Generation, set[str]], generation: Generation, layout: RoleLayout
+) -> dict[str, list[tuple[Generation, str]]]:
+    """Shard parts that the files of a dump hold as chains only -> what leads to each."""
+    found: dict[str, list[tuple[Generation, str]]] = {}
+    for shard in layout.shard_parts:
+        line = chain(held, generation, shard)
+        if len(line) > 1:
+            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
+            found[shard] = [(line[0], shard), *((g, name) for g in line[1:] for name in steps)]
+    return found
 
 
 def _parity_files(directory: Path, role: int) -> list[Segment]:

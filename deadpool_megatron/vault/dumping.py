@@ -1,23 +1,29 @@
 """Generations on disk: what vaults write when a run has to end, in the format of the slots.
 
-``dump-<role>-<node>.seg`` is a segment with one slot that holds the parts which the vault of that
-node could give; files of several nodes complete each other.
+``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts which the vault of that
+node could give; files of several nodes complete each other. Where the node has a shard part only as
+a chain (layout.replaying), further slots hold what leads to it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
+from deadpool_megatron.layout.replaying import (
+    SUMS_PART,
+    UPDATE_PART,
+    gradients_part,
+    predecessor,
+)
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.limits import free_bytes
 from deadpool_megatron.vault.segment import Segment, SlotState, checksum, dump_name
 from deadpool_megatron.vault.state import VaultState
-from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.table import Place, Table
 
 log = logging.getLogger(__name__)
 
@@ -81,27 +87,48 @@ def _dump_role(
 ) -> Path | None:
     with state.lock:
         layout = state.table.layout(role)
-        found: dict[str, list[Place]] = {}
+        found: dict[tuple[Generation, str], list[Place]] = {}
         if layout is not None:
             names = tuple(part.name for part in layout.parts)
             if boundary is not None:
                 names = (*layout.shard_parts, extras_part(boundary))
-            found = {name: state.table.find(role, generation, name) for name in names}
+            wanted = [(generation, name) for name in names]
+            wanted += _led_from(state.table, layout, generation)
+            found = {(g, name): state.table.find(role, g, name) for g, name in wanted}
             for place in (place for places in found.values() for place in places):
                 state.table.pin(place)
     if layout is None:
         return None
     path = directory / dump_name(role, state.node)
     try:
-        good = {name: _intact(state, places) for name, places in found.items()}
-        kept = {name: place for name, place in good.items() if place is not None}
-        if kept:
+        good = {what: _intact(state, places) for what, places in found.items()}
+        kept = {what: place for what, place in good.items() if place is not None}
+        if any(g == generation for g, _ in kept):
             _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
     finally:
         with state.lock:
             for place in (place for places in found.values() for place in places):
                 state.table.unpin(place)
     return path if kept else None
+
+
+def _led_from(
+    table: Table, layout: RoleLayout, generation: Generation
+) -> list[tuple[Generation, str]]:
+    """What is held of the way to shard parts that are not: back to a whole copy, or to a gap."""
+    held: dict[Generation, set[str]] = {}
+    for slot in table.sealed(layout.role):
+        held.setdefault(slot.generation, set()).update(slot.parts)
+    found: list[tuple[Generation, str]] = []
+    for shard in layout.shard_parts:
+        at: Generation | None = generation
+        while at is not None and shard not in held.get(at, ()):
+            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
+            found += [(at, name) for name in steps if name in held.get(at, ())]
+            at = predecessor(held, at)
+        if at is not None and at != generation:
+            found.append((at, shard))
+    return list(dict.fromkeys(found))
 
 
 def _intact(state: VaultState, places: list[Place]) -> Place | None:
@@ -117,19 +144,23 @@ def _write_dump(
     path: Path,
     layout: RoleLayout,
     generation: Generation,
-    places: dict[str, Place],
+    places: dict[tuple[Generation, str], Place],
     chunk_bytes: int,
 ) -> None:
-    single = dataclasses.replace(layout, slots=1)
+    slots = sorted({g for g, _ in places} | {generation}, reverse=True)
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        dumped = Segment.create(unfinished, single, None, tuple(places))
-        dumped.open_slot(0, generation, generation.lineage)
-        for name, place in places.items():
-            view = place.view
-            for start in range(0, len(view), chunk_bytes):
-                dumped.write_from(0, name, start, view[start : start + chunk_bytes])
-            dumped.seal_part(0, name, place.nbytes, place.checksum, generation.lineage)
+        dumped = Segment.create(unfinished, layout, None, (), len(slots))
+        for slot, one in enumerate(slots):
+            names = [name for g, name in places if g == one]
+            dumped.reserve(names, [slot])
+            dumped.open_slot(slot, one, one.lineage)
+            for name in names:
+                place = places[one, name]
+                view = place.view
+                for start in range(0, len(view), chunk_bytes):
+                    dumped.write_from(slot, name, start, view[start : start + chunk_bytes])
+                dumped.seal_part(slot, name, place.nbytes, place.checksum, one.lineage)
         dumped.flush()
         unfinished.rename(path)
     except (NoRoom, OSError) as error:

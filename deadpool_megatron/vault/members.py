@@ -80,6 +80,7 @@ class MemberDialogue:
         self.layout = RoleLayout.from_dict(hello["layout"])
         self.role = self.layout.role
         self._seat = Seat.from_list(hello["seat"])
+        self._trusted = bool(hello["rehearsed"])
         self._wish: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
         self._lock = threading.Lock()
@@ -87,6 +88,7 @@ class MemberDialogue:
     def run(self, stopping: threading.Event) -> None:
         """Until the member closes. Raises WireError or OSError at the end of the stream."""
         self._members.enter(self)
+        self._trust(self._trusted)
         try:
             if self._attach():
                 self._registered()
@@ -129,6 +131,11 @@ class MemberDialogue:
                 self.push_committed(*committed, state.ledger.released(self.layout))
         self._poke()
 
+    def _trust(self, matched: bool) -> None:
+        """Whether a replay by this very process has given the bytes of its own update."""
+        with self._state.lock:
+            self._state.steps.trust(self.role, matched)
+
     def _poke(self) -> None:
         worker = self._members.worker(self.role)
         if worker is not None:
@@ -148,6 +155,8 @@ class MemberDialogue:
                 self._state.traffic.waits(self.role, Generation.from_list(message["generation"]))
         elif kind == "release":
             self._unpin()
+        elif kind == "rehearsed":
+            self._trust(bool(message["matched"]))
         else:
             raise WireError(f"unknown message {kind!r} from the member of role {self.role}")
 

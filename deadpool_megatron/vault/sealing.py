@@ -12,13 +12,16 @@ from collections.abc import Callable
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
+from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
 from deadpool_megatron.vault.chain import Chain
 from deadpool_megatron.vault.contributing import Contributor
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.fences import settle
 from deadpool_megatron.vault.restoring import Obtainer
-from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, settle
+from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shipping import Shipper
 from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.steps import write_sums
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.transport import Transport
 
@@ -142,7 +145,7 @@ class RoleWorker(threading.Thread):
             segment = self._state.table.own(self._role, self._seat)
         if segment is None:
             return
-        for slot in sorted(range(segment.layout.slots), key=segment.generation):
+        for slot in sorted(range(segment.slots), key=segment.generation):
             names = self._filled(segment, slot)
             if names and self._state.is_open(self.epoch):
                 generation = segment.generation(slot)
@@ -152,7 +155,38 @@ class RoleWorker(threading.Thread):
                     name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
                     for name in names
                 }
+                if generation == self._record.restore.generation:
+                    if not self._is_replayed_well(segment, slot, digests):
+                        continue
+                else:
+                    write_sums(segment, slot, digests, self.epoch)
                 self._state.seal_own(segment, slot, generation, self.epoch, digests)
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the member of this role recomputes the generation that the epoch begins with."""
+        recipe = self._record.restore.recipes.get(self._role)
+        return recipe is not None and recipe.replay is not None
+
+    def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
+        """Whether what the member has recomputed is what the owner had; else it is given up.
+
+        The member has compared before; nothing is sealed on its word alone (rule 4).
+        """
+        if segment.state(slot) is not SlotState.FILLED:
+            return True  # extras that were appended
+        generation = self._record.restore.generation
+        outcome = self._outcome if isinstance(self._outcome, dict) else {}
+        place = outcome.get(key(generation, SUMS_PART))
+        if place is None:  # nothing was recomputed, or what it has to be like is not here yet
+            return not self._replays
+        sums = unpack_sums(place.view)
+        wrong = [name for name, digest in digests.items() if sums.get(name, (0, -1))[1] != digest]
+        if wrong:
+            segment.set_state(slot, SlotState.EMPTY)
+            self._state.refuse("a replay with other bytes", role=self._role, part=wrong[0])
+            self._state.on_bad(self._role, generation, wrong[0])
+        return not wrong
 
     def _filled(self, segment: Segment, slot: int) -> list[str]:
         """Parts that the member has finished in this epoch and nobody has sealed yet."""
@@ -160,7 +194,11 @@ class RoleWorker(threading.Thread):
         if state is SlotState.FILLED:
             # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
             ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
-            if segment.epoch(slot) != self.epoch or generation.lineage != self.epoch:
+            # What the member has recomputed is of an older line than the epoch.
+            replayed = self._replays and generation == self._record.restore.generation
+            if segment.epoch(slot) != self.epoch or not (
+                replayed or generation.lineage == self.epoch
+            ):
                 if (slot, generation) not in self._refused:
                     self._refused.add((slot, generation))
                     about = {"role": self._role, "generation": generation}

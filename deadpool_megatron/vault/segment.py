@@ -1,6 +1,7 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: one page of words, the description (JSON: role, seat, layout), then ``layout.slots`` slots.
+File: one page of words, the description (JSON: role, seat, layout, slots), then the slots: as many
+as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault; a
 ``copy-*`` file is written by the vault alone.
@@ -20,13 +21,10 @@ reads, so one of the two must see the other; the member's fast path stays a plai
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
-import platform
 import re
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -91,27 +89,6 @@ def checksum(view: memoryview) -> int:
     return int(checksum_of(view).intdigest())
 
 
-def fence() -> None:
-    """Make every running thread of the machine pass a full memory barrier; about 10 ms.
-
-    Where the system call is missing, a pause far longer than any store buffer takes to drain.
-    """
-    number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
-    global_barrier = 1
-    if number is None or ctypes.CDLL(None).syscall(number, global_barrier, 0, 0) != 0:
-        time.sleep(0.01)
-
-
-def settle() -> None:
-    """Before reading bytes that a live member has just declared FILLED.
-
-    x86 shows the stores of one processor in their order. Elsewhere the state word of a slot could
-    be seen before the bytes, when it is seen before the member's message about it has arrived.
-    """
-    if platform.machine() != "x86_64":
-        fence()
-
-
 def own_name(role: int, seat: Seat) -> str:
     """File name of the segment that one member incarnation writes."""
     return f"own-{role}-{seat.node}.{seat.slot}.{seat.incarnation}.seg"
@@ -141,8 +118,8 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
 
 
 def segment_bytes(layout: RoleLayout) -> int:
-    """Memory that a segment takes with all its slots in use, headers included."""
-    return _Geometry(layout, None).nbytes
+    """Memory of an own segment with all its slots, headers included."""
+    return _Geometry(layout, None, layout.slots).nbytes
 
 
 def _pages(nbytes: int) -> int:
@@ -152,8 +129,12 @@ def _pages(nbytes: int) -> int:
 class _Geometry:
     """Where everything lies in the file, derived from its description alone."""
 
-    def __init__(self, layout: RoleLayout, seat: Seat | None) -> None:
-        described = {"layout": layout.to_dict(), "seat": seat.to_list() if seat else None}
+    def __init__(self, layout: RoleLayout, seat: Seat | None, slots: int) -> None:
+        described = {
+            "layout": layout.to_dict(),
+            "seat": seat.to_list() if seat else None,
+            "slots": slots,
+        }
         self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
         self.first = PAGE + _pages(len(self.description))
         self.header = _pages(8 * (_ENTRIES + _ENTRY_WORDS * len(layout.parts)))
@@ -162,7 +143,7 @@ class _Geometry:
         for part in layout.parts:
             self.offsets[part.name] = self.stride
             self.stride += _pages(part.nbytes)
-        self.nbytes = self.first + self.stride * layout.slots
+        self.nbytes = self.first + self.stride * slots
 
 
 class Segment:
@@ -175,6 +156,7 @@ class Segment:
         layout: RoleLayout,
         seat: Seat | None,
         file: int,
+        slots: int,
         writable: bool = True,
         budget: Budget | None = None,
     ) -> None:
@@ -182,9 +164,10 @@ class Segment:
         self._budget = budget or Budget(path.parent)
         self.layout = layout
         self.seat = seat
+        self.slots = slots
         self._file = file
         self._index = {part.name: i for i, part in enumerate(layout.parts)}
-        self._geometry = geometry = _Geometry(layout, seat)
+        self._geometry = geometry = _Geometry(layout, seat, slots)
         self.nbytes = geometry.nbytes
         self._reserved: set[tuple[int, str]] = set()
         try:
@@ -200,7 +183,7 @@ class Segment:
         self._words = self._bytes[:PAGE].cast("Q")
         self._slots = [
             self._bytes[start : start + geometry.header].cast("Q")
-            for start in (geometry.first + i * geometry.stride for i in range(layout.slots))
+            for start in (geometry.first + i * geometry.stride for i in range(slots))
         ]
 
     @staticmethod
@@ -209,23 +192,24 @@ class Segment:
         layout: RoleLayout,
         seat: Seat | None,
         reserve: Collection[str],
+        slots: int | None = None,
         budget: Budget | None = None,
     ) -> Segment:
         """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
 
-        Raises NoRoom, naming where there is none and the bytes needed. ``budget``: the limit for
-        all files there; none for a dump on disk.
+        ``slots``: how many, if not as many as the layout says. ``budget``: the limit for all files
+        there; none for a dump on disk. Raises NoRoom, naming where and the bytes needed.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        geometry = _Geometry(layout, seat)
+        slots = layout.slots if slots is None else slots
+        geometry = _Geometry(layout, seat, slots)
         description = geometry.description
         budget = budget or Budget(path.parent)
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
             headers = [
-                (geometry.first + slot * geometry.stride, geometry.header)
-                for slot in range(layout.slots)
+                (geometry.first + slot * geometry.stride, geometry.header) for slot in range(slots)
             ]
             budget.allocate(file, path, [(0, geometry.first), *headers])
         except BaseException:
@@ -233,7 +217,7 @@ class Segment:
             temporary.unlink(missing_ok=True)
             raise
         try:
-            segment = Segment(path, layout, seat, file, budget=budget)
+            segment = Segment(path, layout, seat, file, slots, budget=budget)
             segment.reserve(reserve)
             words = segment._words
             words[_W_LENGTH] = len(description)
@@ -252,14 +236,14 @@ class Segment:
         role, seat = parse_name(path.name)
         file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
         try:
-            layout = _read_description(file, path)
+            layout, slots = _read_description(file, path)
         except BaseException:
             os.close(file)
             raise
         if layout.role != role:
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
-        return Segment(path, layout, seat, file, writable, budget)
+        return Segment(path, layout, seat, file, slots, writable, budget)
 
     def __del__(self) -> None:
         # The mapping itself goes with its last memoryview.
@@ -278,7 +262,7 @@ class Segment:
         """
         wanted = {
             (slot, name)
-            for slot in (range(self.layout.slots) if slots is None else slots)
+            for slot in (range(self.slots) if slots is None else slots)
             for name in names
         } - self._reserved
         self._budget.allocate(
@@ -287,6 +271,18 @@ class Segment:
             [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],
         )
         self._reserved |= wanted
+
+    def give_back(self, names: Collection[str], slot: int) -> None:
+        """Let go of the memory behind parts of a slot, which nobody may read any more.
+
+        A file system that cannot do that keeps it.
+        """
+        for name in names:
+            size = _pages(self.capacity(name))
+            if size:
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE, self.offset(slot, name), size)
+            self._reserved.discard((slot, name))
 
     def capacity(self, name: str) -> int:
         """Most bytes the part may have. Raises KeyError for an unknown part."""
@@ -424,25 +420,14 @@ class Segment:
         words[index] = value
 
 
-def newest_sealed(directory: Path) -> Generation:
-    """Of all segments in a directory that no vault has open; (-1, -1) where nothing is sealed."""
-    newest = Generation(-1, -1)
-    for path in directory.glob("*.seg"):
-        with contextlib.suppress(SegmentError, OSError):
-            segment = Segment.open(path, writable=False)
-            for slot in range(segment.layout.slots):
-                if segment.state(slot) is SlotState.SEALED:
-                    newest = max(newest, segment.generation(slot))
-    return newest
-
-
-def _read_description(file: int, path: Path) -> RoleLayout:
+def _read_description(file: int, path: Path) -> tuple[RoleLayout, int]:
     words = memoryview(os.pread(file, PAGE, 0).ljust(PAGE, b"\0")).cast("Q")
     length = min(words[_W_LENGTH], 64 << 20)
     text = os.pread(file, length, PAGE)
     if words[_W_MAGIC] != _MAGIC or xxhash.xxh3_64_intdigest(text) != words[_W_CHECKSUM]:
         raise SegmentError(f"{path} is not a whole segment")
     try:
-        return RoleLayout.from_dict(json.loads(text)["layout"])
+        described = json.loads(text)
+        return RoleLayout.from_dict(described["layout"]), int(described["slots"])
     except (KeyError, TypeError, ValueError) as error:
         raise SegmentError(f"{path}: description not understood: {error}") from error

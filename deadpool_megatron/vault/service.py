@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.decoding import load_code
 from deadpool_megatron.vault.dumping import dump, dump_held
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
@@ -184,6 +186,9 @@ class Vault:
             self._members.set_workers(self._workers)
             for worker in self._workers.values():
                 worker.start()
+        if schemes.Kind.PARITY in record.protection.kinds:
+            name, parities = "load-code", (record.replicas,)
+            threading.Thread(target=load_code, args=parities, name=name, daemon=True).start()
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""

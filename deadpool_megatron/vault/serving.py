@@ -19,11 +19,13 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.replaying import NO_BASE
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.relaying import Relay
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
+from deadpool_megatron.vault.steps import give_back_other_kind, lacks_base
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transport
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -198,7 +200,11 @@ class _Connection:
             self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
             return
         state = self._state
+        names = [name for name, _, _ in offered]
         with state.lock:
+            if lacks_base(state.table.sealed(role), message.get("follows"), names):
+                self._channel.send({"t": "refused", "why": NO_BASE})
+                return
             needed = [
                 (name, size, digest)
                 for name, size, digest in offered
@@ -225,14 +231,15 @@ class _Connection:
         chain = [int(node) for node in message.get("chain", ())] if needed == offered else []
         try:
             try:
-                segment.reserve([name for name, _, _ in needed], [slot])
+                wanted = [name for name, _, _ in needed]
+                give_back_other_kind(segment, slot, wanted)
+                segment.reserve(wanted, [slot])
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
             if chain:
                 self._relay.start(message, chain, segment, slot, needed)
-            names = [name for name, _, _ in needed]
-            self._channel.send({"t": "need", "parts": names, "chain": bool(chain)})
+            self._channel.send({"t": "need", "parts": wanted, "chain": bool(chain)})
             for name, size, digest in needed:
                 if self._receive(segment, slot, name, size, digest, epoch):
                     have.append(name)

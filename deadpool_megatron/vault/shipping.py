@@ -20,6 +20,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.replaying import NO_BASE
 from deadpool_megatron.vault.chain import Chain
 from deadpool_megatron.vault.segment import checksum
 from deadpool_megatron.vault.state import VaultState
@@ -145,6 +146,8 @@ class Shipper(threading.Thread):
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
         channel = self._connect()
+        with self._state.lock:
+            follows = self._state.steps.follows(self._layout.role, generation)
         channel.send(
             {
                 "t": "put",
@@ -152,6 +155,7 @@ class Shipper(threading.Thread):
                 "node": self._state.node,
                 "role": self._layout.role,
                 "generation": generation.to_list(),
+                "follows": None if follows is None else follows.to_list(),
                 "layout_hash": self._layout.layout_hash,
                 "parts": [[place.name, place.nbytes, place.checksum] for place in places],
                 "chain": list(links),
@@ -219,6 +223,8 @@ class Shipper(threading.Thread):
             self._state.acknowledge(
                 self._layout, flow.generation, node, names, self._epoch, shipped_bytes=nbytes
             )
+            if why == NO_BASE:
+                self._make_whole(flow.generation)
             with self._state.lock:
                 if why:
                     log.info("%s: behind it, node %d: %s", self.name, node, why)
@@ -226,6 +232,12 @@ class Shipper(threading.Thread):
                 else:
                     self._chain.reached(node)
             self._release([node])
+
+    def _make_whole(self, generation: Generation) -> None:
+        """What the step to a generation begins from was lost at some buddy."""
+        with self._state.changed:
+            self._state.steps.make_whole(self._layout.role, generation)
+            self._state.changed.notify_all()
 
     def _connect(self) -> Channel:
         if self._channel is None:
@@ -272,6 +284,9 @@ class Shipper(threading.Thread):
             self._state.acknowledge(
                 self._layout, generation, self._node, names, self._epoch, shipped_bytes=0
             )
+            return True
+        if why == NO_BASE:
+            self._make_whole(generation)
             return True
         if why != "early":
             self._state.refuse(f"put: {why}", role=self._layout.role, by=self._node)

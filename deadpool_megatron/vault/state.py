@@ -19,6 +19,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -27,11 +28,13 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
+from deadpool_megatron.layout.replaying import copy_slots
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, copy_name
+from deadpool_megatron.vault.steps import Steps, check_same
 from deadpool_megatron.vault.table import Place, Table
 from deadpool_megatron.vault.traffic import Traffic
 
@@ -72,6 +75,7 @@ class VaultState:
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None
         self.ledger: Ledger | None = None
+        self.steps = Steps()
         self.open_epoch = 0
         self.closed_epoch = 0
         self.counters: Counter[str] = Counter()
@@ -133,7 +137,7 @@ class VaultState:
                 raise VaultError(f"epoch {record.epoch} is over on node {self.node}")
             restore = record.restore
             self.table.adopt(restore.generation, restore.boundary, record.epoch, record.seats)
-            self.record, self.ledger = record, Ledger(record)
+            self.record, self.ledger = record, Ledger(record, self.steps)
             self.committed = {}
             self._newest = restore.generation
             self.traffic.begin()
@@ -173,6 +177,7 @@ class VaultState:
 
         Raises VaultError when there is no room or the layouts differ.
         """
+        slots = copy_slots(layout, self.settings.full_every)
         with self.lock:
             making = self._making.setdefault(layout.role, threading.Lock())
         with making:
@@ -180,14 +185,11 @@ class VaultState:
                 segment = self.table.copy(layout.role)
             if segment is None:
                 path = self.table.directory / copy_name(layout.role)
-                segment = Segment.create(path, layout, None, (), self.table.budget)
+                segment = Segment.create(path, layout, None, (), slots, self.table.budget)
                 with self.lock:
                     self.table.segments[path.name] = segment
-            elif segment.layout.layout_hash != layout.layout_hash:
-                raise VaultError(
-                    f"layout {layout.layout_hash} of role {layout.role} is not the"
-                    f" {segment.layout.layout_hash} that node {self.node} holds"
-                )
+            else:
+                check_same(segment, layout, slots, self.node)
             return segment
 
     # Sealing: every way for bytes to become restorable goes through one of these three.
@@ -215,6 +217,7 @@ class VaultState:
             for name, digest in digests.items():
                 entry = segment.entry(slot, name)
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
+            self.steps.sealed(segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
                 self.traffic.sealed(role, generation)
@@ -429,18 +432,13 @@ class VaultState:
     def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
         kept = record.restore.generation
         for segment in list(self.table.segments.values()):
-            holds = any(
-                slot.segment is segment and slot.generation == kept and slot.parts
-                for slot in self.table.sealed(segment.layout.role)
-            )
-            if not holds and not self._active(segment, record):
+            if not self.table.serves(segment, kept) and not self._active(segment, record):
                 self.table.remove(segment)
 
     def _remove_unneeded(self) -> None:
         if self.record is None:
             return
+        later = successors_by(self.record, self._newest)
         for segment in list(self.table.segments.values()):
-            if not self._active(segment, self.record) and self.table.unneeded(
-                segment, self._newest
-            ):
+            if not self._active(segment, self.record) and self.table.unneeded(segment, later):
                 self.table.remove(segment)

@@ -8,7 +8,7 @@ that was stopped just before a store and wakes up now can change it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,16 @@ from deadpool_megatron.layout.records import (
     Seat,
     extras_part,
 )
+from deadpool_megatron.layout.replaying import keeps_steps, needed
 from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.fences import fence
 from deadpool_megatron.vault.segment import (
     PartEntry,
     PartState,
     Segment,
     SlotState,
     copy_name,
-    fence,
     own_name,
 )
 
@@ -208,7 +209,7 @@ class Table:
         its extras captured after ``boundary`` and not in ``epoch``, and what was never sealed."""
         late = [extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
         for segment in self.segments.values():
-            for slot in range(segment.layout.slots):
+            for slot in range(segment.slots):
                 state, found = segment.state(slot), segment.generation(slot)
                 if state in (SlotState.FILLED, SlotState.SEALED):
                     unsealed = state is SlotState.FILLED and segment.epoch(slot) < epoch
@@ -232,12 +233,20 @@ class Table:
         The slot that holds the generation already; else one without sealed parts; else the oldest,
         never the newest, never a newer one than is offered. That the owner offers k+1 only
         after k was committed by all roles makes this rule 3 (design section 4).
+
+        Where steps are kept there are more slots than the owner has, and none is given away that
+        something is computed from which may still be asked for.
         """
         name = segment.path.name
         free: list[tuple[Generation, int]] = []
-        held = {s.slot: s.generation for s in _sealed_slots(segment) if s.parts}
+        sealed = [s for s in _sealed_slots(segment) if s.parts]
+        held = {s.slot: s.generation for s in sealed}
         newest = max(held.values(), default=None)
-        for slot in range(segment.layout.slots):
+        kept: set[Generation] = set()
+        if keeps_steps(segment.layout):
+            oldest = generation.iteration - segment.layout.slots + 1
+            kept = needed({s.generation: s.parts for s in sealed}, oldest)
+        for slot in range(segment.slots):
             state, found = segment.state(slot), segment.generation(slot)
             taken = (name, slot) in self.writers
             if state is SlotState.SEALED and found == generation:
@@ -249,7 +258,7 @@ class Table:
                 continue
             if slot not in held:
                 free.append((Generation(-1, -1), slot))
-            elif found != newest and found < generation:
+            elif found != newest and found < generation and found not in kept:
                 free.append((found, slot))
         if not free:
             return None
@@ -261,7 +270,15 @@ class Table:
     def superseded(self, segment: Segment, generation: Generation) -> bool:
         """True when every slot of a copy holds something newer than ``generation``."""
         held = [s.generation for s in _sealed_slots(segment) if s.parts]
-        return len(held) == segment.layout.slots and min(held) > generation
+        return len(held) == segment.slots and min(held) > generation
+
+    def forget_before(self, segment: Segment, generation: Generation | None) -> None:
+        """Empty the slots of a copy that hold something older and are not in use."""
+        name = segment.path.name
+        for sealed in list(_sealed_slots(segment)):
+            busy = (name, sealed.slot) in self.writers or self.pins[name, sealed.slot]
+            if generation is not None and sealed.generation < generation and not busy:
+                segment.set_state(sealed.slot, SlotState.EMPTY)
 
     def release(self, segment: Segment, slot: int) -> None:
         """End of :meth:`claim`."""
@@ -275,17 +292,30 @@ class Table:
         """End of one :meth:`pin`."""
         self.pins[place.key] -= 1
 
-    def unneeded(self, segment: Segment, newest: Generation) -> bool:
+    def serves(self, segment: Segment, generation: Generation) -> bool:
+        """True when a segment holds something of the generation that an epoch begins with, or may
+        hold what that is computed from: the base of a chain may lie elsewhere than its end."""
+        held = [
+            slot.generation
+            for slot in self.sealed(segment.layout.role)
+            if slot.segment is segment and slot.parts
+        ]
+        chained = segment.seat is None and keeps_steps(segment.layout)
+        return generation in held or (chained and bool(held))
+
+    def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
         """True when nothing in an inactive segment can be asked for any more.
 
-        A member overwrites generation g when it writes g + slots; it may, because every role has
-        committed something newer by then (design section 4). So as soon as anything that new is
-        sealed here, whatever role it belongs to, g is not needed here either.
+        A member overwrites generation g when it writes the one that comes as many places after it
+        as there are slots; it may, because every role has committed something newer by then (design
+        section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
+        is not needed here either. ``successors(g)``: how many generations after g have certainly
+        been written by then (layout.cadence).
         """
         name = segment.path.name
-        if any(self.pins[name, slot] for slot in range(segment.layout.slots)):
+        if any(self.pins[name, slot] for slot in range(segment.slots)):
             return False
-        if any((name, slot) in self.writers for slot in range(segment.layout.slots)):
+        if any((name, slot) in self.writers for slot in range(segment.slots)):
             return False
         held = [
             slot.generation
@@ -294,13 +324,12 @@ class Table:
         ]
         # A segment without any was just made, for bytes that are on their way.
         return bool(held) and all(
-            generation < newest and generation.iteration + segment.layout.slots <= newest.iteration
-            for generation in held
+            successors(generation) >= segment.layout.slots for generation in held
         )
 
 
 def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:
-    for slot in range(segment.layout.slots):
+    for slot in range(segment.slots):
         if segment.state(slot) is not SlotState.SEALED:
             continue
         generation = segment.generation(slot)

@@ -16,7 +16,8 @@ import xxhash
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.segment import PartEntry, PartState, Segment, SlotState, fence
+from deadpool_megatron.vault.fences import fence
+from deadpool_megatron.vault.segment import PartEntry, PartState, Segment, SlotState
 
 _PIECE_BYTES = 16 << 20
 
@@ -72,7 +73,7 @@ def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
         yield Finding(path, "file", 0, Verdict.BAD, str(error))
         return
     role = segment.layout.role
-    for slot in range(segment.layout.slots):
+    for slot in range(segment.slots):
         if segment.state(slot) in (SlotState.WRITING, SlotState.FILLED):
             yield Finding(path, f"slot {slot}", 0, Verdict.BUSY, "is being written", role)
     for slot, generation, parts in _sealed(segment):
@@ -83,7 +84,7 @@ def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
 
 def _sealed(segment: Segment) -> list[tuple[int, Generation, list[tuple[str, PartEntry]]]]:
     found = []
-    for slot in range(segment.layout.slots):
+    for slot in range(segment.slots):
         if segment.state(slot) is not SlotState.SEALED:
             continue
         generation = segment.generation(slot)

@@ -60,6 +60,12 @@ def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SC
         (("--refill", "-1"), "--refill must be at least 0"),
         (("--deadpool-close-seconds", "1"), "--deadpool-close-seconds (1 s) must be at least"),
         (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
+        (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
+        (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
+        (
+            ("--deadpool-protection", "recompute", "--deadpool-cadence", "2"),
+            "--deadpool-cadence must be 1 with --deadpool-protection recompute",
+        ),
         (("--deadpool-domains", "/nonexistent"), "No such file"),
         (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
         (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),

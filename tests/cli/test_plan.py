@@ -65,11 +65,12 @@ SCHEMA: dict[str, Any] = {
         (
             "step_seconds", "forward_backward_seconds", "window_seconds", "copy_seconds",
             "checksum_seconds", "ship_seconds", "commit_seconds", "stall_seconds",
-            "hidden_fraction",
+            "hidden_fraction", "cycle_seconds",
         ),
         float,
     ),
     "fetch_seconds": float,
+    "most_lost_steps": int,
     "risk": {
         "loss_probability": list,
         "holder_sets": int,
@@ -173,3 +174,28 @@ def test_the_worked_example_of_the_document_is_what_the_command_prints(
     for arguments, shown in blocks:
         _, text, errors = answer(capsys, *arguments.split())
         assert shown == text + errors, arguments
+
+
+def test_the_schemes_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    status, text, _ = answer(capsys, "configs/65b.yaml", "--compare")
+    assert status == 0
+    assert max(map(len, text.splitlines())) <= 110
+    document = (ROOT / "docs/planning.md").read_text()
+    assert text.strip() in document
+    schemes = values(capsys, "configs/65b.yaml", "--compare")["schemes"]
+    assert [known["ok"] for known in schemes] == [True] * 4
+
+
+def test_no_scheme_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--set", "cluster.host_memory_gb=301")
+    status, text, errors = answer(capsys, "configs/65b.yaml", "--compare", *few)
+    assert (status, text) == (2, "")
+    assert "no scheme can hold; buddy: cluster.host_memory_gb" in errors
+
+
+def test_other_schemes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ("--set", "protection.scheme=parity", "--set", "protection.cadence=3")
+    _, text, _ = answer(capsys, "configs/65b.yaml", *wish)
+    assert "parity(4) for 1, every 3 steps" in text
+    assert "parity blocks over groups of up to 4 roles" in text
+    assert "RPO: at most 5 steps" in text

@@ -18,6 +18,7 @@ from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Config, MemberStatus, Phase
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import choose_buddies
 from deadpool_megatron.layout.records import (
@@ -30,6 +31,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
+from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
@@ -81,7 +83,8 @@ class Vault:
 
 @dataclass
 class Member:
-    """A live process. ``at``: the generation its state is, None before it restored.
+    """A live process. ``at``: the generation its state is, None before it restored; ``kept``: the
+    newest one that is protected.
 
     ``said``: its newest report of each kind, which its agent repeats to a new coordinator.
     """
@@ -90,6 +93,7 @@ class Member:
     epoch: int = 0
     role: int | None = None
     at: Generation | None = None
+    kept: Generation | None = None
     entered: int = 0  # the iteration whose collective it has passed
     pause_at: int | None = None
     paused: bool = False
@@ -438,7 +442,7 @@ class World:
                     here.closed = epoch
                     here.vault.close(epoch)
                     for member in here.members.values():
-                        member.role, member.at = None, None
+                        member.role, member.at, member.kept = None, None, None
                 here.reports.append(ev.NodeInventory(self.inventory(node, epoch)))
             case act.Announce(record) | act.Welcome(_, record):
                 if record is not None and record.epoch > here.vault.epoch:
@@ -477,7 +481,8 @@ class World:
             here.epoch = record.epoch
         for member in here.members.values():
             roles = [role for role, seat in record.seats.items() if seat == member.seat]
-            member.epoch, member.role, member.at = record.epoch, None, None
+            member.epoch, member.role = record.epoch, None
+            member.at, member.kept = None, None
             member.pause_at, member.paused = None, False
             if roles:
                 member.role = roles[0]
@@ -531,7 +536,7 @@ class World:
                     text = "no source is alive"
                     here.say(ev.RestoreFailed(*seat, record.epoch, part, text))
                     return True
-        member.at = restore.generation
+        member.at = member.kept = restore.generation
         member.entered = restore.generation.iteration
         here.vault.seal(role, restore.generation)
         here.say(
@@ -566,7 +571,8 @@ class World:
         iterations = {p.at.iteration for p in ready if p.at} | {p.entered for p in ready}
         for role, player in enumerate(ready):
             paused = player.pause_at is not None and player.entered >= player.pause_at
-            if paused or len(iterations) > 1 or not self.is_committed(role, player):
+            waits = self.is_due(player.entered + 1) or player.at == player.kept
+            if paused or len(iterations) > 1 or (waits and not self.is_committed(role, player)):
                 return False
         for player in ready:
             player.entered += 1
@@ -579,10 +585,17 @@ class World:
             return False
         member.at = Generation(member.epoch, member.entered)
         here = self.nodes[member.seat.node]
-        here.vault.seal(role, member.at)
+        if self.is_due(member.entered):
+            member.kept = member.at
+            here.vault.seal(role, member.at)
         here.reports.append(ev.StepReported(member.epoch, member.entered))
         self._stand_still(here, member)
         return True
+
+    def is_due(self, iteration: int) -> bool:
+        """Whether the record wants the generation of ``iteration`` protected."""
+        assert self.record is not None
+        return is_due(iteration, self.record.protection.every)
 
     def buddies(self, role: int) -> tuple[int, ...]:
         record = self.record
@@ -597,7 +610,7 @@ class World:
         """With whom a role shares parity blocks in this epoch."""
         record = self.record
         assert record is not None
-        if self.config.settings.protection != "parity":
+        if SchemeKind.PARITY not in record.protection.kinds:
             return None
         if record.epoch not in self.placements:
             placement = self.placements[record.epoch] = ParityPlacement.of_record(record)
@@ -621,17 +634,17 @@ class World:
         """The next copy that is missing arrives, or a block for which all roles of the group have
         sealed theirs; if the vaults have the same epoch open."""
         member = self.player(role)
-        if member is None or member.at is None:
+        if member is None or member.kept is None:
             return False
         for node, what, parts in self.owed(role):
             other = self.nodes.get(node)
             if other is None or other.vault.frozen or other.vault.epoch != member.epoch:
                 continue
-            if other.vault.has(what, member.at, parts):
+            if other.vault.has(what, member.kept, parts):
                 continue
             if parts is BLOCK and not self._all_sealed(role, member):
                 continue
-            other.vault.seal(what, member.at, parts)
+            other.vault.seal(what, member.kept, parts)
             for one in range(self.config.world_size):
                 if (player := self.player(one)) is not None:
                     self._note_commit(one, player)
@@ -642,30 +655,30 @@ class World:
         record, group = self.record, self.group(role)
         assert record is not None
         assert group is not None
-        assert member.at is not None
+        assert member.kept is not None
         for other in group.roles:
             owner = self.nodes.get(record.seats[other].node)
             if owner is None or owner.vault.frozen or owner.vault.epoch != member.epoch:
                 return False
-            if not owner.vault.has(other, member.at, STEP):
+            if not owner.vault.has(other, member.kept, STEP):
                 return False
         return True
 
     def is_committed(self, role: int, member: Member) -> bool:
-        return member.at is not None and all(
-            node in self.nodes and self.nodes[node].vault.has(what, member.at, parts)
+        return member.kept is not None and all(
+            node in self.nodes and self.nodes[node].vault.has(what, member.kept, parts)
             for node, what, parts in self.owed(role)
         )
 
     def _note_commit(self, role: int, member: Member) -> None:
-        if member.at is None or not self.is_committed(role, member):
+        if member.kept is None or not self.is_committed(role, member):
             return
-        roles = self.committed.setdefault(member.at, set())
+        roles = self.committed.setdefault(member.kept, set())
         roles.add(role)
         players = [self.player(r) for r in range(self.config.world_size)]
-        same = [p for p in players if p is not None and p.at == member.at]
+        same = [p for p in players if p is not None and p.kept == member.kept]
         if len(roles) == self.config.world_size:
-            self.common = member.at
+            self.common = member.kept
         if len(same) == len(players) and all(self.is_committed(r, p) for r, p in enumerate(same)):
             self.losses_since_protected = 0
             self.tolerance = min(len(self.buddies(r)) for r in range(len(players)))
@@ -698,9 +711,8 @@ class World:
     def train(self) -> None:
         """One iteration of all roles with all copies, if possible."""
         roles = range(self.config.world_size)
-        copies = self.config.settings.replicas * (
-            1 if self.config.settings.protection == "buddy" else 2
-        )
+        coded = self.record is not None and SchemeKind.PARITY in self.record.protection.kinds
+        copies = self.config.settings.replicas * (2 if coded else 1)
         for _ in range(copies):
             for role in roles:
                 self.ship(role)

@@ -21,6 +21,7 @@ from machine_world import World
 
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.layout.schemes import uniform
 
 INDEX = st.integers(0, 1_000)
 
@@ -206,6 +207,11 @@ class Cluster(RuleBasedStateMachine):
         node = self.node(index)
         if node is not None:
             self.world.feed(ev.DrainRequested(node))
+
+    @rule(every=st.integers(1, 3), scheme=st.sampled_from(["buddy", "parity"]))
+    def change_plan(self, every: int, scheme: str) -> None:
+        plan = uniform(scheme, self.world.config.settings, every, 2)
+        self.world.feed(ev.ProtectionRequested(plan, "a test"))
 
     @rule(index=INDEX)
     def want_dump(self, index: int) -> None:

@@ -35,6 +35,12 @@ def test_opening_that_two_coordinators_report_is_written_once() -> None:
     assert len(results.add(Event(Kind.EPOCH_OPENED, 2))) == 1
 
 
+def test_change_of_protection_that_two_coordinators_report_is_written_once() -> None:
+    results = Results()
+    for new, written in (("buddy", 1), ("parity(4)", 1), ("parity(4)", 0), ("buddy", 1)):
+        assert len(results.add(Event(Kind.PROTECTION, 2, data={"new": new}))) == written
+
+
 def test_nodes_that_were_given_up_are_known_to_the_next_coordinator() -> None:
     results = Results()
     results.add(Event(Kind.NODE_LOST, 1, node=2, data={"cause": "silent"}))

@@ -238,7 +238,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
         def __init__(self) -> None:
             self._loop: Any = loop
             self._protection: Any = SimpleNamespace(
-                enter=lambda epoch: None, layout=SimpleNamespace(to_dict=dict)
+                enter=lambda epoch, with_steps: None, layout=SimpleNamespace(to_dict=dict)
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
             self._reports: Any = SimpleNamespace(told=[])

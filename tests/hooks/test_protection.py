@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.protection import Protection, ProtectionError, role_layout
+from deadpool_megatron.hooks.layouts import role_layout
+from deadpool_megatron.hooks.protection import Protection, ProtectionError
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.platform.cpu import CpuPlatform
@@ -170,7 +171,8 @@ class Rig:
                 protection.fence()
                 tensor.add_(1)
                 protection.updated(index)
-        protection.complete(f"extras {iteration}".encode())
+        if protection.is_wanted:
+            protection.complete(f"extras {iteration}".encode())
 
     def settled(self) -> list[Generation]:
         """What was handed to the vault so far, after everything under way has ended."""
@@ -333,6 +335,78 @@ def test_extras_that_outgrow_their_room_are_refused(make: Callable[..., Rig]) ->
         rig.protection.complete(bytes(room + 1))
     with pytest.raises(ProtectionError, match="have grown"):
         rig.protection.append(generation(0), "save", bytes(room + 1))
+
+
+# The cadence: only some generations are due.
+
+
+def thin(make: Callable[..., Rig], every: int, **settings: Any) -> Rig:
+    """An epoch of that cadence, from generation 0."""
+    rig = make(**settings)
+    rig.protection.enter(EPOCH, every)
+    rig.protection.announce(generation(0), first=True)
+    rig.protection.complete(b"0")
+    rig.protection.owe(generation(0), "step")
+    return rig
+
+
+@pytest.mark.parametrize(("lag", "wanted"), [(0, [0, 0, 3, 6]), (1, [0, 0, 0, 3])])
+def test_only_due_iterations_take_slots_and_wait_for_commits(
+    make: Callable[..., Rig], lag: int, wanted: list[int]
+) -> None:
+    """And the first one, whose state may be in memory once only."""
+    rig = thin(make, 3, max_lag=lag)
+    rig.vault.asked.clear()
+    for iteration in range(1, 11):
+        rig.protection.announce(generation(iteration))
+        assert rig.protection.is_wanted == (iteration % 3 == 0)
+        rig.step(iteration)
+    assert rig.settled() == [generation(iteration) for iteration in (0, 3, 6, 9)]
+    assert [asked[0].iteration for asked in rig.vault.asked] == wanted
+
+
+def test_the_first_generation_of_a_line_is_due_whatever_its_number(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    rig.protection.enter(EPOCH, 5)
+    rig.protection.announce(generation(7), first=True)
+    assert rig.protection.is_wanted
+    rig.protection.announce(generation(8))
+    assert not rig.protection.is_wanted
+
+
+def test_segments_count_for_due_and_restored_generations_only(make: Callable[..., Rig]) -> None:
+    rig = thin(make, 2)
+    assert rig.protection.holds(generation(0))
+    rig.step(1)
+    assert not rig.protection.holds(generation(1))
+    rig.step(2)
+    assert rig.protection.holds(generation(2))
+    assert not rig.protection.holds(generation(0))
+    restored = Generation(1, 41)
+    rig.protection.enter(EPOCH + 1, 2)
+    rig.protection.owe(restored, "step")
+    assert rig.protection.holds(restored)
+
+
+def test_an_update_between_due_iterations_waits_for_the_copy(make: Callable[..., Rig]) -> None:
+    """The fence stays in every iteration: the copy of the due one may still read the shard."""
+    platform = SlowPlatform()
+    rig = make(platform)
+    rig.protection.enter(EPOCH, 2)
+    rig.protection.announce(generation(2))
+    rig.protection.complete(b"2")
+    rig.protection.announce(generation(3))
+    rig.protection.gate()  # not due: no commit to wait for
+    passed = threading.Event()
+    thread = threading.Thread(target=lambda: (rig.protection.fence(), passed.set()))
+    thread.start()
+    assert not passed.wait(0.1)
+    for copy in platform.copies:
+        copy.ended.set()
+    thread.join(SECONDS)
+    assert passed.is_set()
 
 
 # Boundaries (traps, A9).

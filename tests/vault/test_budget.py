@@ -32,7 +32,9 @@ def _take_all(directory: str, first: int, limit: int, results: multiprocessing.Q
         layout = make_layout(role, nbytes=64 << 10)
         path = Path(directory) / copy_name(role)
         try:
-            made.append(Segment.create(path, layout, None, NAMES, Budget(Path(directory), limit)))
+            made.append(
+                Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
+            )
         except NoRoom:
             break
     results.put(len(made))
@@ -67,7 +69,7 @@ def allocated_of(directory: Path) -> int:
 def _be_killed_while_making(directory: str, limit: int) -> None:
     path = Path(directory) / copy_name(5)
     segment = Segment.create(
-        path, make_layout(5, nbytes=1 << 20), None, (), Budget(Path(directory), limit)
+        path, make_layout(5, nbytes=1 << 20), None, (), budget=Budget(Path(directory), limit)
     )
     # As if the kill had come before the last rename.
     path.rename(path.with_name(f".{path.name}.{os.getpid()}"))
@@ -85,7 +87,9 @@ def test_what_a_killed_process_was_making_is_taken_back(tmp_path: Path) -> None:
     maker.join(30)
     assert maker.exitcode == -signal.SIGKILL
     assert allocated_bytes(tmp_path) > 2 << 20
-    Segment.create(tmp_path / own_name(3, SEAT), layout, SEAT, NAMES, Budget(tmp_path, limit))
+    Segment.create(
+        tmp_path / own_name(3, SEAT), layout, SEAT, NAMES, budget=Budget(tmp_path, limit)
+    )
     assert allocated_bytes(tmp_path) <= limit
 
 
@@ -93,11 +97,13 @@ def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
     layout = make_layout(3, nbytes=1 << 20)
     budget = Budget(tmp_path, segment_bytes(layout))
     names = [part.name for part in layout.parts]
-    Segment.create(tmp_path / copy_name(3), layout, None, names, budget)
+    Segment.create(tmp_path / copy_name(3), layout, None, names, budget=budget)
     again = Segment.open(tmp_path / copy_name(3), budget=budget)
     again.reserve(names)
     with pytest.raises(NoRoom, match=r"raise --deadpool-memory-gb") as caught:
-        Segment.create(tmp_path / copy_name(4), make_layout(4, nbytes=1 << 20), None, names, budget)
+        Segment.create(
+            tmp_path / copy_name(4), make_layout(4, nbytes=1 << 20), None, names, budget=budget
+        )
     assert "\n" not in str(caught.value)
     assert {path.name for path in tmp_path.glob("*.seg")} == {copy_name(3)}
 

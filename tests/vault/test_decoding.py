@@ -29,6 +29,8 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
+from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.dumping import dump
@@ -39,7 +41,7 @@ from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
 from tests.vault.coded import EXTRAS, GENERATION, CodedGroup, flip, seal
-from tests.vault.harness import Cluster, Member, wait_until
+from tests.vault.harness import Cluster, Member, cluster, wait_until
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
 
@@ -426,6 +428,27 @@ def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
         assert sorted(event.data["blocks"]) == ["2", "3"]
     finally:
         running.stop()
+
+
+@pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
+def test_what_decoding_needs_is_loaded_before_anything_is_lost(
+    tmp_path: Path, kind: SchemeKind
+) -> None:
+    """In a spare that holds nothing; where nothing is coded, it is not loaded at all."""
+    plan = ProtectionPlan((Rule(ANY, ANY, Scheme(kind, group=2)),))
+    with cluster(tmp_path, 1) as running:
+        running.open(replace(running.record(1), protection=plan))
+        process = running.nodes[0].process
+        assert process is not None
+        maps = Path(f"/proc/{process.pid}/maps")
+
+        def loaded() -> bool:
+            return "numpy" in maps.read_text()
+
+        if kind is SchemeKind.PARITY:
+            wait_until(loaded, "numpy is loaded")
+        else:
+            assert not loaded()
 
 
 def test_an_epoch_closed_while_decoding_seals_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,161 @@
+"""Steps: what turns a role's generation k - 1 into k without a copy of k. Names and rules. Pure.
+
+Beside the shard parts and extras a slot may hold the *step* that led to it: for each shard part the
+gradients that its update used (reduced and clipped), the values of the parameter groups which the
+update used, and the checksums of the shard parts after it. Who holds a whole copy of a generation
+and all later steps can compute every later generation, and knows whether the bytes are right. The
+idea is REFT's asynchronous optimizer recompute (AOR).
+
+A *chain* of generation g: a whole copy of some base b and the steps of b+1 .. g, which are
+consecutive iterations.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import (
+    Generation,
+    PartInfo,
+    Recipe,
+    RoleLayout,
+    Source,
+)
+
+_STEP = "step@"
+_GRADIENTS = "step@gradients."
+#: Values of the parameter groups as the update used them; of no bytes: no step for this generation.
+UPDATE_PART = "step@update"
+#: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
+SUMS_PART = "step@sums"
+SUMS_BYTES = 4096
+#: Why a buddy refuses a step: it does not hold what the step begins from. No offence.
+NO_BASE = "no base"
+#: What a member names when all bytes were intact and the replay gave other ones than the owner had.
+REPLAY = "replay"
+
+
+def gradients_part(shard_part: str) -> str:
+    """Name of the part with the gradients of an update of ``shard_part``."""
+    return _GRADIENTS + shard_part
+
+
+def shard_of(name: str) -> str | None:
+    """Inverse of :func:`gradients_part`; None for any other part."""
+    return name.removeprefix(_GRADIENTS) if name.startswith(_GRADIENTS) else None
+
+
+def is_step_part(name: str) -> bool:
+    """Whether a part belongs to a step."""
+    return name.startswith(_STEP)
+
+
+def keeps_steps(layout: RoleLayout) -> bool:
+    """Whether slots of this layout have room for steps."""
+    return any(is_step_part(part.name) for part in layout.parts)
+
+
+def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:
+    """The parts of a step: shard part -> its gradients (any name), and room for the values."""
+    found = [
+        PartInfo(gradients_part(shard), info.nbytes, info.replicas)
+        for shard, info in gradients.items()
+    ]
+    own = (role,)
+    return [
+        *found,
+        PartInfo(UPDATE_PART, update_bytes, own),
+        PartInfo(SUMS_PART, SUMS_BYTES, own),
+    ]
+
+
+def pack_sums(sums: Mapping[str, tuple[int, int]]) -> bytes:
+    """Bytes of :data:`SUMS_PART`: shard part -> (bytes, checksum)."""
+    return json.dumps({name: list(entry) for name, entry in sums.items()}).encode()
+
+
+def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
+    """Inverse of :func:`pack_sums`. Raises ValueError, TypeError or AttributeError for garbage."""
+    values = json.loads(bytes(payload))
+    return {str(name): (int(nbytes), int(digest)) for name, (nbytes, digest) in values.items()}
+
+
+def copy_slots(layout: RoleLayout, full_every: int) -> int:
+    """How many generations a copy holds: whole chains, so that no step ever waits for a slot.
+
+    Of the oldest generation that somebody may still ask for, ``slots`` - 1 before the one that is
+    being received, the base is at most ``full_every`` - 1 older. One more for a copy that was made
+    whole because a chain broke.
+    """
+    return layout.slots + (full_every if keeps_steps(layout) else 0)
+
+
+def chain(
+    held: Mapping[Generation, Collection[str]], last: Generation, shard: str
+) -> list[Generation]:
+    """Generations from the base to ``last`` that produce part ``shard`` of it, oldest first.
+
+    ``held``: generation -> parts. Empty when there is no unbroken chain.
+    """
+    gradients, found, wanted = gradients_part(shard), [last], last
+    while shard not in held.get(wanted, ()):
+        if not {gradients, UPDATE_PART, SUMS_PART} <= set(held.get(wanted, ())):
+            return []
+        before = predecessor(held, wanted)
+        if before is None:
+            return []
+        found.append(before)
+        wanted = before
+    return found[::-1]
+
+
+def predecessor(held: Collection[Generation], generation: Generation) -> Generation | None:
+    """The generation of the iteration before, on the line that led here."""
+    before = generation.iteration - 1
+    return max((g for g in held if g.iteration == before and g < generation), default=None)
+
+
+def needed(held: Mapping[Generation, Collection[str]], oldest_iteration: int) -> set[Generation]:
+    """What must stay so that everything from ``oldest_iteration`` on that can be produced now can
+    still be produced."""
+    kept: set[Generation] = set()
+    for generation, parts in held.items():
+        if generation.iteration >= oldest_iteration:
+            kept.add(generation)
+            for name in parts:
+                shard = shard_of(name)
+                if shard is not None:
+                    kept.update(chain(held, generation, shard))
+    return kept
+
+
+def key(generation: Generation, name: str) -> str:
+    """How a vault names a part of a generation that is not the restored one to its member."""
+    return f"{generation.lineage}.{generation.iteration}/{name}"
+
+
+def from_key(text: str) -> tuple[Generation, str] | None:
+    """Inverse of :func:`key`; None for the bare name of a part."""
+    place, slash, name = text.partition("/")
+    lineage, dot, iteration = place.partition(".")
+    if not (slash and dot and lineage.isdigit() and iteration.isdigit()):
+        return None
+    return Generation(int(lineage), int(iteration)), name
+
+
+def suspects(recipe: Recipe, restored: Generation, part: str) -> Iterator[BadPart]:
+    """Which sealed bytes are not to be used again after a replay failed for want of ``part``.
+
+    That is every place of the part. For :data:`REPLAY` it is every copy of the checksums of the
+    restored generation: without them it is not tried again, whatever chain it would be.
+    """
+    replay = recipe.replay
+    if replay is None:
+        return
+    place = (restored, SUMS_PART) if part == REPLAY else from_key(part)
+    if place is not None:
+        found: tuple[Source, ...] = replay.sources.get(place[0], {}).get(place[1], ())
+        for source in found:
+            yield BadPart(source.node, source.role, *place)

@@ -1,0 +1,95 @@
+"""Recomputation in whole runs: nodes lost at every place of a chain, and a gradient that was wrong.
+
+After every iteration the state of all roles is held against the undisturbed run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import assert_unnoticed, fault, reference, restart_kinds, run_job
+from tests.faults.layouts import EXPERTS, PP2_DP2
+
+SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
+
+
+def lost(role: int, iteration: int) -> dict[str, object]:
+    """The node of a role dies in the update of an iteration, when all have committed the last."""
+    where = {"when_role": role, "when_iteration": iteration}
+    return fault(f"role{role}-at-{iteration}", "optimizer.inside", target="node", **where)
+
+
+@pytest.mark.slow
+def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
+    """At 4: three steps behind the first state. At 5: one step behind that. At 9: a whole copy.
+    At 11: two nodes, one after the other in the recovery from the first."""
+    faults = [
+        lost(0, 4),
+        lost(3, 5),
+        lost(1, 9),
+        lost(2, 11),
+        fault("buddy-at-restore", "recovery.restore", target="node", when_role=1, when_epoch=5),
+    ]
+    outcome = run_job(tmp_path / "run", PP2_DP2, 14, faults, spares=1, refill=9, settings=SETTINGS)
+    assert_unnoticed(outcome, reference(PP2_DP2, 12), faults)
+    assert set(restart_kinds(outcome)[1:]) == {"memory"}
+    replays = [(e.iteration, e.data["steps"]) for e in outcome.of_kind("replayed")]
+    assert replays[:2] == [(3, 3), (4, 1)]
+    assert (10, 2) in replays
+    assert all(event.data["matched"] for event in outcome.of_kind("replayed"))
+    assert all(event.data["matched"] for event in outcome.of_kind("rehearsed"))
+
+
+@pytest.mark.slow
+def test_several_optimizers(tmp_path: Path) -> None:
+    faults = [lost(1, 4)]
+    outcome = run_job(tmp_path / "run", EXPERTS, 5, faults, spares=1, settings=SETTINGS)
+    assert_unnoticed(outcome, reference(EXPERTS, 5), faults)
+    assert [event.data["steps"] for event in outcome.of_kind("replayed")] == [3]
+
+
+@pytest.mark.slow
+def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
+    """Damaged before its checksum was made: only the owner's checksum of the result can tell."""
+    faults = [
+        fault("damage", "step.captured", action="mark", when_role=1, when_iteration=2),
+        lost(1, 4),
+    ]
+    saving = f"--save {tmp_path / 'checkpoints'} --save-interval 2"
+    outcome = run_job(
+        tmp_path / "run", PP2_DP2, 6, faults, spares=1, settings=SETTINGS, flags=saving
+    )
+    assert_unnoticed(outcome, reference(PP2_DP2, 6), faults)
+    assert "is not what its owner had" in outcome.output
+    assert restart_kinds(outcome)[-1] == "durable"
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
+    faults = [
+        *(
+            fault(f"differs{role}", "rehearsal", action="mark", when_role=role, when_iteration=1)
+            for role in range(4)
+        ),
+        lost(1, 4),
+    ]
+    outcome = run_job(tmp_path / "run", PP2_DP2, 6, faults, spares=1, settings=SETTINGS)
+    assert_unnoticed(outcome, reference(PP2_DP2, 6), faults)
+    assert outcome.of_kind("replayed") == []
+    assert outcome.output.count("whole copies instead of gradients") == 1, outcome.output
+
+
+@pytest.mark.slow
+def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Path) -> None:
+    """What leads to the state of the lost role is written, and recomputed by who resumes."""
+    faults = [lost(1, 4)]
+    waiting = f"{SETTINGS} --deadpool-spare-timeout 0.5"
+    dumped = run_job(tmp_path / "run", PP2_DP2, 6, faults, settings=waiting)
+    assert dumped.status == 75, dumped.story()
+    resume = ("--resume", str(tmp_path / "run"))
+    resumed = run_job(tmp_path / "resumed", PP2_DP2, 6, settings=SETTINGS, arguments=resume)
+    assert resumed.status == 0, resumed.story()
+    assert_unnoticed(resumed, reference(PP2_DP2, 6), [])
+    assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]

@@ -1,0 +1,45 @@
+"""Which generations are protected, and what follows for slots and for failures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.cadence import is_due, most_lost, next_due, successors
+from deadpool_megatron.layout.records import Generation
+
+
+@given(st.integers(0, 10_000), st.integers(1, 50))
+def test_the_next_due_iteration_is_the_first_one(iteration: int, every: int) -> None:
+    found = next_due(iteration, every)
+    assert found >= iteration
+    assert is_due(found, every)
+    assert not any(is_due(between, every) for between in range(iteration, found))
+
+
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.integers(0, 40), st.integers(0, 40), st.integers(0, 9)
+)
+def test_successors_never_count_more_than_were_written(
+    before: int, every: int, restored: int, more: int, back: int
+) -> None:
+    """Lineage 1 with one cadence up to what was restored, lineage 2 with another one from there."""
+    restored_at = Generation(1, next_due(restored, before))
+    line = [Generation(1, k) for k in range(restored_at.iteration + 1) if is_due(k, before)]
+    end = restored_at.iteration + more
+    new = [Generation(2, k) for k in range(restored_at.iteration + 1, end + 1) if is_due(k, every)]
+    held = line[max(0, len(line) - 1 - back)]
+    newest = (line + new)[-1]
+    counted = successors(held, restored_at, newest, every)
+    assert counted <= sum(held < other for other in line + new)
+    if held == restored_at:
+        assert counted == len(new)
+
+
+@pytest.mark.parametrize(
+    ("every", "lag", "spans", "wanted"),
+    [(1, 0, True, 1), (1, 0, False, 2), (1, 2, True, 3), (4, 0, True, 7), (4, 0, False, 8)],
+)
+def test_the_rpo_of_the_design(every: int, lag: int, spans: bool, wanted: int) -> None:
+    assert most_lost(every, lag, spans_the_world=spans) == wanted

@@ -1,0 +1,224 @@
+"""Steps through real vault processes: kept at the buddy, fetched as a chain, sealed when right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.decision import NO_LIMIT, RestoreQuery
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    Restore,
+    RoleLayout,
+    Seat,
+)
+from deadpool_megatron.layout.replaying import (
+    SUMS_PART,
+    UPDATE_PART,
+    gradients_part,
+    key,
+    step_parts,
+    unpack_sums,
+)
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.recovery.plan import choose_restore
+from deadpool_megatron.vault.buffers import RestoredParts
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.segment import checksum, copy_name
+from tests.vault.harness import (
+    Cluster,
+    Member,
+    Node,
+    cluster,
+    content,
+    make_layout,
+    wait_until,
+)
+
+EVERY = 4
+SHARDS = ("shard", "tail")
+STEP = {*map(gradients_part, SHARDS), UPDATE_PART, SUMS_PART}
+PLAN = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),))
+
+
+def with_steps(role: int) -> RoleLayout:
+    """The harness's layout with room for steps, gradients a third of their shard part."""
+    plain = make_layout(role)
+    shards = {p.name: replace(p, nbytes=p.nbytes // 3) for p in plain.parts if "@" not in p.name}
+    kept = step_parts(shards, 512, role)
+    extras = [part for part in plain.parts if "@" in part.name]
+    return replace(plain, parts=(*plain.parts[:2], *kept, *extras), layout_hash="with steps")
+
+
+LAYOUTS = {role: with_steps(role) for role in range(2)}
+
+
+class Stepper(Member):
+    """A member that keeps the step to each generation, and trusts its replays."""
+
+    def __init__(self, node: Node, epoch: int, role: int) -> None:
+        super().__init__(node, LAYOUTS[role])
+        self.client.register(self.layout, epoch)
+        self.client.rehearsed(True)
+
+    def write(self, generation: Generation, extras: bool = True) -> None:
+        writer = self.client.begin(generation, generation.lineage)
+        sizes = dict.fromkeys((*SHARDS, *map(gradients_part, SHARDS)), 0)
+        sizes = {name: len(writer.part(name)) for name in sizes}
+        sizes |= {UPDATE_PART: 99, "extras@step": 777}
+        for name, nbytes in sizes.items():
+            writer.part(name)[:nbytes] = content(self.role, generation, name, nbytes)
+        writer.fill(sizes)
+
+    def recompute(self, generation: Generation, epoch: int, wrong: str = "") -> None:
+        """Hand over shard parts of the restored generation, one of them wrong perhaps."""
+        writer = self.client.begin(generation, epoch)
+        for name in SHARDS:
+            view = writer.part(name)
+            view[:] = content(self.role, generation, name, len(view))
+            view[0] ^= name == wrong
+        writer.fill({name: len(writer.part(name)) for name in SHARDS})
+
+
+def opened(running: Cluster, **options: object) -> EpochRecord:
+    record = replace(running.record(1, **options), protection=PLAN)  # type: ignore[arg-type]
+    running.open(record)
+    return record
+
+
+def train(members: list[Stepper], lineage: int, iterations: range) -> None:
+    for iteration in iterations:
+        for member in members:
+            member.write(Generation(lineage, iteration))
+        for member in members:
+            assert member.wait(Generation(lineage, iteration)) == "committed"
+
+
+def planned(inventories: Mapping[int, Inventory], seats: Mapping[int, Seat]) -> Restore:
+    """What the coordinator would decide for epoch 2."""
+    owners = {role: Seat(role, 0, 0) for role in range(2)}
+    answer = choose_restore(RestoreQuery(2, 2, inventories, seats, owners, {1: NO_LIMIT}))
+    assert isinstance(answer, Restore), answer
+    return answer
+
+
+def held(inventory: Inventory, role: int) -> dict[int, set[str]]:
+    """Iteration -> parts but extras."""
+    return {
+        h.generation.iteration: {name for name in h.parts if not name.startswith("extras")}
+        for h in inventory.holdings
+        if h.role == role
+    }
+
+
+def expect_chain(parts: RestoredParts, role: int, base: int, last: int, lineage: int) -> None:
+    """Base and steps, byte for byte, and the checksums of what they lead to."""
+    names = {"extras@step"} | {key(Generation(lineage, base), name) for name in SHARDS}
+    for iteration in range(base + 1, last + 1):
+        names |= {key(Generation(lineage, iteration), name) for name in STEP}
+    assert set(parts.names) == names
+    for iteration in range(base, last + 1):
+        wanted = SHARDS if iteration == base else STEP - {SUMS_PART}
+        for name in wanted:
+            view = parts.part(key(Generation(lineage, iteration), name))
+            written = Generation(1, iteration)
+            assert bytes(view) == content(role, written, name, len(view)), (iteration, name)
+    sums = unpack_sums(parts.part(key(Generation(lineage, last), SUMS_PART)))
+    for name in SHARDS:
+        nbytes = make_layout(role).parts[SHARDS.index(name)].nbytes
+        whole = content(role, Generation(1, last), name, nbytes)
+        assert sums[name] == (nbytes, checksum(memoryview(whole)))
+
+
+def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3, roles=2, full_every=EVERY) as running:
+        opened(running)
+        members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
+        train(members, 1, range(7))
+        shipped = running.nodes[0].status()["counters"]["bytes shipped"]
+        whole = sum(part.nbytes for part in LAYOUTS[0].parts if part.name in SHARDS)
+        assert shipped < 2 * whole + 5 * (whole // 3 + 2000), "two whole copies, five steps"
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        kept = Generation(1, 6)
+        found = held(inventories[0], 1)
+        assert found[4] == set(SHARDS)
+        assert found[5] == found[6] == STEP
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        restore = planned(inventories, seats)
+        assert restore.generation == kept
+        assert set(restore.recipes) == {1}
+        record = replace(running.record(2, restore, seats, gone={1}), protection=PLAN)
+        running.open(record)
+        members[0].check(record)
+        spare = Stepper(running.nodes[2], 2, 1)
+        parts = spare.restore(record)
+        expect_chain(parts, 1, 4, 6, lineage=1)
+        parts.close()
+        spare.recompute(kept, 2, wrong="tail")
+        with pytest.raises(VaultError, match=r"part tail of generation .* was damaged"):
+            spare.wait(kept)
+        again = Stepper(running.nodes[2], 2, 1)
+        again.restore(record).close()
+        again.recompute(kept, 2)
+        assert again.wait(kept) == members[0].wait(kept) == "committed"
+        members[1] = again
+        train(members, 2, range(7, 9))
+        inventories = running.close(2, gone={1})
+        found = held(inventories[0], 1)
+        assert found[6] >= set(SHARDS), "restored, so a whole copy"
+        assert found[7] == found[8] == STEP
+
+
+def test_a_buddy_that_lost_the_base_gets_a_whole_copy(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2, full_every=EVERY) as running:
+        record = opened(running)
+        members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
+        train(members, 1, range(2))
+        running.nodes[1].kill()
+        (running.nodes[1].directory / copy_name(0)).unlink()
+        running.nodes[1].start()
+        running.nodes[1].adopt(record)
+        train(members, 1, range(2, 4))
+        inventories = running.close(1)
+        found = held(inventories[1], 0)
+        assert set(found) == {2, 3}, "what was lost there is not sent again"
+        assert found[2] >= set(SHARDS)
+        assert found[3] == STEP
+        assert running.nodes[0].count("refused: put") == 0, "it is no offence"
+
+
+def test_chains_are_dumped_and_go_on_in_another_run(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    dump, kept = tmp_path / "dump", Generation(1, 2)
+    with cluster(first, 2, full_every=EVERY) as running:
+        opened(running)
+        members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
+        train(members, 1, range(3))
+        running.nodes[1].die()
+        running.close(1, gone={1})
+        assert len(running.nodes[0].dump(dump, kept, "step")) == 2
+    with cluster(second, 2, full_every=EVERY) as running:
+        restore = Restore("dump", Generation(3, 2), path=str(dump))
+        record = replace(running.record(3, restore), protection=PLAN)
+        running.open(record)
+        members = [Stepper(running.nodes[role], 3, role) for role in range(2)]
+        members[0].check(record, written_as=kept)
+        parts = members[1].restore(record)
+        expect_chain(parts, 1, 0, 2, lineage=3)
+        parts.close()
+        writer = members[1].client.begin(restore.generation, 3)
+        for name in SHARDS:
+            view = writer.part(name)
+            view[:] = content(1, kept, name, len(view))
+        writer.fill({name: len(writer.part(name)) for name in SHARDS})
+        for member in members:
+            assert member.wait(restore.generation) == "committed"
+        wait_until(lambda: running.nodes[0].status()["committed"], "a commit")
