@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import Generation
 
-# Of the time there is; the rest is for checksums, the last acknowledgement and uneven iterations.
-SHARE = 0.7
+# Of the time there is. Data-parallel training reduces gradients in the second half of an iteration;
+# what is sent before that is in nobody's way, and uneven iterations have their room.
+SHARE = 0.5
 # So few are not a norm yet: full speed until then.
 _LEAST_GAPS = 3
 # Of so many the median is taken: some evaluations and saves among them do not move it.
@@ -44,6 +45,8 @@ class Window:
         self._seals: dict[Generation, float] = {}
         self._newest: Generation | None = None
         self._waiting: tuple[Generation, float] | None = None
+        self._hurried: Generation | None = None
+        self._committed: Generation | None = None
         self._stall_seconds = 0.0
 
     def sealed(self, generation: Generation, now: float) -> None:
@@ -59,12 +62,16 @@ class Window:
 
     def waits(self, generation: Generation, now: float) -> None:
         """The role's member stands at its gate until ``generation`` is committed."""
+        self._hurried = generation
+        if self._committed is not None and generation <= self._committed:
+            return  # its word has crossed ours, or it waits for extras that came later
         self._waiting = generation, now
         if len(self._gaps) >= _LEAST_GAPS:  # before, nothing was held back
             self._gates.append((generation.iteration, now - self._seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
         """``generation`` is committed, and whoever waited for it goes on."""
+        self._committed = generation
         if self._waiting is not None and self._waiting[0] <= generation:
             self._stall_seconds += now - self._waiting[1]
             self._waiting = None
@@ -80,8 +87,8 @@ class Window:
 
     def is_late(self, generation: Generation) -> bool:
         """True when somebody waits for the generation, or a newer one is there to be shipped."""
-        waiting = self._waiting is not None and generation <= self._waiting[0]
-        return waiting or (self._newest is not None and generation < self._newest)
+        awaited = self._hurried is not None and generation <= self._hurried
+        return awaited or (self._newest is not None and generation < self._newest)
 
     def schedule(self, generation: Generation, nbytes: int) -> Schedule | None:
         """How ``nbytes`` of a generation are spread; None: at full speed."""

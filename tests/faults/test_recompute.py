@@ -32,7 +32,7 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
         lost(2, 11),
         fault("buddy-at-restore", "recovery.restore", target="node", when_role=1, when_epoch=5),
     ]
-    outcome = run_job(tmp_path / "run", PP2_DP2, 14, faults, spares=1, refill=9, settings=SETTINGS)
+    outcome = run_job(tmp_path / "run", PP2_DP2, 12, faults, spares=1, refill=9, settings=SETTINGS)
     assert_unnoticed(outcome, reference(PP2_DP2, 12), faults)
     assert set(restart_kinds(outcome)[1:]) == {"memory"}
     replays = [(e.iteration, e.data["steps"]) for e in outcome.of_kind("replayed")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def test_swap_of_a_dead_node_restores_every_byte(tmp_path: Path) -> None:
         commits = running.nodes[0].seen(Kind.COMMITTED)
         assert {k: commits[-1].data[k] for k in fit} == fit
         assert all(event.data["ship_seconds"] > 0 for event in commits)
+        lower = os.getpriority(os.PRIO_PROCESS, running.nodes[0].status()["pid"])
+        assert lower == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 5)
         running.nodes[1].die()
         inventories = running.close(1, gone={1})
         kept = Generation(1, 3)
