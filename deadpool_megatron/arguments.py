@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
 
 _PREFIX = "deadpool_"
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
-_UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS"}
+_UNITS = {"seconds": "SECONDS", "bytes": "BYTES", "gbps": "GBPS", "gb": "GB"}
 _ALIASES = {
     "domains_file": ("--deadpool-domains",),
     "spare_timeout_seconds": ("--deadpool-spare-timeout",),

@@ -31,7 +31,7 @@ def _setting(default: Any, help_text: str) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything a user can choose; all times in seconds."""
+    """Everything a user can choose; times in seconds, gb in 10^9 bytes."""
 
     replicas: int = _setting(
         1, "copies of each role's unique state kept on other nodes (parity: blocks of a group)"
@@ -52,6 +52,11 @@ class Settings:
         " would have to wait for the network (what a failure costs then is reported)",
     )
     max_lag: int = _setting(0, "iterations that commits may trail behind training (more slots)")
+    memory_gb: float = _setting(
+        0.0,
+        "most host memory for generations on each node: own slots, copies and parity blocks"
+        " (0: as much as /dev/shm has)",
+    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
@@ -193,6 +198,8 @@ class Settings:
                 raise SettingsError(
                     f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
                 )
+        if not 0 <= self.memory_gb < 1e9:
+            raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
         if not 0 <= self.rate_limit_gbps < math.inf:
             raise SettingsError(
                 "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
@@ -272,6 +279,11 @@ class Settings:
                     f"{flag_name(longer)} ({high:g} s) must be at least {factor:g} times"
                     f" {flag_name(shorter)} ({low:g} s): {reason}"
                 )
+
+    @property
+    def memory_bytes(self) -> int:
+        """Limit of a node's generations in bytes; 0: none."""
+        return int(self.memory_gb * 1e9)
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back to an equal object."""

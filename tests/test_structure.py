@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deadpool_megatron"
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 LONGEST_MODULE = 450
+# Reads an index of torch's with a list of the classes it may name; see test_verify.py.
+RESTRICTED_UNPICKLER = PACKAGE / "cli" / "checkpoint_files.py"
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +118,6 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
             assert node.type is not None, f"line {node.lineno}: bare except"
         if isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if path == RESTRICTED_UNPICKLER and node.attr == "Unpickler":
+                continue
             assert owner not in ("pickle", "cloudpickle", "dill"), f"line {node.lineno}: unpickling"

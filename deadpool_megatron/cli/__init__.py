@@ -29,6 +29,7 @@ COMMANDS = {
     "stop": "control",
     "report": "report",
     "compare": "compare",
+    "verify": "verify",
     "demo": "demo",
     "clean": "clean",
     "patch": "patch",
@@ -45,6 +46,7 @@ examples:
   deadpool status /tmp/first            what every role does right now
   deadpool kill /tmp/first --node 1     as if its power cord was pulled
   deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
+  deadpool verify /tmp/first            check every checksum, in memory and on disk
   deadpool protect /tmp/first --every 4 protect each fourth iteration only
   deadpool clean                        remove what dead runs have left in memory
 """

@@ -27,6 +27,7 @@ from deadpool_megatron.layout.domains import DomainsError, parse_domains
 from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.machine import available_memory
+from deadpool_megatron.vault.limits import cgroup_memory
 from deadpool_megatron.vault.machine import choose_cpus
 
 _MIB = 1 << 20
@@ -193,21 +194,49 @@ def check_address(run: RunDirectory, host: str) -> None:
         )
 
 
-def check_shared_memory(info: RunInfo) -> None:
-    """/dev/shm is there and has room for at least small slots."""
+def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
+    """/dev/shm is there and has room for at least small slots, and for what the limit allows.
+
+    How much a model needs is known when it has been built: its processes look before they take any.
+    """
     if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
         raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
     free = shutil.disk_usage(SEGMENT_ROOT).free
     elsewhere: float = losses_survived(info.settings)
     if info.settings.protection == Kind.PARITY:
         elsewhere /= info.settings.parity_group
-    needed = int(info.world_size * (1 + elsewhere) * COPY_BYTES)
+    needed = int(info.nproc_per_node * nodes_here * (1 + elsewhere) * COPY_BYTES)
+    _check_limit(info, nodes_here, needed, free)
     if free < needed:
         raise CommandError(
             f"{SEGMENT_ROOT} has {free // _MIB} MiB free, even a tiny model needs"
             f" {needed // _MIB} MiB: 'deadpool clean' removes what dead runs have left; in a"
             " container raise --shm-size"
         )
+
+
+def _check_limit(info: RunInfo, nodes_here: int, needed: int, free: int) -> None:
+    limit, flag = info.settings.memory_bytes, f"--deadpool-memory-gb {info.settings.memory_gb:g}"
+    if not limit:
+        return
+    if limit * nodes_here < needed:
+        raise CommandError(
+            f"{flag}: even a tiny model needs {needed // nodes_here // _MIB} MiB on each node"
+        )
+    group = cgroup_memory()
+    for name, left, remedy in (
+        (f"{SEGMENT_ROOT}", free, "enlarge it (mount -o remount,size=..., docker --shm-size)"),
+        *(
+            [(f"the memory limit of cgroup {group.path}", group.left_bytes, "raise that limit")]
+            if group is not None
+            else []
+        ),
+    ):
+        if limit * nodes_here > left:
+            raise CommandError(
+                f"{flag} on {nodes_here} nodes of this host is {limit * nodes_here} bytes,"
+                f" {name} has {left} left: lower the flag, or {remedy}"
+            )
 
 
 def check_memory(info: RunInfo) -> None:

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.cleanup import Cleaned, clean_run, run_processes, runs_in_memory
+from deadpool_megatron.cluster.cleanup import (
+    Cleaned,
+    clean_run,
+    run_processes,
+    runs_in_memory,
+    vault_processes,
+)
 from deadpool_megatron.cluster.run_directory import (
     RunDirectory,
     RunDirectoryError,
@@ -49,11 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
     """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
-    return bool(set(run_processes(directory, run_id)) - set(_vaults(directory)))
-
-
-def _vaults(directory: RunDirectory) -> list[int]:
-    return [int(listing["vault"]) for listing in directory.node_listings().values()]
+    return bool(set(run_processes(directory, run_id)) - set(vault_processes(directory, run_id)))
 
 
 def _clean_one(directory: RunDirectory, run_id: str, force: bool) -> None:

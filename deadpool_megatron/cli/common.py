@@ -75,8 +75,9 @@ def ask_at(
             raise RunNotReachable(f"the run in {run.path} is over") from error
         raise RunNotReachable(
             f"no coordinator at {address[0]}:{address[1]} for {run.path}"
-            f" ({getattr(error, 'strerror', None) or error}); 'deadpool clean {run.path}' removes"
-            " what is left of the run"
+            f" ({getattr(error, 'strerror', None) or error}); the same command as before, with"
+            f" --run-dir {run.path}, goes on from what is in memory, 'deadpool clean {run.path}'"
+            " removes it"
         ) from error
     if not answer.get("ok"):
         raise CommandError(str(answer.get("error", "the coordinator declined")))

@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     coordinator.add_argument("--port", type=int, default=0, metavar="N", help="default: a free one")
     coordinator.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
     coordinator.add_argument("--lifeline-fd", type=int, help=argparse.SUPPRESS)
+    coordinator.add_argument("--restarted", action="store_true", help=argparse.SUPPRESS)
     arguments.add_arguments(coordinator)
 
     standby = subparsers.add_parser("standby")
@@ -93,7 +94,7 @@ def _coordinator(args: argparse.Namespace) -> int:
         # The launcher tries again what may have been an outage.
         print(f"deadpool coordinator: {error}", file=sys.stderr)
         return EXIT_JOURNAL
-    return _coordinate(run, listener, term, journal, args.lifeline_fd)
+    return _coordinate(run, listener, term, journal, args.lifeline_fd, restarted=args.restarted)
 
 
 def _standby(args: argparse.Namespace) -> int:
@@ -119,11 +120,14 @@ def _standby(args: argparse.Namespace) -> int:
         report_fd=args.report_fd,
         first=not args.follow,
     )
-    claimed = Standby(options, journal).watch()
+    standby = Standby(options, journal)
+    claimed = standby.watch()
     if claimed is None:
         return 0
     term, listener = claimed
-    return _coordinate(run, listener, term, journal, None)
+    # Where its agent never met the coordinator before it, that one has died with all the others.
+    restarted = term.number > 1 and not standby.was_in_touch
+    return _coordinate(run, listener, term, journal, None, restarted=restarted)
 
 
 def _coordinate(
@@ -132,6 +136,8 @@ def _coordinate(
     term: Term,
     journal: Journal,
     lifeline_fd: int | None,
+    *,
+    restarted: bool,
 ) -> int:
     # The planner comes from a layer above the cluster package, so it is handed in from here.
     from deadpool_megatron.cluster.coordinator import run_coordinator
@@ -149,5 +155,6 @@ def _coordinate(
             term=term,
             journal=journal,
             lifeline_fd=lifeline_fd,
+            restarted=restarted,
         )
     )

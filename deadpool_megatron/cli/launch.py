@@ -29,7 +29,12 @@ from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_
 from deadpool_megatron.cluster.journal import JournalError
 from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.liveness import Ending, last_line
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+    slots_are_kept,
+)
 from deadpool_megatron.cluster.starter import choose_method
 from deadpool_megatron.wire import auth
 
@@ -44,7 +49,8 @@ _FENCE_SECONDS = 5.0
 @dataclass(frozen=True)
 class LaunchOptions:
     """``refill``: how many dead nodes are followed by a new spare node; ``say``: one line to the
-    user; ``look``: called several times a second, to show progress.
+    user; ``look``: called several times a second, to show progress. ``numbers``: of the nodes to
+    start with; ``restarted``: the run is an earlier one, which goes on from what is in memory.
     """
 
     run: RunDirectory
@@ -54,6 +60,8 @@ class LaunchOptions:
     refill: int
     say: Callable[[str], None]
     look: Callable[[], None]
+    numbers: tuple[int, ...]
+    restarted: bool = False
 
 
 class Launcher:
@@ -68,7 +76,7 @@ class Launcher:
         self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_restarts = 0
-        self._next_node = options.info.nodes + options.info.spares
+        self._next_node = max(options.numbers) + 1
         self._refills = options.refill
         self._signals = 0
         self._stop_sent = False
@@ -94,10 +102,10 @@ class Launcher:
             self._run.create(self._info)
             auth.create_secret(self._run.path)
             claim_segments(self._run, self._info.run_id)
-            self._start_coordinator()
+            self._start_coordinator(restarted=self._options.restarted)
             if choose_method(self._info.settings.start_method) == "fork":
                 preload_modules(self._info.settings, self._options.modules)
-            for node in range(self._next_node):
+            for node in self._options.numbers:
                 if not self._signals:
                     self._start_agent(node)
             self._supervise()
@@ -109,7 +117,7 @@ class Launcher:
 
     # Starting.
 
-    def _start_coordinator(self) -> None:
+    def _start_coordinator(self, *, restarted: bool = False) -> None:
         command = [sys.executable, "-m", "deadpool_megatron", "coordinator"]
         handles = (self._listener.fileno(), self._lifeline)
         with open(self._run.log("coordinator"), "ab") as log:
@@ -118,6 +126,7 @@ class Launcher:
                     *command,
                     *("--run-dir", str(self._run.path)),
                     *("--listen-fd", str(handles[0]), "--lifeline-fd", str(handles[1])),
+                    *(("--restarted",) if restarted else ()),
                 ],
                 pass_fds=handles,
                 stdin=subprocess.DEVNULL,
@@ -143,6 +152,7 @@ class Launcher:
             modules=self._options.modules,
             directory=Path.cwd(),
             lifeline_fd=self._lifeline,
+            takes_up=self._options.restarted,
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -184,7 +194,8 @@ class Launcher:
             os.close(handle)
             del self._agents[node]
             # What the node held is gone with it, as on a real machine.
-            clean_node(self._run, self._info.run_id, node)
+            kept = slots_are_kept(self._run)
+            clean_node(self._run, self._info.run_id, node, keep_slots=kept)
             if self._run.final.exists() or self._stop_deadline:
                 continue
             ending = Ending.from_wait_status(status)
@@ -274,7 +285,7 @@ class Launcher:
             os.waitpid(pid, 0)
             os.close(handle)
         self._agents.clear()
-        clean_run(self._run, self._info.run_id)
+        clean_run(self._run, self._info.run_id, keep_slots=slots_are_kept(self._run))
         self._listener.close()
         os.close(self._lifeline)
 

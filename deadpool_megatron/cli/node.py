@@ -20,6 +20,7 @@ from deadpool_megatron.cli.checks import (
     check_command,
     check_domains,
     check_journal,
+    check_shared_memory,
     check_sizes,
     check_vault_cpus,
 )
@@ -45,9 +46,10 @@ from deadpool_megatron.cli.slurm_environment import (
 )
 from deadpool_megatron.cluster.agent import EXIT_FENCED
 from deadpool_megatron.cluster.agent_options import AgentOptions
-from deadpool_megatron.cluster.agent_process import NodeTaken, run_agent
+from deadpool_megatron.cluster.agent_process import run_agent
 from deadpool_megatron.cluster.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
@@ -160,6 +162,7 @@ def run(args: argparse.Namespace) -> int:
     info = _run_of(run, args)
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
+    check_shared_memory(info, 1)
     check_vault_cpus(info)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
@@ -220,8 +223,8 @@ def _serve(
     standby: bool,
 ) -> int:
     """One agent after the other: each comes back as another node than the one that was fenced."""
-    node, secret = place.node, auth.load_secret(run.path)
-    for _ in range(max(0, args.rejoin) + 1):
+    node, secret, rejoins = place.node, auth.load_secret(run.path), max(0, args.rejoin)
+    for attempt in range(rejoins + 1):
         if node is None:
             node = _attach(run, info, fixed)
         options = AgentOptions(
@@ -236,6 +239,8 @@ def _serve(
             modules=modules,
             directory=Path.cwd(),
             standby=_standby_command(run, place.host, node, args) if standby else (),
+            takes_up=True,
+            keeps_slots=attempt < rejoins,
         )
         try:
             status = run_agent(options)
@@ -245,9 +250,12 @@ def _serve(
             break
         node = None
     try:
-        return int(read_json(run.final)["exit_status"])
+        ended = int(read_json(run.final)["exit_status"])
     except (OSError, ValueError, KeyError):
         return status
+    if ended == 0:  # else what agents that died have left may complete what was dumped
+        remove_unclaimed(info.run_id)
+    return ended
 
 
 def _standby_command(

@@ -132,6 +132,11 @@ class Progress:
         self._over = False
         self._said_whole = False
 
+    def skip(self) -> None:
+        """Leave out what has been told so far: it was shown by an earlier start of the run."""
+        for _ in self._tail.poll():
+            pass
+
     def look(self) -> None:
         """Show what is new."""
         for event in self._tail.poll():

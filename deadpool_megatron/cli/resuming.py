@@ -8,24 +8,76 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.salvage import kept_line, salvage
+from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.whole_dumps import newest_whole
 
 
 def resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, Any]:
-    """Where an earlier run can be continued from. Raises CommandError when it cannot."""
+    """Where an earlier run can be continued from: the newest generation that is whole in its dumps
+    (with what it has left in memory of this host), or its newest checkpoint, whichever is newer.
+
+    Says so in a line. Raises CommandError when there is none.
+    """
     info = old.read_run()
     world_size = args.nodes * args.nproc_per_node
-    try:
-        restore = read_json(old.latest)
-    except FileNotFoundError as error:
-        raise CommandError(f"--resume {old.path}: that run has no durable state") from error
-    except ValueError as error:
-        raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
     if info.world_size != world_size:
         raise CommandError(
             f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
         )
-    path = Path(str(restore.get("path", "")))
-    if restore.get("kind") != "initial" and not path.is_dir():
-        raise CommandError(f"--resume {old.path}: {path} is not there any more")
+    whole, why_not = _whole(old, info)
+    try:
+        durable = _durable(old)
+    except CommandError:
+        if whole is None:
+            raise
+        durable = None
+    if whole is None and durable is None:
+        told = f": {'; '.join(why_not[:3])}" if why_not else ""
+        raise CommandError(f"--resume {old.path}: that run has no durable state{told}")
+    if whole is not None and (
+        durable is None or whole.generation.iteration > durable.generation.iteration
+    ):
+        print(f"goes on from generation {_named(whole)} in the dump {whole.path}", flush=True)
+        return whole.to_dict()
+    assert durable is not None
+    if why_not:
+        print(
+            f"goes on from {durable.kind} state {durable.path} of iteration"
+            f" {durable.generation.iteration}: {'; '.join(why_not[:3])}",
+            flush=True,
+        )
+    return durable.to_dict()
+
+
+def _durable(old: RunDirectory) -> Restore | None:
+    try:
+        values = read_json(old.latest)
+        restore = Restore.from_dict(values)
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommandError(f"--resume {old.path}: {old.latest} is damaged") from error
+    if restore.kind != "initial" and not Path(restore.path).is_dir():
+        raise CommandError(f"--resume {old.path}: {restore.path} is not there any more")
     return restore
+
+
+def _whole(old: RunDirectory, info: RunInfo) -> tuple[Restore | None, list[str]]:
+    try:
+        kept = kept_line(old, info)
+        alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
+        if not alive:
+            salvage(old, info, kept)
+    except (JournalError, VaultError, OSError) as error:
+        print(f"--resume {old.path}: {error}", flush=True)
+        return None, [str(error)]
+    return newest_whole(old.dump, info.world_size, kept)
+
+
+def _named(restore: Restore) -> str:
+    return f"{restore.generation.lineage}:{restore.generation.iteration}"

@@ -14,6 +14,7 @@ from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.progress import Progress, make_display
+from deadpool_megatron.cli.restarting import begin, restart_of
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import local_address
@@ -50,7 +51,12 @@ def add_parser(subparsers: Any) -> None:
     )
     add_size(parser, required=True)
     parser.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="new directory for this run"
+        "--run-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new directory for this run; or that of a run whose processes have all died: it goes"
+        " on from what is in memory",
     )
     parser.add_argument(
         "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
@@ -78,18 +84,23 @@ def run(args: argparse.Namespace) -> int:
     scripts.adopt(args)
     directory = RunDirectory(args.run_dir)
     settings = arguments.settings_from(args)
-    restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
-    info = make_info(args, settings, restore)
+    restart = restart_of(directory, args, settings)
+    if restart is not None:
+        info = restart.info
+    else:
+        restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
+        info = make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
     checks.check_domains(info)
-    checks.check_run_directory(directory)
+    if restart is None:
+        checks.check_run_directory(directory)
+        checks.check_shared_memory(info, info.nodes + info.spares)
     checks.check_journal(directory, info)
     checks.check_vault_cpus(info)
     local_address(settings.interface)  # refused here, or it is looked up again later
     tls.contexts(settings)
     checks.check_modules(modules)
-    checks.check_shared_memory(info)
     checks.check_memory(info)
     if args.refill < 0:
         raise CommandError(f"--refill must be at least 0, got {args.refill}")
@@ -99,7 +110,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     scripts.announce(args.command, os.environ)
     display = make_display(args.quiet)
+    if restart is not None:
+        display.line(begin(directory, restart))
     progress = Progress(directory, display)
+    if restart is not None:
+        progress.skip()
     launcher = Launcher(
         LaunchOptions(
             run=directory,
@@ -109,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
             refill=args.refill,
             say=display.line,
             look=progress.look,
+            numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
+            restarted=restart is not None,
         )
     )
     try:

@@ -12,6 +12,7 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
 import signal
@@ -31,12 +32,13 @@ from deadpool_megatron.cluster.agent_vault import VaultKeeper
 from deadpool_megatron.cluster.cleanup import remove_segments, write_listing
 from deadpool_megatron.cluster.fencing import Fence
 from deadpool_megatron.cluster.liveness import Ending
+from deadpool_megatron.cluster.slots import incarnations
 from deadpool_megatron.cluster.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.starter import ExecStarter, ForkStarter, StartError, choose_method
 from deadpool_megatron.cluster.telling import RecordKeeper
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.inventories import pack_inventory
-from deadpool_megatron.layout.records import EpochRecord, Seat
+from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
@@ -49,8 +51,9 @@ _NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 class Agent:
     """See the module text; :meth:`run` is the whole life of it."""
 
-    def __init__(self, options: AgentOptions) -> None:
+    def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
+        self._found = found  # in memory, before this agent's first vault
         self._node = options.node
         self._settings = options.info.settings
         self._segments = options.segments
@@ -61,8 +64,7 @@ class Agent:
         self._closed = 0
         self._inventory: dict[str, Any] | None = None
         self._boot = ""
-        # A pid does not tell agents apart: in a container each one's is the same.
-        self._own_boot = secrets.token_hex(8)
+        self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
         self._ending: tuple[str, bool] | None = None
@@ -70,13 +72,14 @@ class Agent:
         self._standby: StandbyKeeper | None = None
 
     async def run(self) -> int:
-        """Serve until the run is over; answers the exit status of the agent process."""
+        """Serve until the run is over; answers the exit status of the agent."""
         method = choose_method(self._settings.start_method)
         starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._members = Members(partial(member_spec, self._options), starter, self._settings, self)
+        self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
@@ -124,7 +127,7 @@ class Agent:
                 self._stopping.wait(),
             )
         except (CoordinatorLost, AuthenticationError) as error:
-            self._fence(str(error))
+            self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
         return self._exit_code
@@ -151,6 +154,7 @@ class Agent:
                 for m in self._members.by_slot.values()
                 if "restored" in m.said
             },
+            "found": pack_inventory(self._found) if self._found and not self._record else None,
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -249,13 +253,11 @@ class Agent:
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
         limit = self._settings.close_seconds
-        try:
+        with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
             async with asyncio.timeout(limit):
                 while any(m.drained(epoch) is None and not m.ended.is_set() for m in seated):
                     self._drained.clear()
                     await self._drained.wait()
-        except TimeoutError:
-            pass  # who is late is killed below, with that cause
         killed = [member for member in seated if not member.drained(epoch)]
         for member in killed:
             late = member.drained(epoch) is None
@@ -271,8 +273,7 @@ class Agent:
             if self._record is not None:
                 self._fence(f"epoch {record.epoch} goes on without this node")
                 return
-            # Joined after this decision: a spare of the next one, whose members build meanwhile.
-            self._shown = record
+            self._shown = record  # joined after this decision: a spare of the next one
             self._members.send_all({"t": "record", "record": record.to_dict()})
             return
         failpoints.hit("agent.record", epoch=record.epoch)
@@ -384,7 +385,7 @@ class Agent:
             self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
         verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:
-            self._fence(verdict)
+            self._fence(verdict, keep=True)
 
     def _run_over(self) -> None:
         """The coordinator wrote the result; its order to stop may have been lost with it."""
@@ -404,22 +405,21 @@ class Agent:
         try:
             change()
         except OSError as error:
-            text = f"agent of node {self._node}: its listing is not up to date: {error}"
-            print(text, file=sys.stderr, flush=True)
+            print(f"node {self._node}: its listing is not up to date: {error}", file=sys.stderr)
 
     def _launcher_gone(self) -> None:
         assert self._options.lifeline_fd is not None
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
-        self._fence("the launcher is gone")
+        self._fence("the launcher is gone", keep=True)
 
-    def _fence(self, why: str) -> None:
-        """End at once: this node holds nothing any more that others count on."""
+    def _fence(self, why: str, *, keep: bool = False) -> None:
+        """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
         print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
         self._exit_code = EXIT_FENCED
         if self._ending is None:
             for member in self._members.by_slot.values():
                 member.kill(why)
-        self._end(why, True)
+        self._end(why, not (keep or self._options.keeps_slots))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -429,7 +429,7 @@ class Agent:
 
     async def _shut_down(self) -> None:
         """Members leave or are killed, then the vault, then the shared memory; whatever happens."""
-        reason, remove = self._ending or ("agent failed", True)
+        reason, remove = self._ending or ("agent failed", False)
         self._ending = (reason, remove)
         members = list(self._members.by_slot.values())
         if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):

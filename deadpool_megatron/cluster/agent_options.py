@@ -26,6 +26,8 @@ class AgentOptions:
     ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
     file when the launcher is gone; where there is a launcher, it restarts the coordinator on this
     host, and no network can come between. ``standby``: command of the standby, () for none.
+    ``takes_up``: without slots of its own, take those of a node of this host whose agent is gone;
+    ``keeps_slots``: another agent comes after this one when it is fenced, and takes up what it had.
     """
 
     node: int
@@ -39,6 +41,8 @@ class AgentOptions:
     directory: Path
     lifeline_fd: int | None = None
     standby: tuple[str, ...] = ()
+    takes_up: bool = False
+    keeps_slots: bool = False
 
     @property
     def segments(self) -> Path:

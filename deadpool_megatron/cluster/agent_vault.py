@@ -177,6 +177,9 @@ class VaultKeeper:
         control = await self._connected()
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
+        held = [Generation.from_list(one) for one in message.get("held", ())]
+        if held:
+            return await control.dump_held(str(message["directory"]), held, limit)
         return await control.dump(
             str(message["directory"]), generation, str(message["boundary"]), limit
         )
@@ -281,6 +284,7 @@ def _short(status: Mapping[str, Any]) -> dict[str, Any]:
             role: f"{generation[0]}:{generation[1]}@{boundary}"
             for role, (generation, boundary) in status.get("committed", {}).items()
         },
-        "bytes": sum(status.get("segments", {}).values()),
+        "bytes": status.get("allocated_bytes", 0),
+        **({"limit_bytes": status["limit_bytes"]} if status.get("limit_bytes") else {}),
         **counters,
     }

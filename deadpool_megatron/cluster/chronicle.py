@@ -56,6 +56,7 @@ class Chronicle:
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
         final = self.results.final(head, end.reason, end.exit_status)
         final["kind"] = end.kind
+        final["slots_kept"] = end.keeps_slots
         reports = list(recoveries)
         known = {report["epoch"] for report in reports}
         earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]

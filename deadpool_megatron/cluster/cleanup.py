@@ -93,6 +93,19 @@ def run_processes(run: RunDirectory, run_id: str) -> list[int]:
     return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
 
 
+def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
+    """Live vaults of the run on this host: they outlive everything else for a while."""
+    found = []
+    for pid in run_processes(run, run_id):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile
+        if b"deadpool_megatron.vault" in words:
+            found.append(pid)
+    return found
+
+
 def node_processes(run: RunDirectory, node: int) -> list[int]:
     """Live processes of one node, from its listing."""
     try:
@@ -126,20 +139,21 @@ def end_processes(pids: list[int]) -> None:
     posix.wait_gone(pids, _GONE_SECONDS)
 
 
-def clean_node(run: RunDirectory, run_id: str, node: int) -> Cleaned:
+def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:
     """Remove what a node whose agent died has left: as if its host had been switched off."""
     pids = node_processes(run, node)
     end_processes(pids)
-    nbytes, directories = _remove([run.segments(run_id, node)])
+    nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
     run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
 
 
-def clean_run(run: RunDirectory, run_id: str) -> Cleaned:
-    """Kill every process of the run on this host and remove its shared memory."""
+def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cleaned:
+    """Kill every process of the run on this host and remove its shared memory, if that is not to be
+    kept for a restart."""
     pids = run_processes(run, run_id)
     end_processes(pids)
-    nbytes, directories = _remove([segment_root(run_id)])
+    nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
     for node in run.node_listings():
         run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)

@@ -163,8 +163,8 @@ class Coordinator:
             door.close()
             self._chronicle.close()
             if self._launcher_lost:
-                # Its part would have been to remove what killed agents have left.
-                clean_run(self._run, self._options.info.run_id)
+                # Its part would have been to end what killed agents have left.
+                clean_run(self._run, self._options.info.run_id, keep_slots=True)
         assert self._exit_status is not None
         return self._exit_status
 
@@ -228,7 +228,7 @@ class Coordinator:
             return
         recoveries = [report.to_dict() for report in self._state.recoveries]
         written = self._chronicle.finish(end, recoveries)
-        self._orders.stop(written)
+        self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
 
@@ -410,7 +410,7 @@ class Coordinator:
         assert self._options.lifeline_fd is not None
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
         self._launcher_lost = True
-        self._user_stop("the launcher is gone")
+        self._end(130)  # without a result: the run can be started again on its slots
 
     def _store_ready(self, port: int) -> None:
         data = {"level": "info", "text": f"store process serves on port {port}"}

@@ -17,6 +17,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 class CoordinatorOptions:
     """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
     ``term`` was claimed by the caller, who gives up its journal to the coordinator.
+    ``restarted``: all processes of the run had ended before.
     """
 
     run: RunDirectory
@@ -28,6 +29,7 @@ class CoordinatorOptions:
     term: Term
     journal: Journal
     lifeline_fd: int | None = None
+    restarted: bool = False
 
 
 def machine_config(options: CoordinatorOptions) -> Config:
@@ -43,4 +45,7 @@ def machine_config(options: CoordinatorOptions) -> Config:
         settings=info.settings,
         dump_directory=str(options.run.dump),
         start=start,
+        restarted=options.restarted,
+        # A launcher counts a dead agent as a dead host, and takes its memory away.
+        returns=options.lifeline_fd is None,
     )

@@ -32,6 +32,7 @@ class FailureKind(StrEnum):
     DRAINED = "drained"
     STORE_LOST = "store-lost"  # the process in which communicators meet
     COORDINATOR = "coordinator"  # the coordinator was replaced
+    RESTART = "restart"  # all processes had ended, and were started again
 
 
 IN_WORDS: dict[FailureKind, str] = {
@@ -50,6 +51,7 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.DRAINED: "planned",
     FailureKind.STORE_LOST: "the store was lost",
     FailureKind.COORDINATOR: "the coordinator was replaced",
+    FailureKind.RESTART: "all processes were started again",
 }
 
 

@@ -65,8 +65,9 @@ class Machine:
     def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal.
 
-        Agents have ``rejoin_seconds`` to join again. Training goes on meanwhile, and afterwards in
-        the same epoch unless something has happened to it (see machine_takeover).
+        Agents have ``rejoin_seconds`` to join again, after a restart of all processes
+        ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
+        something has happened to it (see machine_takeover).
         """
         kept: dict[int, int] = {}
         for record in records:
@@ -74,7 +75,8 @@ class Machine:
         last = records[-1]
         return replace(
             self.start(now),
-            deadline=now + self._config.settings.rejoin_seconds,
+            deadline=now + machine_takeover.patience_seconds(self._config),
+            restarted=self._config.restarted,
             seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
@@ -111,6 +113,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             if node not in turn.state.nodes:
                 return  # dropped by the machine itself, which the caller then reports
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
+            if turn.config.returns and not silent and kind is FailureKind.NODE_LOST:
+                turn.set(returning=turn.state.returning | {node})
             machine_moves.lose_node(turn, node, failure, silent_seconds=silent)
             machine_limits.check_gathered(turn)
         case ev.StoreReady(host, port):
@@ -166,6 +170,8 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         return
     joined = NodeState(event.host, event.vault_port, event.domain, event.memory_bytes)
     turn.set(nodes=state.nodes.set(node, joined))
+    if event.found is not None:
+        turn.set(found=state.found.set(node, event.found))
     spare = node not in state.seats.nodes
     turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
     turn.act(Welcome(node, state.record))
@@ -332,6 +338,12 @@ def _dumped(turn: Turn, event: ev.Dumped) -> None:
         turn.refuse("dump", "not asked for", event.node)
         return
     awaited = order.awaited.without(event.node)
+    if event.error and order.last is not None:
+        turn.set(dump=replace(order, awaited=awaited))
+        text = f"node {event.node} could not write all it holds: {event.error}"
+        turn.emit(Kind.LOG, node=event.node, level="error", text=text)
+        machine_end.check_dumped(turn)
+        return
     if event.error:
         left = without(turn.state.inventories, event.node)
         turn.set(dump=replace(order, awaited=awaited), inventories=left)

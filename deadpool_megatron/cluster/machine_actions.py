@@ -83,12 +83,15 @@ class Pause:
 
 @dataclass(frozen=True)
 class Dump:
-    """The vaults of ``nodes`` write what they hold of the generation to ``directory``."""
+    """The vaults of ``nodes`` write what they hold of the generation to ``directory``; if ``held``
+    is not empty, of all these generations, each to its own directory below.
+    """
 
     nodes: tuple[int, ...]
     directory: str
     generation: Generation
     boundary: str
+    held: tuple[Generation, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,14 @@ class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
     ``kind``: of the failure that ended the run, a value of FailureKind; empty when it was none.
+    ``keeps_slots``: the agents do not remove what they hold in memory.
     """
 
     exit_status: int
     reason: str
     resume: Restore | None = None
     kind: str = ""
+    keeps_slots: bool = False
 
 
 @dataclass(frozen=True)

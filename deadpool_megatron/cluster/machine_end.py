@@ -5,6 +5,7 @@ Pure functions on a Turn; each sets the phase together with its deadline.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -13,13 +14,15 @@ from deadpool_megatron.cluster.machine_actions import Dump, Exit, Finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     DumpOrder,
+    LastWords,
     Phase,
     Turn,
+    poisoned_generations,
     restore_query,
 )
 from deadpool_megatron.cluster.persistent import PersistentSet
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout.decision import NoRestore, is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 
 
@@ -38,14 +41,19 @@ def dump(turn: Turn) -> None:
     to disk, then end.
     """
     state = turn.state
+    if state.dump is not None and state.dump.last is not None:
+        left = PersistentSet(n for n in state.dump.awaited if n in state.nodes)
+        turn.set(dump=replace(state.dump, awaited=left))
+        check_dumped(turn)
+        return
     restore = turn.planner.choose_restore(restore_query(turn, state.seats))
     reason = _why_dumped(turn)
     if isinstance(restore, NoRestore):
-        finish(turn, 1, f"{reason}; {restore.reason}")
+        dump_held(turn, 1, f"{reason}; {restore.reason}")
     elif restore.kind == "initial":
         finish(turn, 75, f"{reason}; nothing was computed yet", restore)
     elif restore.kind != "memory":
-        finish(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
+        dump_held(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
     else:
         _dump_generation(turn, restore)
 
@@ -75,6 +83,36 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
     check_dumped(turn)
 
 
+def dump_held(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:
+    """Memory cannot give a generation to every role: before the run ends the nodes that are left
+    write all they hold, for a later run that finds the rest (FFTrainer's lazy dump)."""
+    state = turn.state
+    nodes = [n for n, found in sorted(state.held.items()) if n in state.nodes and found.holdings]
+    generations = _generations_held(turn, nodes)
+    if not generations:
+        finish(turn, status, reason, resume)
+        return
+    directory = turn.config.dump_directory
+    last = LastWords(status, reason, resume)
+    turn.set(
+        phase=Phase.DUMPING,
+        deadline=turn.now + turn.config.settings.first_step_seconds,
+        dump=DumpOrder(
+            Restore("dump", generations[0], path=directory), PersistentSet(nodes), last=last
+        ),
+    )
+    turn.act(Dump(tuple(nodes), directory, generations[0], "", generations))
+    check_dumped(turn)
+
+
+def _generations_held(turn: Turn, nodes: Iterable[int]) -> tuple[Generation, ...]:
+    """Those on the kept line that may be restored, the newest first."""
+    state = turn.state
+    held = {h.generation for node in nodes for h in state.held[node].holdings}
+    bad = state.bad_generations | poisoned_generations(state)
+    return tuple(sorted((g for g in held - bad if is_kept(state.kept, g)), reverse=True))
+
+
 def _chains(restore: Restore) -> frozenset[Generation]:
     """Generations whose parts are written as well, because roles recompute from them."""
     replays = (recipe.replay for recipe in restore.recipes.values())
@@ -86,6 +124,9 @@ def check_dumped(turn: Turn) -> None:
     order = turn.state.dump
     if turn.state.phase is not Phase.DUMPING or order is None or order.awaited:
         return
+    if order.last is not None:
+        _finish_held(turn, order, order.last)
+        return
     turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
     run = PurePath(order.restore.path).parent.parent
     reason = (
@@ -95,14 +136,30 @@ def check_dumped(turn: Turn) -> None:
     finish(turn, 75, reason, order.restore)
 
 
+def _finish_held(turn: Turn, order: DumpOrder, last: LastWords) -> None:
+    reason, run = last.reason, PurePath(order.restore.path).parent
+    if order.finished:
+        generation = order.restore.generation.to_list()
+        turn.emit(Kind.DUMPED, path=order.restore.path, generation=generation)
+        reason += (
+            f"; nodes {sorted(order.finished)} wrote what they held to {order.restore.path}:"
+            f" 'deadpool run --resume {run} --run-dir NEW' goes on from the newest generation that"
+            " is whole with what other hosts still have in memory"
+        )
+    finish(turn, last.status, reason, last.resume)
+
+
 def finish(
     turn: Turn,
     status: int,
     reason: str,
     resume: Restore | None = None,
     kind: FailureKind | None = None,
+    *,
+    keeps_slots: bool = False,
 ) -> None:
-    """End the run; the agents get ``close_seconds`` to go."""
+    """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
+    there, for a start with the same run directory."""
     if turn.state.phase in (Phase.ENDING, Phase.ENDED):
         return
     end_recovery(turn)
@@ -113,7 +170,7 @@ def finish(
         suspicion=None,
     )
     named = str(kind or "")
-    turn.act(Finish(status, reason, resume, named))
+    turn.act(Finish(status, reason, resume, named, keeps_slots))
     turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)
     check_ended(turn)
 

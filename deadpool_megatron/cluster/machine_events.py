@@ -31,7 +31,8 @@ class NodeJoined:
     ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
     one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
     it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
-    ``memory_bytes``: shared memory that it has for generations (0: not known).
+    ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
+    lay in its memory before it started, as long as it has adopted no record.
     """
 
     node: int
@@ -44,6 +45,7 @@ class NodeJoined:
     closed: int = 0
     restored: Mapping[int, int] = field(default_factory=dict)
     memory_bytes: int = 0
+    found: Inventory | None = None
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def check_gathered(turn: Turn) -> None:
     # The counts are looked at first: this is asked for every join and every hello.
     present = len(state.nodes) + len(state.gone)
     if state.record is not None:
-        if present >= len(state.record.nodes):
+        if state.restarted or present >= len(state.record.nodes):
             machine_takeover.check_all_back(turn)
         return
     if state.store is None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as ev
-from deadpool_megatron.cluster import machine_limits, machine_repeats
+from deadpool_megatron.cluster import machine_limits, machine_repeats, machine_restart
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import finish
@@ -120,6 +120,8 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
         return
     assert state.record is not None
+    if machine_restart.refuses(turn, layout):
+        return
     known = state.layouts.get(role)
     if (
         known is not None

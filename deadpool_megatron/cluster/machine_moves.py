@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from immutables import Map
 
-from deadpool_megatron.cluster import machine_timing
+from deadpool_megatron.cluster import machine_restart, machine_timing
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import (
     Announce,
@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.machine_actions import (
     WriteRecord,
 )
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
-from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
+from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_held, finish
 from deadpool_megatron.cluster.machine_plans import pause_cause, plan_is_due, tell_plan
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
@@ -138,7 +138,10 @@ def decide(turn: Turn) -> None:
     state = turn.state
     restore = turn.planner.choose_restore(restore_query(turn, seats.seats))
     if isinstance(restore, NoRestore):
-        finish(turn, 1, _with_scheme(turn, restore.reason))
+        if state.returning:
+            _wait_for_return(turn, restore.reason)
+        else:
+            dump_held(turn, 1, _with_scheme(turn, restore.reason))
         return
     if seats.unseated:
         _wait_for_spare(turn, seats)
@@ -211,6 +214,17 @@ def _wait_for_spare(turn: Turn, seats: Seating) -> None:
     turn.emit(Kind.LOG, level="warning", text=f"roles {roles} wait for a spare node to join")
 
 
+def _wait_for_return(turn: Turn, reason: str) -> None:
+    """What is missing may lie in memory of a host whose agent ended: it can be started again."""
+    if turn.state.phase is Phase.WAITING_SPARE:
+        return
+    limit = turn.config.settings.spare_timeout_seconds
+    turn.set(phase=Phase.WAITING_SPARE, deadline=turn.now + limit, pending=None, redecide=None)
+    nodes = sorted(turn.state.returning)
+    text = f"{reason}: nodes {nodes} have {limit:g} s to come back with what they hold in memory"
+    turn.emit(Kind.LOG, level="warning", text=text)
+
+
 def opening_seconds(turn: Turn, record: EpochRecord) -> float:
     """How long it may take until every role has restored what the record says."""
     settings, members = turn.config.settings, turn.state.members
@@ -231,6 +245,8 @@ def announce(turn: Turn) -> None:
     moved = state.leaving
     forgotten = {} if state.poisoned_from is None else {"forgotten_from": state.poisoned_from}
     recovery = state.recovery.spend("decide", turn.now) if state.recovery else None
+    machine_restart.inherit_layouts(turn, record.restore)
+    machine_restart.tell(turn, record.restore)
     turn.set(
         phase=Phase.OPENING,
         deadline=turn.now + opening_seconds(turn, record),
@@ -240,6 +256,9 @@ def announce(turn: Turn) -> None:
         kept=keep_line(state.kept, record.restore, record.epoch),
         recovery=recovery,
         inventories=Map(),
+        found=Map(),
+        restarted=False,
+        returning=frozenset(),
         restored=PersistentSet(),
         leaving=frozenset(),
         drains=state.drains - moved,
@@ -383,6 +402,7 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
         drains=before.drains - {node},
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
+        found=without(before.found, node),
     )
     turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
     if before.phase is Phase.DUMPING:

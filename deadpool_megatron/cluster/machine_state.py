@@ -61,7 +61,9 @@ LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 class Config:
     """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
 
-    ``start``: what epoch 1 begins with (kind initial, durable or dump).
+    ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
+    processes of the run had ended, the agents come up again. ``returns``: an agent that ended may
+    be started again on its host, with the slots that it had.
     """
 
     nodes: int
@@ -70,6 +72,8 @@ class Config:
     settings: Settings
     dump_directory: str
     start: Restore = INITIAL
+    restarted: bool = False
+    returns: bool = False
 
     @property
     def world_size(self) -> int:
@@ -158,15 +162,26 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
+class LastWords:
+    """How the run ends when everything that is held has been written."""
+
+    status: int
+    reason: str
+    resume: Restore | None
+
+
+@dataclass(frozen=True)
 class DumpOrder:
     """What is being written to disk, and which nodes have finished. ``chains``: generations that
-    are written in part, for roles that recompute their shard parts from them.
+    are written in part, for roles that recompute their shard parts from them. ``last``: all that
+    the nodes hold is written, as no generation is whole, else the one of ``restore``.
     """
 
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
     chains: frozenset[Generation] = frozenset()
+    last: LastWords | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +198,10 @@ class State:
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
     are back. ``dump_wanted``: why
-    the state is to be saved and the run ended next; empty when it is not.
+    the state is to be saved and the run ended next; empty when it is not. ``found``: what lay in
+    memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
+    alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
+    agents ended in this recovery, and may come back with what they held.
     """
 
     phase: Phase
@@ -200,6 +218,10 @@ class State:
     store: tuple[str, int] | None = None
     kept: Mapping[int, int] = field(default_factory=dict)
     inventories: Map[int, Inventory] = field(default_factory=Map)
+    found: Map[int, Inventory] = field(default_factory=Map)
+    inherited: frozenset[int] = frozenset()
+    restarted: bool = False
+    returning: frozenset[int] = frozenset()
     awaited: PersistentSet[int] = field(default_factory=PersistentSet)
     restored: PersistentSet[int] = field(default_factory=PersistentSet)
     done: PersistentSet[int] = field(default_factory=PersistentSet)
@@ -253,6 +275,11 @@ class State:
         return self.open_epoch
 
     @property
+    def held(self) -> Map[int, Inventory]:
+        """Inventories of live nodes: as promised at the close, else as found before they joined."""
+        return self.found.update(self.inventories)
+
+    @property
     def is_restored(self) -> bool:
         """Whether every role of the announced record has its state."""
         return self.record is not None and len(self.restored) == len(self.record.seats)
@@ -277,7 +304,8 @@ class State:
                     return "the store process of the communicators to start"
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
-                return "a node that joins as spare"
+                back = f", or nodes {sorted(self.returning)} with their slots"
+                return f"a node that joins as spare{back if self.returning else ''}"
             case Phase.DECIDING:
                 return f"the journal of epoch {self.epoch}"
             case Phase.OPENING:
@@ -390,7 +418,7 @@ def poisoned_generations(state: State) -> frozenset[Generation]:
     limit = state.poisoned_from
     if limit is None:
         return frozenset()
-    held = (h.generation for i in state.inventories.values() for h in i.holdings)
+    held = (h.generation for i in state.held.values() for h in i.holdings)
     return frozenset(generation for generation in held if generation.iteration >= limit)
 
 
@@ -401,7 +429,7 @@ def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
     return RestoreQuery(
         epoch=state.epoch + 1,
         world_size=turn.config.world_size,
-        inventories=state.inventories,
+        inventories=state.held,
         seats=seats,
         owners=state.seats,
         kept=state.kept,

@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.machine_moves import (
     opening_seconds,
 )
 from deadpool_megatron.cluster.machine_state import (
+    Config,
     Failure,
     Phase,
     Turn,
@@ -38,6 +39,8 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
     state, record = turn.state, turn.state.record
     if state.phase is not Phase.GATHERING or record is None:
         return
+    if event.node in record.nodes and not event.epoch and not event.members:
+        turn.set(restarted=True)  # its members have died with the agent before it
     if event.closed >= record.epoch:
         cause = f"epoch {record.epoch} was closed before the coordinator changed"
         close(turn, Failure(cause, FailureKind.COORDINATOR))
@@ -48,11 +51,27 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
 
 
 def check_all_back(turn: Turn) -> None:
-    """Go on when every node of the newest record is back or lost."""
-    state = turn.state
+    """Go on when every node of the newest record is back or lost.
+
+    After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
+    with their slots, so that as many nodes are awaited as at the start of a run.
+    """
+    state, config = turn.state, turn.config
     assert state.record is not None
-    if not state.absent(state.record.nodes):
+    assert state.deadline is not None
+    if state.restarted:
+        began = state.deadline - patience_seconds(config)
+        patient = turn.now < began + config.settings.connect_seconds
+        if len(state.nodes) >= config.nodes + (config.spares if patient else 0):
+            time_is_over(turn)
+    elif not state.absent(state.record.nodes):
         _go_on(turn)
+
+
+def patience_seconds(config: Config) -> float:
+    """How long agents may take to come to a coordinator that has taken over."""
+    settings = config.settings
+    return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
 def time_is_over(turn: Turn) -> None:
@@ -84,11 +103,17 @@ def _happened(turn: Turn) -> Failure | None:
     """What nobody has reported, for there was no coordinator to report it to."""
     state, record = turn.state, turn.state.record
     assert record is not None
+    ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
+    if ended and state.restarted:
+        some = f"processes of roles {ended} were started again"
+        return Failure(
+            "all processes were started again" if len(ended) == len(record.seats) else some,
+            FailureKind.RESTART,
+        )
     for node in sorted(set(record.nodes) - set(state.nodes)):
         if matters(state, record, node):
             cause = f"node {node}: {state.gone.get(node, 'gone')}"
             return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
-    ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"
         signature = ("unseen", *map(str, ended))

@@ -55,10 +55,15 @@ class Orders:
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
             case actions.Pause(epoch, iteration):
                 self._peers.send_all({"t": "pause", "epoch": epoch, "iteration": iteration})
-            case actions.Dump(nodes, directory, generation, boundary):
-                message = {"t": "dump", "directory": directory, "boundary": boundary}
+            case actions.Dump(nodes, directory, generation, boundary, held):
+                dump: dict[str, Any] = {
+                    "t": "dump",
+                    "directory": directory,
+                    "boundary": boundary,
+                    "held": [one.to_list() for one in held],
+                }
                 for node in nodes:
-                    self._send(node, {**message, "generation": generation.to_list()})
+                    self._send(node, {**dump, "generation": generation.to_list()})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
@@ -86,9 +91,9 @@ class Orders:
         """A checkpoint is valid: its writers need wait no longer."""
         self._peers.send_all({"t": "durable-done", "iteration": iteration})
 
-    def stop(self, reason: str) -> None:
-        """The run is over."""
-        self._peers.send_all({"t": "stop", "reason": reason, "remove": True})
+    def stop(self, reason: str, *, remove: bool) -> None:
+        """The run is over; ``remove``: the slots, too."""
+        self._peers.send_all({"t": "stop", "reason": reason, "remove": remove})
 
     def _send(self, node: int, message: Mapping[str, Any]) -> None:
         peer = self._peers.agents.get(node)

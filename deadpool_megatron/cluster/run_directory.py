@@ -150,6 +150,14 @@ class RunDirectory:
         return found
 
 
+def slots_are_kept(run: RunDirectory) -> bool:
+    """Whether the run ended with a result, but left what it held in memory for another start."""
+    try:
+        return bool(read_json(run.final).get("slots_kept", False))
+    except (OSError, ValueError):
+        return False
+
+
 def segment_root(run_id: str) -> Path:
     """Shared-memory directory of a run on this host."""
     return SEGMENT_ROOT / f"deadpool-{run_id}"

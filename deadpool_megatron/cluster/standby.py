@@ -70,6 +70,7 @@ class Standby:
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
+        self.was_in_touch = False  # whether the agent was ever connected to a coordinator
 
     def watch(self) -> tuple[Term, socket.socket] | None:
         """Until this process is the coordinator: the claimed term and the socket agents connect
@@ -156,7 +157,9 @@ class Standby:
             return True
         said = os.read(0, 4096)
         if said:
-            self._lost = said.split()[-1] == b"lost"
+            words = said.split()
+            self._lost = words[-1] == b"lost"
+            self.was_in_touch = self.was_in_touch or b"found" in words
         return bool(said)
 
     def _complain(self, text: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
@@ -23,8 +24,9 @@ _SHOWN_FRAMES = 4
 
 def join(message: Message) -> inputs.NodeJoined:
     """An agent's first message."""
+    node, found = int(message["node"]), message.get("found")
     return inputs.NodeJoined(
-        node=int(message["node"]),
+        node=node,
         host=str(message["host"]),
         vault_port=int(message["vault_port"]),
         domain=str(message["domain"]),
@@ -33,6 +35,7 @@ def join(message: Message) -> inputs.NodeJoined:
         epoch=int(message.get("epoch", 0)),
         closed=int(message.get("closed", 0)),
         restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
+        found=None if found is None else replace(unpack_inventory(found), node=node),
         memory_bytes=int(message.get("memory_bytes", 0)),
     )
 

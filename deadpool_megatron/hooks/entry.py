@@ -21,6 +21,7 @@ from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook, model_config
 from deadpool_megatron.hooks.layouts import role_layout
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop
+from deadpool_megatron.hooks.memory import admit
 from deadpool_megatron.hooks.optimizer import (
     ShardState,
     StepHooks,
@@ -85,6 +86,7 @@ class EpochEntry(Stages):
             Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
             link.seat,
             connect_seconds=settings.connect_seconds,
+            memory_bytes=settings.memory_bytes,
             memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )
         self._loop: ProtectedLoop | None = None
@@ -192,6 +194,7 @@ class EpochEntry(Stages):
     def restore(self, record: EpochRecord, role: int) -> None:
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
+        self._admit(record)
         plan = record.protection
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
@@ -302,6 +305,19 @@ class EpochEntry(Stages):
         megatron_extras.restore(self.loop, values)
         self._late = values
         self._reports.tell_again(values["told"])
+
+    def _admit(self, record: EpochRecord) -> None:
+        """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has
+        its slots, and lives with fewer copies rather than end."""
+        if record.restore.kind == "memory" or self._vault.has_segment(self.role):
+            return
+        settings = self._settings
+        directory, roles = self._vault.directory, int(os.environ.get("DEADPOOL_NPROC", "1"))
+        pinned = self._platform.is_cuda
+        for text in admit(self.protection.layout, directory, roles, settings, pinned=pinned):
+            print(text, file=sys.stderr, flush=True)
+            if self._link.seat.slot == 0:
+                self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:
         self._drop()

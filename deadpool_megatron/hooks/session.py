@@ -46,10 +46,12 @@ from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import NoRoom, VaultError
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71
+# As for any bad input: another process would find no more memory than this one did.
+EXIT_NO_ROOM = 2
 _LOOK_SECONDS = 0.05
 
 
@@ -241,6 +243,9 @@ class Session:
                 self._reports.say("restore-failed", part="", text=str(error))
             elif isinstance(error, CommunicatorFault):
                 self._on_fault(error.group, error.operation, error.cause)
+            elif isinstance(error, NoRoom):
+                print(error, file=sys.stderr, flush=True)
+                sys.exit(EXIT_NO_ROOM)
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):

@@ -6,7 +6,8 @@ be read. Names of parts stand once; regular lists of roles are written as [first
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, PartInfo, RoleLayout
@@ -101,3 +102,18 @@ def _unpack_roles(values: Any) -> tuple[int, ...]:
         first, last, step = values["range"]
         return tuple(range(int(first), int(last) + 1, int(step)))
     return tuple(int(role) for role in values)
+
+
+def usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
+    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
+    found: dict[int, list[RoleLayout]] = {}
+    if roles:
+        for layout in (layout for inventory in inventories for layout in inventory.layouts):
+            if layout.role in roles:
+                found.setdefault(layout.role, []).append(layout)
+    return {role: _most_named(layouts) for role, layouts in found.items()}
+
+
+def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
+    counts = Counter(layout.layout_hash for layout in layouts)
+    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))

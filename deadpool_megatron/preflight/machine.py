@@ -17,6 +17,7 @@ from pathlib import Path
 import deadpool_megatron
 from deadpool_megatron.preflight import stream
 from deadpool_megatron.preflight.facts import NodeFacts
+from deadpool_megatron.vault.limits import cgroup_memory, memlock_bytes
 
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.
@@ -26,7 +27,6 @@ _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/
 _NVIDIA_SMI_SECONDS = 20.0
 _SIOCGIFADDR = 0x8915
 _IFF_UP = 1
-_CGROUP_FILES = ("memory.max", "memory.current")
 
 
 class Instruments(ABC):
@@ -59,7 +59,7 @@ class RealInstruments(Instruments):
             shm_bytes=shm.total if shm else 0,
             shm_free_bytes=shm.free if shm else 0,
             memory_bytes=available_memory() or 0,
-            memlock_bytes=_limit(resource.RLIMIT_MEMLOCK),
+            memlock_bytes=memlock_bytes(),
             open_files=_limit(resource.RLIMIT_NOFILE),
         )
 
@@ -139,11 +139,8 @@ def available_memory() -> int | None:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
-    try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in _CGROUP_FILES)
-        return free if limit.strip() == "max" else min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        return free
+    group = cgroup_memory()
+    return free if group is None else min(free, group.left_bytes)
 
 
 def interface_of(address: str) -> str:

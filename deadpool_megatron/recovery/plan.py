@@ -7,8 +7,7 @@ each role's newest, is the consistency rule of coordinated checkpointing (Chandy
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.layout.decision import (
@@ -19,6 +18,7 @@ from deadpool_megatron.layout.decision import (
     SeatingQuery,
     is_kept,
 )
+from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     Decoding,
@@ -114,7 +114,7 @@ class _Shelf:
         self._query = query
         self._layouts: dict[int, RoleLayout] = {}
         unknown = {role for role in range(query.world_size) if role not in query.layouts}
-        found = _usual_layouts(unknown, query.inventories.values())
+        found = usual_layouts(unknown, query.inventories.values())
         for role in range(query.world_size):
             layout = query.layouts.get(role) or found.get(role)
             if layout is not None:
@@ -243,21 +243,6 @@ class _Shelf:
                 nodes = holders.setdefault(part, {}).setdefault(role, [])
                 if node not in nodes:
                     nodes.append(node)
-
-
-def _usual_layouts(roles: set[int], inventories: Iterable[Inventory]) -> dict[int, RoleLayout]:
-    """The layout of each role that most nodes name; layouts of copies travel with the copies."""
-    found: dict[int, list[RoleLayout]] = {}
-    if roles:
-        for layout in (layout for inventory in inventories for layout in inventory.layouts):
-            if layout.role in roles:
-                found.setdefault(layout.role, []).append(layout)
-    return {role: _most_named(layouts) for role, layouts in found.items()}
-
-
-def _most_named(layouts: list[RoleLayout]) -> RoleLayout:
-    counts = Counter(layout.layout_hash for layout in layouts)
-    return max(layouts, key=lambda one: (counts[one.layout_hash], one.layout_hash))
 
 
 def _is_on(seat: Seat | None, node: int) -> bool:

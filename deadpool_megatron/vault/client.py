@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.machine import memory_near
@@ -36,7 +37,8 @@ _LOOK_SECONDS = 0.5
 class VaultClient:
     """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
 
-    ``memory_node``: NUMA node that the slots are to lie on.
+    ``memory_bytes``: what all files of the node may occupy (0: no limit); ``memory_node``: NUMA
+    node that the slots are to lie on.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class VaultClient:
         seat: Seat,
         *,
         connect_seconds: float,
+        memory_bytes: int = 0,
         memory_node: int | None = None,
     ) -> None:
         self._path = socket_path
-        self._directory = Path(segment_dir)
+        self.directory = Path(segment_dir)
+        self._budget = Budget(self.directory, memory_bytes)
         self._seat = seat
         self._connect_seconds = connect_seconds
         self._memory_node = memory_node
@@ -68,21 +72,27 @@ class VaultClient:
 
     # Registration.
 
+    def has_segment(self, role: int) -> bool:
+        """Whether the slots of this incarnation for ``role`` have been made."""
+        return (self.directory / own_name(role, self._seat)).exists()
+
     def register(self, layout: RoleLayout, epoch: int) -> None:
         """Make this incarnation's segment for the role, or take it up again; tell the vault.
 
-        Raises VaultError when shared memory is too small, the layout differs from that of an
-        existing segment, or the vault does not answer within ``connect_seconds``.
+        Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
+        of an existing segment, or the vault does not answer within ``connect_seconds``.
         """
-        path = self._directory / own_name(layout.role, self._seat)
+        path = self.directory / own_name(layout.role, self._seat)
         if self._segment is None or self._segment.path != path:
             self._rehearsed = False  # another role updates other parameters
             if path.exists():
-                self._segment = Segment.open(path)
+                self._segment = Segment.open(path, budget=self._budget)
             else:
                 names = [part.name for part in layout.parts]
                 with memory_near(self._memory_node):
-                    self._segment = Segment.create(path, layout, self._seat, names)
+                    self._segment = Segment.create(
+                        path, layout, self._seat, names, budget=self._budget
+                    )
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
@@ -293,7 +303,7 @@ class VaultClient:
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        return RestoredParts(self.tell, self._directory, answer["parts"])
+        return RestoredParts(self.tell, self.directory, answer["parts"])
 
     def close(self) -> None:
         """Close the connection; the segment stays."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,17 @@ class VaultControl:
             generation=generation.to_list(),
             boundary=boundary,
             roles=None if roles is None else sorted(roles),
+        )
+        return [str(path) for path in paths]
+
+    async def dump_held(
+        self, directory: str | Path, generations: Sequence[Generation], deadline_seconds: float
+    ) -> list[str]:
+        """Write all this node holds of these generations, each to a directory of its own below
+        ``directory``; the paths."""
+        held = [generation.to_list() for generation in generations]
+        paths = await self._order(
+            "dump-held", deadline_seconds, directory=str(directory), held=held
         )
         return [str(path) for path in paths]
 

@@ -19,7 +19,8 @@ from deadpool_megatron.layout.replaying import (
     gradients_part,
     predecessor,
 )
-from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
+from deadpool_megatron.vault.limits import free_bytes
 from deadpool_megatron.vault.segment import Segment, SlotState, checksum, dump_name
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place, Table
@@ -43,12 +44,14 @@ def dump(
     state: VaultState,
     directory: Path,
     generation: Generation,
-    boundary: str,
+    boundary: str | None,
     roles: Iterable[int] | None,
 ) -> list[str]:
     """Write what this node holds of a generation, one file for each role; answers the paths.
+    ``boundary``: the one whose extras are written, None for all of them.
 
     A part is written only if its bytes match its checksum. A file appears whole or not at all.
+    Raises VaultError with one line when it cannot be written; what was there before still is.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with state.lock:
@@ -61,14 +64,34 @@ def dump(
     return written
 
 
+def generation_name(generation: Generation) -> str:
+    """Name of the directory with the dump files of a generation."""
+    return f"{generation.lineage}-{generation.iteration}"
+
+
+def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) -> list[str]:
+    """Write everything this node holds of these generations, the newest first, to directories
+    below ``base``; answers the paths. Raises VaultError, having written what had room.
+    """
+    written: list[str] = []
+    for generation in sorted(generations, reverse=True):
+        try:
+            written += dump(state, base / generation_name(generation), generation, None, None)
+        except (VaultError, OSError) as error:
+            raise VaultError(f"{error}; {len(written)} files were written before") from error
+    return written
+
+
 def _dump_role(
-    state: VaultState, directory: Path, role: int, generation: Generation, boundary: str
+    state: VaultState, directory: Path, role: int, generation: Generation, boundary: str | None
 ) -> Path | None:
     with state.lock:
         layout = state.table.layout(role)
         found: dict[tuple[Generation, str], list[Place]] = {}
         if layout is not None:
-            names = (*layout.shard_parts, extras_part(boundary))
+            names = tuple(part.name for part in layout.parts)
+            if boundary is not None:
+                names = (*layout.shard_parts, extras_part(boundary))
             wanted = [(generation, name) for name in names]
             wanted += _led_from(state.table, layout, generation)
             found = {(g, name): state.table.find(role, g, name) for g, name in wanted}
@@ -140,6 +163,13 @@ def _write_dump(
                 dumped.seal_part(slot, name, place.nbytes, place.checksum, one.lineage)
         dumped.flush()
         unfinished.rename(path)
+    except (NoRoom, OSError) as error:
+        unfinished.unlink(missing_ok=True)
+        why = getattr(error, "strerror", None) or "no room"
+        needed, free = sum(place.nbytes for place in places.values()), free_bytes(path.parent)
+        raise VaultError(
+            f"{path} cannot be written ({why}): {needed} bytes needed, {free} free"
+        ) from error
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

@@ -9,6 +9,10 @@ class VaultError(Exception):
     """The vault cannot do what was asked; one clear line for a person."""
 
 
+class NoRoom(VaultError):
+    """There is no memory for a slot: the file system is full, or the node's limit is reached."""
+
+
 class Frozen(VaultError):
     """The epoch has been closed: the member must not write (and has not written) into a slot."""
 

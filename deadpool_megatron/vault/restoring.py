@@ -166,7 +166,7 @@ class Obtainer:
         self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
         tried: list[tuple[int, int, str]] = []
-        place = self._local(wanted)
+        place = self._local(layout, wanted)
         if place is not None:
             return place
         restore = self._record.restore
@@ -199,11 +199,13 @@ class Obtainer:
             raise RestoreUnavailable(text, tuple(tried))
         return self._decoder.obtain(layout, text, decoding, tried, deadline)
 
-    def _local(self, wanted: _Wanted) -> Place | None:
-        """Checked bytes that this node holds for the role itself."""
+    def _local(self, layout: RoleLayout, wanted: _Wanted) -> Place | None:
+        """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._state.lock:
             places = self._state.table.find(self._role, wanted.generation, wanted.name)
         for place in places:
+            if place.segment.layout.layout_hash != layout.layout_hash:
+                continue
             found = checksum(place.view)
             if found == place.checksum:
                 return place
@@ -251,23 +253,21 @@ class Obtainer:
         return self._seal(segment, slot, name, nbytes, expected)
 
     def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str) -> Place:
-        """Read a part from the files of a dump, or decode it from them."""
+        """Read a part from the files of a dump: of the role, else of one with the same bytes; or
+        decode it from them."""
         tried: list[tuple[int, int, str]] = []
         directory, restored = Path(self._record.restore.path), self._record.restore.generation
-        for dumped in dump_files(directory, self._role):
-            why = "other layout"
-            if dumped.layout.layout_hash == layout.layout_hash:
-                source = self._slot_of(dumped, wanted)
-                if source is None:
-                    why = "not in the file"
-                else:
+        same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
+        for role in (self._role, *(other for other in same if other != self._role)):
+            for dumped in dump_files(directory, role):
+                source, why = self._slot_of(dumped, layout, wanted)
+                if source is not None:
                     with self._target(layout, wanted) as (segment, slot):
                         place = self._read(dumped, source, segment, slot, wanted.name)
                     if place is not None:
                         return place
-                    why = "checksum does not match"
-            node = int(dumped.path.stem.rsplit("-", 1)[1])
-            tried.append((node, self._role, why))
+                node = int(dumped.path.stem.rsplit("-", 1)[1])
+                tried.append((node, role, why))
         if wanted.generation != restored:
             raise RestoreUnavailable(text, tuple(tried))
         for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
@@ -283,13 +283,21 @@ class Obtainer:
                 return decoder.obtain(layout, wanted.name, decoding, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
 
-    def _slot_of(self, dumped: Segment, wanted: _Wanted) -> int | None:
-        """The slot of a file that has the part."""
+    def _slot_of(
+        self, dumped: Segment, layout: RoleLayout, wanted: _Wanted
+    ) -> tuple[int | None, str]:
+        """The slot of a file that has the part, and what is wrong if it has none, or if its bytes
+        turn out to be damaged."""
+        if dumped.layout.role == layout.role:
+            if dumped.layout.layout_hash != layout.layout_hash:
+                return None, "other layout"
+        elif _size(dumped.layout, wanted.name) != _size(layout, wanted.name):
+            return None, "other size"
         for slot, generation in slots_of(dumped, self._record.restore.generation):
             entry = dumped.entry(slot, wanted.name)
             if generation == wanted.generation and entry.state is PartState.SEALED:
-                return slot
-        return None
+                return slot, "checksum does not match"
+        return None, "not in the file"
 
     def _read(
         self, dumped: Segment, source: int, segment: Segment, slot: int, name: str
@@ -362,3 +370,7 @@ class Obtainer:
         channel = self._channels.pop(node, None)
         if channel is not None:
             channel.close()
+
+
+def _size(layout: RoleLayout, name: str) -> int | None:
+    return {part.name: part.nbytes for part in layout.parts}.get(name)

@@ -16,8 +16,9 @@ from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
 from deadpool_megatron.vault.chain import Chain
 from deadpool_megatron.vault.contributing import Contributor
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.fences import settle
 from deadpool_megatron.vault.restoring import Obtainer
-from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, settle
+from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shipping import Shipper
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.steps import write_sums

@@ -21,13 +21,10 @@ reads, so one of the two must see the other; the member's fast path stays a plai
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import mmap
 import os
-import platform
 import re
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -36,8 +33,8 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.memory import allocate
 
 PAGE = 4096
 _MAGIC = 0x3130_4745_5350_4D44  # "DMPSEG01", little endian
@@ -92,27 +89,6 @@ def checksum(view: memoryview) -> int:
     return int(checksum_of(view).intdigest())
 
 
-def fence() -> None:
-    """Make every running thread of the machine pass a full memory barrier; about 10 ms.
-
-    Where the system call is missing, a pause far longer than any store buffer takes to drain.
-    """
-    number = {"x86_64": 324, "aarch64": 283}.get(platform.machine())
-    global_barrier = 1
-    if number is None or ctypes.CDLL(None).syscall(number, global_barrier, 0, 0) != 0:
-        time.sleep(0.01)
-
-
-def settle() -> None:
-    """Before reading bytes that a live member has just declared FILLED.
-
-    x86 shows the stores of one processor in their order. Elsewhere the state word of a slot could
-    be seen before the bytes, when it is seen before the member's message about it has arrived.
-    """
-    if platform.machine() != "x86_64":
-        fence()
-
-
 def own_name(role: int, seat: Seat) -> str:
     """File name of the segment that one member incarnation writes."""
     return f"own-{role}-{seat.node}.{seat.slot}.{seat.incarnation}.seg"
@@ -139,6 +115,11 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
     if match[1] is None:
         return int(match[5] or match[6]), None
     return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
+
+
+def segment_bytes(layout: RoleLayout) -> int:
+    """Memory of an own segment with all its slots, headers included."""
+    return _Geometry(layout, None, layout.slots).nbytes
 
 
 def _pages(nbytes: int) -> int:
@@ -177,8 +158,10 @@ class Segment:
         file: int,
         slots: int,
         writable: bool = True,
+        budget: Budget | None = None,
     ) -> None:
         self.path = path
+        self._budget = budget or Budget(path.parent)
         self.layout = layout
         self.seat = seat
         self.slots = slots
@@ -210,29 +193,31 @@ class Segment:
         seat: Seat | None,
         reserve: Collection[str],
         slots: int | None = None,
+        budget: Budget | None = None,
     ) -> Segment:
         """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
 
-        ``slots``: how many, if not as many as the layout says.
-        Raises VaultError, naming the file system and the bytes needed, when there is no room.
+        ``slots``: how many, if not as many as the layout says. ``budget``: the limit for all files
+        there; none for a dump on disk. Raises NoRoom, naming where and the bytes needed.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         slots = layout.slots if slots is None else slots
         geometry = _Geometry(layout, seat, slots)
         description = geometry.description
+        budget = budget or Budget(path.parent)
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
             headers = [
                 (geometry.first + slot * geometry.stride, geometry.header) for slot in range(slots)
             ]
-            allocate(file, path, [(0, geometry.first), *headers])
+            budget.allocate(file, path, [(0, geometry.first), *headers])
         except BaseException:
             os.close(file)
             temporary.unlink(missing_ok=True)
             raise
         try:
-            segment = Segment(path, layout, seat, file, slots)
+            segment = Segment(path, layout, seat, file, slots, budget=budget)
             segment.reserve(reserve)
             words = segment._words
             words[_W_LENGTH] = len(description)
@@ -246,7 +231,7 @@ class Segment:
         return segment
 
     @staticmethod
-    def open(path: Path, writable: bool = True) -> Segment:
+    def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
         """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
         role, seat = parse_name(path.name)
         file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
@@ -258,7 +243,7 @@ class Segment:
         if layout.role != role:
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
-        return Segment(path, layout, seat, file, slots, writable)
+        return Segment(path, layout, seat, file, slots, writable, budget)
 
     def __del__(self) -> None:
         # The mapping itself goes with its last memoryview.
@@ -273,14 +258,14 @@ class Segment:
     def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
         """Have memory behind the named parts of all or some slots, once.
 
-        Raises VaultError when there is no room. A copy reserves what is shipped, when it comes.
+        Raises NoRoom. A copy reserves what is shipped, when it comes.
         """
         wanted = {
             (slot, name)
             for slot in (range(self.slots) if slots is None else slots)
             for name in names
         } - self._reserved
-        allocate(
+        self._budget.allocate(
             self._file,
             self.path,
             [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],

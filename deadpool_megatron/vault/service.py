@@ -26,7 +26,7 @@ from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.decoding import load_code
-from deadpool_megatron.vault.dumping import dump
+from deadpool_megatron.vault.dumping import dump, dump_held
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
 from deadpool_megatron.vault.members import MemberDialogue, Members
@@ -143,6 +143,7 @@ class Vault:
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
+            "dump-held": self._dump_held,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -154,7 +155,7 @@ class Vault:
                 reply = {"ok": False, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind == "dump":  # slow: an order to close must not wait behind it
+        if kind in ("dump", "dump-held"):  # slow: an order to close must not wait behind it
             threading.Thread(target=answer, name="dump", daemon=True).start()
         else:
             answer()
@@ -207,6 +208,8 @@ class Vault:
                 "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
                 "segments": {n: s.nbytes for n, s in state.table.segments.items()},
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
+                "allocated_bytes": state.table.budget.used_bytes(),
+                "limit_bytes": state.table.budget.limit_bytes,
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }
 
@@ -214,6 +217,10 @@ class Vault:
         generation = Generation.from_list(message["generation"])
         roles, directory = message.get("roles"), Path(message["directory"])
         return dump(self._state, directory, generation, str(message["boundary"]), roles)
+
+    def _dump_held(self, message: Mapping[str, Any]) -> list[str]:
+        held = [Generation.from_list(one) for one in message["held"]]
+        return dump_held(self._state, Path(message["directory"]), held)
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

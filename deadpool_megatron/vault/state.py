@@ -8,6 +8,7 @@ a checksum, a socket call or the reservation of memory.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.replaying import copy_slots
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, copy_name
@@ -39,6 +41,7 @@ from deadpool_megatron.vault.traffic import Traffic
 log = logging.getLogger(__name__)
 # Strangers must not be able to flood the event log: one event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
+_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
 class Verdict(StrEnum):
@@ -66,7 +69,7 @@ class VaultState:
     ) -> None:
         self.node = node
         self.settings = settings
-        self.table = Table(directory)
+        self.table = Table(directory, Budget(directory, settings.memory_bytes))
         self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -182,7 +185,7 @@ class VaultState:
                 segment = self.table.copy(layout.role)
             if segment is None:
                 path = self.table.directory / copy_name(layout.role)
-                segment = Segment.create(path, layout, None, (), slots)
+                segment = Segment.create(path, layout, None, (), slots, self.table.budget)
                 with self.lock:
                     self.table.segments[path.name] = segment
             else:
@@ -302,7 +305,7 @@ class VaultState:
         """Count something that was not accepted, and report it at most once a second."""
         now = time.monotonic()
         with self.lock:
-            self.counters[f"refused: {why}"] += 1
+            self.counters[_NUMBERS.sub("N", f"refused: {why}")] += 1
             if now - self._reported.get(why, -1e9) < _REFUSAL_EVENT_SECONDS:
                 return
             self._reported[why] = now

@@ -21,14 +21,15 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import keeps_steps, needed
+from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.fences import fence
 from deadpool_megatron.vault.segment import (
     PartEntry,
     PartState,
     Segment,
     SlotState,
     copy_name,
-    fence,
     own_name,
 )
 
@@ -67,8 +68,9 @@ class Place:
 class Table:
     """All segments of one node's directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, budget: Budget | None = None) -> None:
         self.directory = directory
+        self.budget = budget or Budget(directory)
         self.segments: dict[str, Segment] = {}
         self.pins: Counter[tuple[str, int]] = Counter()
         self.writers: set[tuple[str, int]] = set()
@@ -95,7 +97,7 @@ class Table:
         """The mapped segment of that name. Raises SegmentError or OSError."""
         segment = self.segments.get(name)
         if segment is None:
-            segment = self.segments[name] = Segment.open(self.directory / name)
+            segment = self.segments[name] = Segment.open(self.directory / name, budget=self.budget)
             if self._promised is not None and segment.seat is not None:
                 segment.freeze(True)
         return segment
@@ -159,9 +161,16 @@ class Table:
         )
 
     def layouts(self) -> tuple[RoleLayout, ...]:
-        """One layout for each role that has a segment here."""
+        """One layout for each role that has a segment here, of one that holds something if any."""
         found = {s.layout.role: s.layout for s in self.segments.values()}
+        found |= {s.segment.layout.role: s.segment.layout for s in self.sealed() if s.parts}
         return tuple(found[role] for role in sorted(found))
+
+    def remove_empty(self) -> None:
+        """Take away segments without a sealed part; only while no process fills one."""
+        holding = {slot.segment.path for slot in self.sealed() if slot.parts}
+        for segment in [s for s in self.segments.values() if s.path not in holding]:
+            self.remove(segment)
 
     # Closing and opening an epoch.
 

@@ -113,6 +113,7 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is not empty" in complain(capsys, *run_arguments(tmp_path / "full"))
     assert "is not a directory" in complain(capsys, *run_arguments(tmp_path / "full" / "x"))
     old = old_run(tmp_path / "old")
+    old.final.write_text("{}")
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
@@ -122,11 +123,17 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
     write_json(old.node(0), {"started": {str(parent): int(started)}})
     assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    old.final.unlink()
+    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), {})
+    other = complain(capsys, *run_arguments(old.path, "--resume", str(tmp_path)))
+    assert "leave --resume out" in other
 
 
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
-    info = RunInfo("0ld", world_size, world_size, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    brief = Settings(drain_seconds=0.1, close_seconds=0.2)
+    info = RunInfo("0ld", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
     run.create(info)
     return run
 

@@ -317,14 +317,6 @@ def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
         assert run.launcher.wait(60) == 130
 
 
-def test_killed_launcher_takes_everything_along(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", nproc=2) as run:
-        run.wait_iteration(3)
-        run.launcher.kill()
-        run.launcher.wait()
-        run.wait_clean()
-
-
 def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
     faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
     options = ("--deadpool-start-method", "exec")

@@ -1,0 +1,195 @@
+"""Is a torch_dist checkpoint whole? Its index can be read, all files and byte ranges are there, and
+every checksum matches: those of the archives that torch writes, and of a list beside them.
+
+Needs torch for the classes of the index; nothing else of a pickle is let in.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from deadpool_megatron.vault.verify import Finding, Progress, Verdict
+
+METADATA = ".metadata"
+# {"algorithm": "xxh3_64", "files": {relative path: [bytes, checksum in hexadecimal]}}
+CHECKSUMS = "deadpool-checksums.json"
+_ALGORITHM = "xxh3_64"
+_PIECE_BYTES = 16 << 20
+_ALLOWED_MODULES = (
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.planner",
+)
+_ALLOWED_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("collections", "OrderedDict"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_device"),
+    ("pathlib", "PosixPath"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("builtins", "slice"),
+}
+
+
+def checkpoint_bytes(directory: Path) -> int:
+    """About how much :func:`verify_checkpoint` will read."""
+    return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+
+
+def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
+    """A finding for each file; ``progress`` gets the bytes read since the last call."""
+    listed = directory / CHECKSUMS
+    if listed.exists():
+        yield from _verify_listed(directory, listed, progress)
+    try:
+        ranges = _ranges(directory)
+    except (OSError, pickle.UnpicklingError, ValueError, TypeError, AttributeError) as error:
+        yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"cannot be read: {error}")
+        return
+    except (EOFError, IndexError, KeyError, ImportError) as error:
+        yield Finding(directory / METADATA, "index", 0, Verdict.BAD, f"is damaged: {error!r}")
+        return
+    entries = sum(len(found) for found in ranges.values())
+    size = (directory / METADATA).stat().st_size
+    yield Finding(directory / METADATA, f"index of {entries} entries", size, Verdict.GOOD)
+    for name, found in sorted(ranges.items()):
+        yield _verify_file(directory / name, found, progress)
+    common = directory / "common.pt"
+    if common.exists():
+        yield _verify_file(common, [(0, common.stat().st_size)], progress)
+
+
+def _verify_listed(directory: Path, listed: Path, progress: Progress) -> Iterator[Finding]:
+    try:
+        values = json.loads(listed.read_text())
+        if values["algorithm"] != _ALGORITHM:
+            raise ValueError(f"algorithm {values['algorithm']!r}, known is {_ALGORITHM}")
+        files = {
+            str(name): (int(nbytes), int(digest, 16))
+            for name, (nbytes, digest) in values["files"].items()
+        }
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        yield Finding(listed, "checksums", 0, Verdict.BAD, f"cannot be read: {error}")
+        return
+    for name, (nbytes, expected) in sorted(files.items()):
+        path, what = directory / name, "checksum of the file"
+        try:
+            size, found = _file_digest(path, progress)
+        except OSError as error:
+            yield Finding(path, what, nbytes, Verdict.BAD, error.strerror or str(error))
+            continue
+        reason = ""
+        if size != nbytes:
+            reason = f"{size} bytes instead of {nbytes}"
+        elif found != expected:
+            reason = f"checksum {found:016x} instead of {expected:016x}"
+        yield Finding(path, what, size, Verdict.BAD if reason else Verdict.GOOD, reason)
+
+
+def _file_digest(path: Path, progress: Progress) -> tuple[int, int]:
+    digest, size = xxhash.xxh3_64(), 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+            progress(len(piece))
+    return size, digest.intdigest()
+
+
+def _ranges(directory: Path) -> dict[str, list[tuple[int, int]]]:
+    """File -> (offset, length) of every entry of the index."""
+    with open(directory / METADATA, "rb") as file:
+        index = _IndexReader(file).load()
+    ranges: dict[str, list[tuple[int, int]]] = {}
+    for info in index.storage_data.values():
+        ranges.setdefault(str(info.relative_path), []).append((int(info.offset), int(info.length)))
+    return ranges
+
+
+class _IndexReader(pickle.Unpickler):
+    """Lets in the classes that an index consists of, so that a file cannot run code here."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module in _ALLOWED_MODULES or (module, name) in _ALLOWED_NAMES
+        if not known and module != "torch":
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        found = super().find_class(module, name)
+        if not known and type(found).__name__ not in ("dtype", "layout", "memory_format"):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        return found
+
+
+def _verify_file(path: Path, ranges: list[tuple[int, int]], progress: Progress) -> Finding:
+    what = f"{len(ranges)} entries"
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for offset, length in sorted(ranges):
+                if offset < 0 or length < 0 or offset + length > size:
+                    reason = f"has {size} bytes, an entry lies at {offset} + {length}"
+                    return Finding(path, what, size, Verdict.BAD, reason)
+                if reason := _damage(_Slice(file, offset, length)):
+                    text = f"entry at {offset} + {length}: {reason}"
+                    return Finding(path, what, size, Verdict.BAD, text)
+                progress(length)
+    except OSError as error:
+        return Finding(path, what, 0, Verdict.BAD, error.strerror or str(error))
+    return Finding(path, what, size, Verdict.GOOD)
+
+
+def _damage(entry: _Slice) -> str:
+    """Why an entry cannot be used; torch writes each as an archive with a CRC of every record."""
+    if entry.read(4) != b"PK\x03\x04":
+        return ""  # another way to write; that its bytes are there is all that can be said
+    entry.seek(0)
+    try:
+        with zipfile.ZipFile(entry) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, ValueError) as error:
+        return str(error)
+    return f"CRC of {broken} does not match" if broken else ""
+
+
+class _Slice(io.RawIOBase):
+    """A range of a file as a file."""
+
+    def __init__(self, file: Any, offset: int, length: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError(f"position {start + offset} before the beginning")
+        self._position = start + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._position)
+        self._file.seek(self._offset + self._position)
+        data = bytes(self._file.read(left if size < 0 else min(size, left)))
+        self._position += len(data)
+        return data

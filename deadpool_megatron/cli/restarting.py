@@ -1,0 +1,109 @@
+"""A run whose processes have all died is started again with its own run directory.
+
+Its journal, numbers and events go on; its nodes take up the slots that they left in memory. Which
+command and settings it has from then on is what it is started with; only its size must stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, replace
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journals import open_journal
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    segment_root,
+    slots_are_kept,
+    write_json,
+)
+from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.settings import Settings
+
+_PAUSE_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Restart:
+    """``numbers``: of the nodes to start; those that were given up come under new ones."""
+
+    info: RunInfo
+    numbers: tuple[int, ...]
+
+
+def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) -> Restart | None:
+    """What is left in ``--run-dir`` to go on from; None when there is nothing, or nothing but the
+    result of a run that is over. Raises CommandError when it cannot go on as it was asked to.
+    """
+    try:
+        old = run.read_run()
+    except (RunDirectoryError, NotADirectoryError):
+        return None
+    if run.final.exists() and not slots_are_kept(run):
+        return None
+    if args.resume is not None:
+        raise CommandError(
+            f"--run-dir {run.path} holds a run that can go on: leave --resume out, or choose"
+            " another directory"
+        )
+    _await_end(run, old)
+    for flag, given, known in (
+        ("--nodes", args.nodes, old.nodes),
+        ("--nproc-per-node", args.nproc_per_node, old.nproc_per_node),
+    ):
+        if given != known:
+            raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
+    if settings.journal != old.settings.journal:
+        raise CommandError(f"the run in {run.path} has --deadpool-journal {old.settings.journal}")
+    info = replace(old, command=tuple(args.command), settings=settings, spares=args.spares)
+    return Restart(info, _numbers(run, info))
+
+
+def begin(run: RunDirectory, restart: Restart) -> str:
+    """Make the directory that of the new processes; answers a line for the user."""
+    if run.final.exists():
+        kept = len(list(run.path.glob("final-*.json"))) + 1
+        run.final.rename(run.final.with_name(f"final-{kept}.json"))
+    run.coordinator.unlink(missing_ok=True)
+    write_json(run.path / "run.json", restart.info.to_dict())
+    held = sorted(
+        path.parent.name for path in segment_root(restart.info.run_id).glob("node*/*.seg")
+    )
+    where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
+    return f"run {restart.info.run_id} is started again; {where}"
+
+
+def _await_end(run: RunDirectory, old: RunInfo) -> None:
+    """Those that notice the end of their launcher only now get their time."""
+    limit = time.monotonic() + old.settings.close_seconds
+    while alive := set(run_processes(run, old.run_id)) - set(vault_processes(run, old.run_id)):
+        if time.monotonic() > limit:
+            raise CommandError(
+                f"--run-dir {run.path} is in use by run {old.run_id}, which is alive"
+                f" (processes {sorted(alive)[:5]}); 'deadpool stop {run.path}' ends it"
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
+    try:
+        newest = open_journal(info.settings, info.run_id, run.journal).newest("epoch")
+    except JournalError as error:
+        raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
+    wanted = info.nodes + info.spares
+    if newest is None:
+        return tuple(range(wanted))
+    record = EpochRecord.from_dict(newest[1])
+    events = list(read_events(run.events))
+    lost = {event.node for event in events if event.kind is Kind.NODE_LOST}
+    known = {event.node for event in events if event.node is not None} | set(record.nodes)
+    seated = {seat.node for seat in record.seats.values()}
+    kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))
+    fresh = range(max(known) + 1, max(known) + 1 + wanted)
+    return tuple([*kept, *fresh][: max(wanted, len(seated - lost))])

@@ -1,0 +1,120 @@
+"""Where memory for generations is taken, and the limit on it: of all processes of a node together.
+
+What counts is what the files of the node's directory really occupy, asked of the file system under
+a lock, so that it is exact whoever was killed at whatever moment: there is no book to repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deadpool_megatron.vault.errors import NoRoom, VaultError
+
+_LOCK = ".memory.lock"
+# Whoever holds the lock fills at most one role's slots meanwhile; a stopped one never lets go.
+_LOCK_SECONDS = 60.0
+_PAUSE_SECONDS = 0.005
+_BLOCK = 512  # unit of st_blocks, whatever the file system
+
+
+class Budget:
+    """At most ``limit_bytes`` for the files in ``directory``; 0: as much as its file system has.
+
+    Safe for use by any number of threads and processes.
+    """
+
+    def __init__(self, directory: Path, limit_bytes: int = 0) -> None:
+        self.directory = directory
+        self.limit_bytes = limit_bytes
+
+    def used_bytes(self) -> int:
+        """Memory behind the files, those that are just being made included."""
+        return allocated_bytes(self.directory)
+
+    def allocate(self, file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+        """Put memory behind (start, count) ranges of an open file now: a full file system must be
+        an error here, not SIGBUS later. Raises NoRoom, and has taken nothing beyond the limit.
+        """
+        if not self.limit_bytes:
+            _allocate(file, path, ranges)
+            return
+        with self._locked():
+            wanted = sum(count for _, count in ranges)
+            known = os.fstat(file)
+            # Of ranges that have their memory already, from before a restart, nothing is taken.
+            wanted = min(wanted, max(0, known.st_size - known.st_blocks * _BLOCK))
+            used = self.used_bytes()
+            if wanted and used + wanted > self.limit_bytes:
+                self._remove_unfinished()
+                used = self.used_bytes()
+            if wanted and used + wanted > self.limit_bytes:
+                raise NoRoom(
+                    f"no room for {path.name}: {wanted} bytes needed, {self.limit_bytes - used} of"
+                    f" {self.limit_bytes} left in {self.directory}: raise --deadpool-memory-gb"
+                )
+            _allocate(file, path, ranges)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        handle = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            limit = time.monotonic() + _LOCK_SECONDS
+            while not _try_lock(handle):
+                if time.monotonic() > limit:
+                    raise VaultError(
+                        f"waited {_LOCK_SECONDS:g} s for {self.directory / _LOCK}: the process that"
+                        " holds it seems to be stopped"
+                    )
+                time.sleep(_PAUSE_SECONDS)
+            yield
+        finally:
+            os.close(handle)
+
+    def _remove_unfinished(self) -> None:
+        """What processes were making when they were killed."""
+        for path in self.directory.glob(".*.seg.*"):
+            maker = path.name.rpartition(".")[2]
+            if maker.isdigit() and not Path("/proc", maker).exists():
+                path.unlink(missing_ok=True)
+
+
+def allocated_bytes(directory: Path) -> int:
+    """What the files of a directory occupy; those that vanish meanwhile do not count."""
+    total = 0
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                if entry.is_file(follow_symlinks=False):
+                    total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+    return total
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _allocate(file: int, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    try:
+        for start, count in ranges:
+            if count:
+                os.posix_fallocate(file, start, count)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            raise
+        free = os.statvfs(path.parent)
+        needed = sum(count for _, count in ranges)
+        raise NoRoom(
+            f"no room for {path.name}: {needed} bytes needed on {path.parent}"
+            f" (shared memory, usually /dev/shm), {free.f_bavail * free.f_frsize} free:"
+            " enlarge it (mount -o remount,size=..., docker --shm-size) or use fewer slots"
+        ) from error

@@ -1,0 +1,184 @@
+"""``deadpool verify``: finds damaged bytes, calls nothing bad that is only being written."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from deadpool_megatron.cli import main
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault import verify as verifying
+from deadpool_megatron.vault.segment import Segment, copy_name
+from deadpool_megatron.vault.verify import Verdict, verify_segment
+from tests.vault.harness import Member, cluster, make_layout
+
+G = Generation
+
+
+def findings(
+    capsys: pytest.CaptureFixture[str], directory: Path, status: int
+) -> list[dict[str, Any]]:
+    capsys.readouterr()
+    assert main(["verify", "--json", str(directory)]) == status
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] == (status == 0)
+    return list(answer["findings"])
+
+
+def flip(path: Path, position: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x10]))
+
+
+def test_a_live_node_and_one_damaged_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with cluster(tmp_path, 2) as running:
+        running.open(running.record(1))
+        members = [Member(running.nodes[r], make_layout(r, peers=(0, 1))) for r in range(2)]
+        for member in members:
+            member.client.register(member.layout, 1)
+        for k in range(3):
+            for member in members:
+                member.write(G(1, k))
+            for member in members:
+                assert member.wait(G(1, k)) == "committed"
+        good = findings(capsys, running.shm, 0)
+        assert {f["verdict"] for f in good} == {"good"}
+        assert {tuple(f["generation"]) for f in good} == {(1, 1), (1, 2)}
+        assert {f["role"] for f in good} == {0, 1}
+
+        path = running.nodes[0].directory / copy_name(1)
+        segment = Segment.open(path, writable=False)
+        slot = next(s for s in range(2) if segment.generation(s) == G(1, 2))
+        flip(path, segment.offset(slot, "shard") + 4711)
+        (bad,) = [f for f in findings(capsys, running.shm, 1) if f["verdict"] == "bad"]
+        assert (bad["path"], bad["what"]) == (str(path), "shard")
+        assert main(["verify", str(running.nodes[0].directory)]) == 1
+        output = capsys.readouterr().out
+        assert f"BAD {path}: shard of 1:2: checksum" in output
+        dumped = running.nodes[0].dump(tmp_path / "dump", G(1, 1), "step")
+        assert {f["verdict"] for f in findings(capsys, tmp_path / "dump", 0)} == {"good"}
+        flip(Path(dumped[0]), Path(dumped[0]).stat().st_size // 2)
+        assert findings(capsys, tmp_path / "dump", 1)
+
+
+def test_a_run_that_goes_on_is_not_disturbed(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        running.open(running.record(1))
+        layout = make_layout(0, nbytes=1 << 20, peers=(0, 1))
+        member = Member(running.nodes[0], layout)
+        member.client.register(layout, 1)
+        over = threading.Event()
+
+        def train() -> None:
+            for k in range(40):
+                member.step(G(1, k))
+            over.set()
+
+        training = threading.Thread(target=train)
+        training.start()
+        seen = []
+        while not over.is_set():
+            for node in running.nodes:
+                for path in verifying.segment_files(node.directory):
+                    seen += [f.verdict for f in verify_segment(path, lambda _: None)]
+        training.join()
+        assert Verdict.GOOD in seen
+        assert Verdict.BAD not in seen
+
+
+def test_a_slot_that_is_overwritten_while_it_is_hashed_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifying, "_PIECE_BYTES", 4096)
+    layout = make_layout(3)
+    segment = Segment.create(tmp_path / copy_name(3), layout, None, ["shard"])
+    segment.open_slot(0, G(1, 1), 1)
+    view = segment.data(0, "shard")
+    segment.seal_part(0, "shard", len(view), verifying.xxhash.xxh3_64_intdigest(view), 1)
+    hashed: list[int] = []
+
+    def overwrite(nbytes: int) -> None:
+        hashed.append(nbytes)
+        if len(hashed) == 3:
+            segment.open_slot(0, G(1, 3), 1)
+            view[:] = b"\x07" * len(view)
+
+    (finding,) = verify_segment(segment.path, overwrite)
+    assert (finding.verdict, finding.reason) == (Verdict.BUSY, "was overwritten meanwhile")
+    segment.mark_writing(0)
+    (finding,) = verify_segment(segment.path, lambda _: None)
+    assert finding.verdict is Verdict.BUSY
+
+
+def checkpoint(directory: Path) -> Path:
+    state = {"weight": torch.arange(5000.0), "step": torch.tensor(7)}
+    dcp.save(state, checkpoint_id=str(directory), no_dist=True)
+    torch.save({"iteration": 7}, directory / "common.pt")
+    return next(directory.glob("*.distcp"))
+
+
+def test_a_checkpoint_with_every_kind_of_damage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = checkpoint(tmp_path / "iter_1")
+    whole = data.read_bytes()
+    assert {f["verdict"] for f in findings(capsys, tmp_path / "iter_1", 0)} == {"good"}
+    assert findings(capsys, tmp_path, 0), "a folder of checkpoints"
+
+    flip(data, len(whole) // 2)
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert bad["path"] == str(data)
+    data.write_bytes(whole[:-100])
+    assert "an entry lies at" in str(findings(capsys, tmp_path / "iter_1", 1))
+    data.unlink()
+    assert "No such file" in str(findings(capsys, tmp_path / "iter_1", 1))
+    (tmp_path / "iter_1" / ".metadata").write_bytes(b"\x80\x04K")
+    assert findings(capsys, tmp_path / "iter_1", 1)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, ("harmed",))
+
+
+def test_an_index_cannot_run_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "iter_1").mkdir()
+    (tmp_path / "iter_1" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    assert "has no place in it" in str(findings(capsys, tmp_path / "iter_1", 1))
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_a_list_of_checksums_beside_the_files_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = checkpoint(tmp_path / "iter_1")
+    digest = verifying.xxhash.xxh3_64_hexdigest(data.read_bytes())
+    values = {
+        "algorithm": "xxh3_64",
+        "files": {data.name: [data.stat().st_size, digest], "gone": [1, "ab"]},
+    }
+    (tmp_path / "iter_1" / "deadpool-checksums.json").write_text(json.dumps(values))
+    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
+    assert bad["path"].endswith("gone")
+
+
+def test_nothing_to_verify_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for directory in (tmp_path, tmp_path / "missing"):
+        assert main(["verify", str(directory)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,153 @@
+"""All processes of a run die while its hosts live: the next ones go on from the slots in memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster import cleanup, posix
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.events import Event, Kind
+from tests.cluster.agents import Agents
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
+
+pytestmark = pytest.mark.slow
+ENDLESS = ("--step-seconds", "0.02")
+
+
+def kill_everything(run: RunDirectory, launcher: int) -> None:
+    """SIGKILL every process of the run at once, vaults too: a job step that is killed."""
+    pids = [launcher, *cleanup.run_processes(run, run.read_run().run_id)]
+    for pid in pids:
+        posix.kill(pid, signal.SIGSTOP)  # nobody sees another one die
+    for pid in pids:
+        posix.kill(pid)
+    assert not posix.wait_gone(pids, 30)
+
+
+def decided(events: list[Event]) -> list[str]:
+    """Where each epoch's state came from."""
+    return [e.data["restore"] for e in events if e.kind is Kind.EPOCH_DECIDED]
+
+
+def texts(events: list[Event]) -> str:
+    return "\n".join(str(e.data.get("text")) for e in events if e.kind is Kind.LOG)
+
+
+def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as run:
+        run.wait_iteration(5)
+        listings = [run.listing(node) for node in range(2)]
+        send(read_json(run.run.coordinator)["pid"])
+        for pid in [pid for one in listings for pid in one["members"].values()]:
+            send(pid)
+        run.wait_event(Kind.RECOVERED)
+        run.finish()
+        assert set(decided(run.events())[1:]) == {"memory"}
+
+
+@pytest.mark.parametrize("how", ["launcher", "everything"])
+def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
+    first = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1)
+    first.wait_iteration(5)
+    if how == "everything":
+        kill_everything(first.run, first.launcher.pid)
+    else:
+        first.launcher.kill()
+    first.launcher.wait()
+    run_id = first.run.read_run().run_id
+    reached = max(e.iteration or 0 for e in first.events(Kind.STEP))
+    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1) as run:
+        run.wait_event(Kind.RECOVERED)
+        assert run.run.read_run().run_id == run_id
+        final = run.finish()
+    events = run.events()
+    assert decided(events) == ["initial", "memory"]
+    assert "restarted: goes on from generation 1:" in texts(events)
+    generation = next(e.data["generation"] for e in events if decided([e]) == ["memory"])
+    assert reached - 2 <= generation[1] <= final["iterations"]
+    assert final["recoveries"][0]["kind"] == "restart"
+    assert f"run {run_id} is started again; slots of" in run.output.read_text()
+
+
+def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0)
+    run.wait_iteration(3)
+    run.launcher.kill()
+    run.launcher.wait()
+    run_id = run.run.read_run().run_id
+    pids = cleanup.run_processes(run.run, run_id)
+    assert not posix.wait_gone(pids, 30)
+    assert list(segment_root(run_id).glob("node*/own-*.seg"))
+    assert not run.run.final.exists()
+    other = deadpool(
+        *("run", "--nodes", "3", "--nproc-per-node", "1", "--run-dir", str(run.run.path)),
+        *("--", "-m", "deadpool_megatron.trainer"),
+    )
+    assert other.returncode == 2
+    assert "has --nodes 2, not 3" in other.stderr
+    assert "run" in deadpool("clean", str(run.run.path)).stdout
+    run.wait_clean()
+
+
+def test_all_agents_and_their_standbys_are_killed_and_started_again(tmp_path: Path) -> None:
+    with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as agents:
+        agents.wait_iteration(5)
+        for agent in agents.agents.values():
+            os.kill(agent.pid, signal.SIGSTOP)
+        for agent in agents.agents.values():
+            agent.kill()
+            agent.wait()
+        for node in range(2):
+            agents.start(str(node), "--node-id", str(node))
+        agents.wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
+        agents.finish()
+        assert set(decided(agents.events())[1:]) == {"memory"}
+
+
+def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
+    """Nothing but its own slots holds role 1: with ``local`` there are no copies elsewhere."""
+    options = ("--deadpool-protection", "local")
+    with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
+        agents.wait_iteration(5)
+        node = 1 if agents.term().node == 0 else 0
+        agents.agents[str(node)].kill()
+        agents.agents[str(node)].wait()
+        agents.wait_for("the loss", lambda: agents.events(Kind.NODE_LOST))
+        agents.start(str(node), "--node-id", str(node))
+        agents.wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
+        agents.finish()
+        assert set(decided(agents.events())[1:]) == {"memory"}
+        log = (tmp_path / "r-outputs" / f"{node}.out").read_text()
+        assert f"takes up the slots of node {node}" in log
+
+
+def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> None:
+    """Who is left writes what it holds; what the dead node left in memory completes it."""
+    options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")
+    with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
+        agents.wait_iteration(5)
+        agents.power_off(1 if agents.term().node == 0 else 0)
+        agents.wait_for("the end", agents.run.final.exists)
+        final = read_json(agents.run.final)
+        assert final["exit_status"] == 1
+        assert "wrote what they held" in final["reason"]
+        for agent in agents.agents.values():
+            agent.wait(60)
+        resumed = deadpool(
+            *("run", "--resume", str(agents.run.path), "--run-dir", str(tmp_path / "new")),
+            *("--nodes", "2", "--nproc-per-node", "1", *FAST, "--", MEMBER),
+            *("--iterations", str(final["iterations"] + 5)),
+        )
+        assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+        assert "goes on from generation 1:" in resumed.stdout
+        new = read_json(tmp_path / "new" / "final.json")
+        for role in range(2):
+            expected = expected_sha256(role, final["iterations"] + 5)
+            assert new["roles"][str(role)]["sha256"] == expected
+        verified = deadpool("verify", str(agents.run.path))
+        assert verified.returncode == 0, verified.stdout
