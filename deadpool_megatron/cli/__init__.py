@@ -27,6 +27,7 @@ COMMANDS = {
     "protect": "control",
     "kill": "control",
     "stop": "control",
+    "persist": "persist",
     "report": "report",
     "compare": "compare",
     "verify": "verify",
@@ -48,6 +49,7 @@ examples:
   deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
   deadpool verify /tmp/first            check every checksum, in memory and on disk
   deadpool protect /tmp/first --every 4 protect each fourth iteration only
+  deadpool persist /tmp/first           write a checkpoint beside the training
   deadpool clean                        remove what dead runs have left in memory
 """
 

@@ -33,6 +33,7 @@ from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.taking import take, taken_bytes
 from deadpool_megatron.vault.transport import Transport
 from deadpool_megatron.wire.framing import WireError
 
@@ -144,6 +145,7 @@ class Vault:
             "status": lambda _: self.status(),
             "dump": self._dump,
             "dump-held": self._dump_held,
+            "take": self._take,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -155,8 +157,8 @@ class Vault:
                 reply = {"ok": False, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind in ("dump", "dump-held"):  # slow: an order to close must not wait behind it
-            threading.Thread(target=answer, name="dump", daemon=True).start()
+        if kind in ("dump", "dump-held", "take"):  # slow: an order to close must not wait behind it
+            threading.Thread(target=answer, name=kind, daemon=True).start()
         else:
             answer()
 
@@ -206,7 +208,10 @@ class Vault:
                     for role, (generation, boundary) in state.committed.items()
                 },
                 "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
-                "segments": {n: s.nbytes for n, s in state.table.segments.items()},
+                "segments": {
+                    **{n: s.nbytes for n, s in state.table.segments.items()},
+                    **taken_bytes(self._directory),
+                },
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
                 "allocated_bytes": state.table.budget.used_bytes(),
                 "limit_bytes": state.table.budget.limit_bytes,
@@ -221,6 +226,11 @@ class Vault:
     def _dump_held(self, message: Mapping[str, Any]) -> list[str]:
         held = [Generation.from_list(one) for one in message["held"]]
         return dump_held(self._state, Path(message["directory"]), held)
+
+    def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        name, iteration = str(message["name"]), int(message["iteration"])
+        taken = take(self._state, name, iteration, float(message["limit_seconds"]))
+        return [one.to_dict() for one in taken]
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

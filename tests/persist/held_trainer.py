@@ -1,0 +1,32 @@
+"""The embedded trainer, held before some iterations.
+
+Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.trainer import __main__ as trainer
+from deadpool_megatron.trainer import loop
+from tests.persist.holding import hold, waits_of
+
+_train_step = loop.TrainingLoop.train_step
+
+
+def held(waits: dict[int, Path]) -> Any:
+    """The step, held."""
+
+    def train_step(self: Any) -> None:
+        hold(waits, self.counters["iteration"] + 1)
+        _train_step(self)
+
+    return train_step
+
+
+if __name__ == "__main__":
+    told, *rest = sys.argv[1:]
+    loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    sys.exit(trainer.main(rest))
