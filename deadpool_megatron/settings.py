@@ -128,6 +128,18 @@ class Settings:
         "a loss that is NaN or infinite, with the update applied: stop (status 4), rollback"
         " (compute the iteration once more from the state before it; a second time stop), ignore",
     )
+    persist_interval: int = _setting(
+        0,
+        "write a standard checkpoint in the background every so many iterations, without a pause of"
+        " training (0: only when 'deadpool persist' asks for one)",
+    )
+    persist_directory: str = _setting(
+        "", "where these checkpoints go: a directory that all nodes share (empty: in --run-dir)"
+    )
+    persist_keep: int = _setting(2, "how many of these checkpoints are kept (0: all)")
+    persist_seconds: float = _setting(
+        1800.0, "limit for one of these checkpoints to be set aside, written and checked"
+    )
     chunk_bytes: int = _setting(4 << 20, "size of the pieces in which state is shipped")
     rate_limit_gbps: float = _setting(
         0.0,
@@ -186,6 +198,8 @@ class Settings:
             "full_every": 2,
             "max_lag": 0,
             "hash_interval": 0,
+            "persist_interval": 0,
+            "persist_keep": 0,
             "node_crashes": 1,
         }
         for name, least in limits.items():
@@ -225,6 +239,11 @@ class Settings:
             raise SettingsError(
                 "--deadpool-journal must be directory or etcd://HOST:PORT,HOST:PORT/PREFIX,"
                 f" got {self.journal!r}"
+            )
+        if self.persist_directory and not Path(self.persist_directory).is_absolute():
+            raise SettingsError(
+                "--deadpool-persist-directory must be an absolute path (every node writes to it),"
+                f" got {self.persist_directory!r}"
             )
         self._check_tls()
         self._check_ladder()

@@ -44,7 +44,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
             for key, value in scaler.state_dict().items():
                 values[f"scaler{index}.{key}"] = value
     values["extra_state"] = loop.extra_state()
-    for name, tensor in _buffers(loop):
+    for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
     values.update(capture_loss_sums())
     values.update(fp8_state.capture(loop))
@@ -95,7 +95,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
                 scaler.load_state_dict(state)
     loop.restore_extra_state(values["extra_state"])
     with torch.no_grad():
-        for name, tensor in _buffers(loop):
+        for name, tensor in frozen_and_buffers(loop):
             value = values[f"buffer.{name}"]
             if tensor.dtype != value.dtype:
                 # Megatron keeps the expert bias in fp32, but only from the first forward pass on
@@ -127,7 +127,7 @@ def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
     return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
 
 
-def _buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
     """Every module buffer, persistent or not (expert bias, token counts, amax), and frozen weights.
 
     Frozen parameters are in no optimizer and in no gather: nothing else would bring them back.
@@ -145,7 +145,7 @@ def _buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
 
 def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
-    live = {f"buffer.{name}" for name, _ in _buffers(loop)}
+    live = {f"buffer.{name}" for name, _ in frozen_and_buffers(loop)}
     kept = {name for name in values if name.startswith("buffer.")}
     if live != kept:
         raise ExtrasError(

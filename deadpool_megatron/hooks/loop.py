@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from deadpool_megatron.persist.skeleton import SkeletonError
+
 # emit(kind, data): kind is the value of an events.Kind, data holds JSON values only.
 Emit = Callable[[str, Mapping[str, Any]], None]
 
@@ -92,6 +94,15 @@ class ProtectedLoop(ABC):
     def extra_state(self) -> dict[str, Any]:
         """More that travels with a generation: JSON values, by name."""
         return {}
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """The state that a save would write, as ``dist_checkpointing.save`` takes it, made without
+        communication and without copies of tensors. Under ``optimizer`` is what its
+        ``sharded_state_dict`` answered; all else that an iteration changes are marks
+        (:mod:`deadpool_megatron.persist.filling`). Raises SkeletonError where there is no such
+        checkpoint.
+        """
+        raise SkeletonError("the program does not say what its checkpoints hold")
 
     def close(self) -> None:
         """Let go of the model and of whatever must not wait for the garbage collector; the loop is

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,6 +70,10 @@ class Part:
             if address + size <= end and owner.device == tensor.device:
                 return _view(buffer, self._offsets[index] + address - start, tensor)
         raise KeyError(f"part {self.name} does not hold that tensor")
+
+    def places(self) -> Iterator[tuple[Tensor, int]]:
+        """Each live tensor with the offset of its bytes in the flat buffer."""
+        return zip(self.tensors, self._offsets, strict=True)
 
     def load(self, buffer: memoryview) -> None:
         """Copy the bytes of ``buffer`` into the live tensors, in place."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.hooks.loading import exact_load
+from deadpool_megatron.persist.filling import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (
     AsyncRequest,
@@ -99,6 +100,16 @@ def write_and_publish(loop: TrainingLoop, folder: Path) -> None:
         temporary.write_text(str(loop.counters["iteration"]))
         temporary.replace(folder / _TRACKER)
     dist.barrier()
+
+
+def saved_state(loop: TrainingLoop) -> dict[str, Any]:
+    """What :func:`write` writes, with marks for what an iteration changes; see
+    :meth:`ProtectedLoop.checkpoint_state`."""
+    state = _sharded_state(loop, is_loading=False)
+    state["opt_param_scheduler"]["num_steps"] = FromExtras(("scheduler.num_steps",))
+    state["counters"] = FromExtras(("counters",))
+    state["rng_state"].data = Joined((RandomStates(), {"log_sums": HexFloats("log_sums")}))
+    return state
 
 
 def _sharded_state(loop: TrainingLoop, is_loading: bool) -> dict[str, Any]:

@@ -201,6 +201,10 @@ class TrainingLoop(SteppedLoop):
         """Write a torch_dist checkpoint of everything into ``directory``. Collective."""
         checkpoint.write(self, directory)
 
+    def checkpoint_state(self) -> dict[str, Any]:
+        """What such a checkpoint holds; see :class:`ProtectedLoop`."""
+        return checkpoint.saved_state(self)
+
     def load_checkpoint(self, directory: Path) -> None:
         """Load such a checkpoint in place, so that training goes on exactly. Collective."""
         checkpoint.read(self, directory)

@@ -1,0 +1,101 @@
+"""The recipe of one role's part of a checkpoint: made once from its live objects, used many times.
+
+A skeleton names every box of every tensor that the role writes and where the bytes of it lie in a
+generation, and holds the other values of the checkpoint with marks in place of those that an
+iteration changes. It is a file of its node, readable by its user alone, and never travels.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# In place of a part's name: bytes that nobody reads, such as the padding between parameters.
+ZEROS = ""
+
+
+class SkeletonError(Exception):
+    """No skeleton that can be used; one line that says why."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of a tensor of the checkpoint.
+
+    Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or the name of a
+    tensor among the extras, whose dtype is the one found there. ``stored``: dtype of the bytes, cast
+    to ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: str
+    part: str
+    offset_bytes: int
+    stored: str
+    is_extra: bool = False
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """``objects``: key in the checkpoint -> value with marks; ``common``: what only role 0 writes,
+    None elsewhere. ``refusal``: why there can be no checkpoint, and then nothing else counts.
+    """
+
+    role: int
+    layout_hash: str
+    pieces: tuple[Piece, ...] = ()
+    objects: dict[str, Any] = field(default_factory=dict)
+    common: Any = None
+    refusal: str = ""
+
+
+def skeleton_path(directory: Path, role: int) -> Path:
+    """Where the member that plays ``role`` on this node leaves its skeleton."""
+    return directory / f"skeleton-{role}.pt"
+
+
+def write_skeleton(directory: Path, skeleton: Skeleton) -> None:
+    """Replace the role's skeleton; readers see the old or the new one, other users none."""
+    path = skeleton_path(directory, skeleton.role)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            torch.save(skeleton, file)
+        temporary.rename(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_skeleton(directory: Path, role: int, layout_hash: str) -> Skeleton:
+    """Raises SkeletonError when there is none, a refused one, or that of another layout.
+
+    Only a file that nobody else can have written is read: it holds Python objects.
+    """
+    path = skeleton_path(directory, role)
+    try:
+        with open(path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            content = file.read()
+    except OSError as error:
+        raise SkeletonError(f"role {role} left no skeleton: {error.strerror}") from error
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise SkeletonError(f"{path} could have been written by another user")
+    skeleton = torch.load(io.BytesIO(content), weights_only=False)
+    if not isinstance(skeleton, Skeleton) or skeleton.role != role:
+        raise SkeletonError(f"{path} is not the skeleton of role {role}")
+    if skeleton.refusal:
+        raise SkeletonError(skeleton.refusal)
+    if skeleton.layout_hash != layout_hash:
+        raise SkeletonError(f"the skeleton of role {role} is of another layout than its state")
+    return skeleton

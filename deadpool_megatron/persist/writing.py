@@ -1,0 +1,172 @@
+"""Writes one role's file of a checkpoint, from the copy of its generation, and reads it back.
+
+The file is one of the torch_dist format: tensors and objects as ``torch.save`` writes them, one after
+the other; where each lies is told by the metadata of the whole checkpoint (:mod:`.joining`). Roles
+need nothing of each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import xxhash
+from torch import Tensor
+
+from deadpool_megatron.layout.records import extras_part
+from deadpool_megatron.persist.filling import FillingError, dtype_name, dtype_of, fill
+from deadpool_megatron.persist.skeleton import ZEROS, Piece, Skeleton
+from deadpool_megatron.state.extras import ExtrasError, decode
+from deadpool_megatron.vault.segment import checksum
+from deadpool_megatron.vault.taking import Taken
+
+_READ_BYTES = 16 << 20
+
+
+class WritingError(Exception):
+    """The file could not be written as it has to be; one line."""
+
+
+class Source:
+    """A role's generation as it was set aside. Raises WritingError when its bytes are damaged."""
+
+    def __init__(self, taken: Taken) -> None:
+        self._parts: dict[str, memoryview] = {}
+        with open(taken.path, "rb") as file:
+            # Private, not read-only: torch warns of tensors in memory that cannot be written.
+            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        whole = memoryview(self._map)
+        for name, (offset, nbytes, digest) in taken.parts.items():
+            part = whole[offset : offset + nbytes]
+            if checksum(part) != digest:
+                raise WritingError(f"part {name} of role {taken.role} was damaged in memory")
+            self._parts[name] = part
+        try:
+            self.extras = decode(self._parts[extras_part(taken.boundary)])
+        except ExtrasError as error:
+            raise WritingError(f"extras of role {taken.role}: {error}") from error
+
+    def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
+        """A tensor without axes over one number of a shard part."""
+        return self._run(part, offset_bytes, dtype_of(dtype), 1).view(())
+
+    def tensor(self, piece: Piece) -> Tensor:
+        """The values of a piece, with its shape and dtype, in memory of its own extent."""
+        count = math.prod(piece.sizes)
+        if piece.is_extra:
+            kept = self.extras.get(piece.part)
+            if not isinstance(kept, Tensor):
+                raise WritingError(f"{piece.key}: the extras do not hold {piece.part}")
+            first = piece.offset_bytes // dtype_of(piece.stored).itemsize
+            found = kept.reshape(-1)[first : first + count].clone()
+            return found.view(piece.sizes)
+        if piece.part == ZEROS:
+            return torch.zeros(piece.sizes, dtype=dtype_of(piece.dtype))
+        found = self._run(piece.part, piece.offset_bytes, dtype_of(piece.stored), count)
+        return found.to(dtype_of(piece.dtype)).view(piece.sizes)
+
+    def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        try:
+            return torch.frombuffer(
+                self._parts[part], dtype=dtype, count=count, offset=offset_bytes
+            )
+        except (KeyError, ValueError) as error:
+            raise WritingError(f"part {part} does not reach that far: {error}") from error
+
+
+class _Counted:
+    """A file that knows how much was written to it, and the checksum of that."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.count = 0
+        self.digest = xxhash.xxh3_64()
+
+    def write(self, data: Any) -> int:
+        """See ``io.RawIOBase``; all of it."""
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.digest.update(view)
+        self.count += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is kept back here."""
+
+
+def file_name(role: int) -> str:
+    """Name of the role's file, as Megatron would name it."""
+    return f"__{role}_0.distcp"
+
+
+def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str, Any]:
+    """Write the role's file; answers, as JSON values, what lies where in it.
+
+    Everything is on the disk and was read back when this returns. Raises WritingError, OSError.
+    """
+    path = directory / file_name(skeleton.role)
+    tensors: list[list[Any]] = []
+    objects: list[list[Any]] = []
+    with open(path, "wb") as file:
+        counted = _Counted(file)
+        for piece in skeleton.pieces:
+            start, value = counted.count, source.tensor(piece)
+            torch.save(value, counted)
+            place = [start, counted.count - start]
+            box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
+            tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
+        for key, template in skeleton.objects.items():
+            start = counted.count
+            torch.save([filled(template, source)], counted)
+            objects.append([key, start, counted.count - start])
+        file.flush()
+        os.fsync(file.fileno())
+    read_back(path, counted.count, counted.digest.intdigest())
+    return {
+        "role": skeleton.role,
+        "file": path.name,
+        "bytes": counted.count,
+        "tensors": tensors,
+        "objects": objects,
+    }
+
+
+def filled(template: Any, source: Source) -> Any:
+    """A value of the checkpoint as it is in the generation. Raises WritingError."""
+    try:
+        return fill(template, source.extras, source.number)
+    except FillingError as error:
+        raise WritingError(str(error)) from error
+
+
+def read_back(path: Path, nbytes: int, digest: int) -> None:
+    """Compare a file with what was written, from the disk where the system lets go of its pages.
+
+    Raises WritingError.
+    """
+    found, count = xxhash.xxh3_64(), 0
+    with open(path, "rb", buffering=0) as file:
+        with contextlib.suppress(OSError):  # a hint, which some file systems do not know
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while piece := file.read(_READ_BYTES):
+            found.update(piece)
+            count += len(piece)
+    if (count, found.intdigest()) != (nbytes, digest):
+        raise WritingError(f"{path} does not hold what was written to it")
+
+
+def write_checked(path: Path, value: Any) -> None:
+    """``torch.save`` into a new file, on the disk and read back. Raises WritingError, OSError."""
+    with open(path, "wb") as file:
+        counted = _Counted(file)
+        torch.save(value, counted)
+        file.flush()
+        os.fsync(file.fileno())
+    read_back(path, counted.count, counted.digest.intdigest())

@@ -1,0 +1,80 @@
+"""Holds two torch_dist checkpoints against each other, tensor for tensor and value for value."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+def contents(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], Any]:
+    """Whole tensors by key, objects by key, common values: all that is in a checkpoint."""
+    metadata = FileSystemReader(directory).read_metadata()
+    tensors = {
+        key: torch.zeros(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, storage_reader=FileSystemReader(directory), no_dist=True)
+    objects = {}
+    for index, place in metadata.storage_data.items():
+        if index.fqn not in tensors:
+            data = (directory / place.relative_path).read_bytes()
+            piece = data[place.offset : place.offset + place.length]
+            objects[index.fqn] = torch.load(io.BytesIO(piece), weights_only=False)
+    return tensors, objects, torch.load(directory / "common.pt", weights_only=False)
+
+
+def differences(one: Path, other: Path, padding: dict[str, Collection[tuple[int, int]]]) -> list[str]:
+    """What two checkpoints do not have in common; ``padding``: runs of tensors with one axis that
+    hold nothing."""
+    first, second = contents(one), contents(other)
+    found = [f"key {key}" for key in first[0].keys() ^ second[0].keys()]
+    for key in first[0].keys() & second[0].keys():
+        a, b = first[0][key], second[0][key]
+        for start, stop in padding.get(key, ()):
+            a[start:stop] = 0
+            b[start:stop] = 0
+        if a.dtype != b.dtype or a.shape != b.shape:
+            found.append(f"{key}: {a.dtype} {a.shape} and {b.dtype} {b.shape}")
+        elif not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+            found.append(f"{key}: other bytes")
+    found += unequal(first[1], second[1], "objects")
+    found += unequal(first[2], second[2], "common")
+    names = [sorted(path.name for path in each.iterdir()) for each in (one, other)]
+    fixed = [[name for name in each if not name.endswith(".distcp")] for each in names]
+    return [*found, *unequal(fixed[0], fixed[1], "files")]
+
+
+def unequal(a: Any, b: Any, where: str) -> list[str]:
+    """Places at which two values differ, in type too."""
+    if type(a) is not type(b):
+        return [f"{where}: {type(a).__name__} and {type(b).__name__}"]
+    if isinstance(a, dict):
+        found = [f"{where}.{key} is in one only" for key in a.keys() ^ b.keys()]
+        for key in a.keys() & b.keys():
+            found += unequal(a[key], b[key], f"{where}.{key}")
+        return found
+    if isinstance(a, list | tuple):
+        if len(a) != len(b):
+            return [f"{where}: {len(a)} and {len(b)} entries"]
+        return [
+            line
+            for i, (x, y) in enumerate(zip(a, b, strict=True))
+            for line in unequal(x, y, f"{where}[{i}]")
+        ]
+    if isinstance(a, torch.Tensor):
+        same = a.dtype == b.dtype and torch.equal(a, b)
+    elif isinstance(a, np.ndarray):
+        same = a.dtype == b.dtype and np.array_equal(a, b)
+    elif hasattr(a, "__dict__") and not isinstance(a, type) and not callable(a):
+        return unequal(vars(a), vars(b), where)
+    else:
+        same = a == b
+    return [] if same else [f"{where}: {a!r} and {b!r}"]

@@ -1,0 +1,96 @@
+"""What is written from slots equals, byte for byte, what the run itself would have saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.persist.checkpoints import differences
+from tests.trainer.layouts import LAYOUTS, MODEL, make_loop, steps
+from tests.trainer.ranks import run_ranks
+
+DUE = "--eval-interval 3 --eval-iters 1 --log-interval 4"
+NAMES = (
+    "bf16",
+    "fp32",
+    "fp16",
+    "bf16-whole",
+    "fp32-whole",
+    "overlap",
+    "instances",
+    "sequence-parallel",
+    "moe-bias-jitter",
+)
+
+
+def save_both_ways(arguments: str, folder: Path) -> dict[str, Any]:
+    """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
+    import torch.distributed as dist
+
+    from deadpool_megatron.hooks import extras as megatron_extras
+    from deadpool_megatron.hooks.optimizer import ShardState, complete_state
+    from deadpool_megatron.hooks.protection import role_layout
+    from deadpool_megatron.hooks.skeletons import make_skeleton
+    from deadpool_megatron.layout.records import Generation
+    from deadpool_megatron.persist.joining import join
+    from deadpool_megatron.persist.skeleton import ZEROS, read_skeleton, write_skeleton
+    from deadpool_megatron.persist.writing import Source, filled, write_role
+    from deadpool_megatron.state import extras as codec
+    from deadpool_megatron.vault.segment import checksum
+    from deadpool_megatron.vault.taking import Taken
+
+    role = dist.get_rank()
+    loop, _ = make_loop(arguments)
+    complete_state(loop.optimizer)
+    parts = ShardState(loop.optimizer).parts
+    layout = role_layout(role, parts, 0, [role], 2, "")
+    made = make_skeleton(loop, parts, layout)
+    assert not made.refusal, made.refusal
+    write_skeleton(folder, made)
+    steps(loop, 3)
+    own, exported = folder / "own", folder / "exported"
+    exported.mkdir(exist_ok=True)
+    loop.save_checkpoint(own)
+
+    content, places = bytearray(), {}
+    for part in parts:
+        buffer = bytearray(part.nbytes)
+        for view, live in zip(part.views(memoryview(buffer)), part.tensors, strict=True):
+            view.copy_(live)
+        places[part.name] = (len(content), len(buffer), checksum(memoryview(buffer)))
+        content += buffer
+    extras = codec.encode(megatron_extras.capture(loop))
+    places["extras@evaluation"] = (len(content), len(extras), checksum(memoryview(extras)))
+    path = folder / f"taken-{role}"
+    path.write_bytes(content + extras)
+    skeleton = read_skeleton(folder, role, layout.layout_hash)
+    hash_ = layout.layout_hash
+    taken = Taken(role, hash_, Generation(1, 3), "evaluation", str(path), places)
+    source = Source(taken)
+    told = json.loads(json.dumps(write_role(skeleton, source, exported)))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, told)
+    if role == 0:
+        join(exported, everyone, filled(skeleton.common, source))
+    dist.barrier()
+    padding: dict[str, list[tuple[int, int]]] = {}
+    for piece in skeleton.pieces:
+        if piece.part == ZEROS:
+            start = piece.offsets[0]
+            padding.setdefault(piece.key, []).append((start, start + piece.sizes[0]))
+    return {"padding": padding, "pieces": len(skeleton.pieces)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_equals_a_save(name: str, text: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[name]
+    facts = run_ranks(ranks, save_both_ways, f"{MODEL} {text} {flags} {DUE}", tmp_path)
+    padding: dict[str, list[tuple[int, int]]] = {}
+    for each in facts:
+        for key, runs in each["padding"].items():
+            padding.setdefault(key, []).extend(runs)
+    assert differences(tmp_path / "own", tmp_path / "exported", padding) == []
