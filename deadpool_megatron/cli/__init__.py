@@ -27,6 +27,7 @@ COMMANDS = {
     "protect": "control",
     "kill": "control",
     "stop": "control",
+    "persist": "persist",
     "report": "report",
     "compare": "compare",
     "demo": "demo",
@@ -46,6 +47,7 @@ examples:
   deadpool kill /tmp/first --node 1     as if its power cord was pulled
   deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
   deadpool protect /tmp/first --every 4 protect each fourth iteration only
+  deadpool persist /tmp/first           write a checkpoint beside the training
   deadpool clean                        remove what dead runs have left in memory
 """
 

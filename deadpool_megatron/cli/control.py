@@ -171,12 +171,24 @@ def _lines(status: dict[str, Any]) -> list[str]:
             f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
             f" {slow['peer_seconds']:.3f} s"
         )
+    lines += _export_lines(status["export"])
     if status["aside"]:
         lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
     if status["fewer_copies"]:
         lines.append(f"  roles {status['fewer_copies']} have fewer copies than wanted")
     if status["diverged"]:
         lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
+    return lines
+
+
+def _export_lines(export: dict[str, Any]) -> list[str]:
+    """What is known of checkpoints written in the background."""
+    lines = []
+    if now := export["now"]:
+        lines.append(f"  checkpoint in the background: iteration {now['iteration']}, {now['step']}")
+    if last := export["last"]:
+        how = f"failed: {last['error']}" if last["error"] else f"is in {last['path']}"
+        lines.append(f"  the last one, of iteration {last['iteration']}, {how}")
     return lines
 
 

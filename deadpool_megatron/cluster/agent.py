@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent_exports import NodeExports
 from deadpool_megatron.cluster.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.agent_members import Member, Members, wait_ended
 from deadpool_megatron.cluster.agent_options import AgentOptions, member_spec
@@ -105,6 +106,8 @@ class Agent:
             report=self._link.send,
             listing_changed=self._write_listing,
         )
+        place = (self._node, self._options.run, self._options.info, self._segments)
+        self._exports = NodeExports(*place, self._vault, self._link.send)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
         if self._options.lifeline_fd is not None:
@@ -146,11 +149,7 @@ class Agent:
             "epoch": 0 if self._record is None else self._record.epoch,
             "told": self._records.epoch,
             "closed": self._closed,
-            "restored": {
-                str(m.slot): m.said["restored"]["epoch"]
-                for m in self._members.by_slot.values()
-                if "restored" in m.said
-            },
+            "restored": self._members.restored(),
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -167,6 +166,8 @@ class Agent:
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
             self._kill(message)
+        elif str(kind).startswith("export-"):
+            self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
         elif kind == "stop":
@@ -180,6 +181,7 @@ class Agent:
             # What was said before the first one is kept by the link until it is acknowledged.
             if self._boot:
                 self._repeat_within(float(message.get("repeat_seconds", 0.0)))
+                self._exports.drop()  # the one before knows of no export
             self._boot = boot
         told = message.get("record")
         closed = int(message.get("closed", 0))
@@ -357,12 +359,8 @@ class Agent:
         while True:
             self._members.check()
             if self._link.beat_is_due:
-                beats = {
-                    str(m.slot): {"incarnation": m.incarnation, **m.beat}
-                    for m in self._members.by_slot.values()
-                    if m.beat
-                }
-                self._link.beat({"t": "beat", "members": beats, "vault": self._vault.status})
+                beats = {"members": self._members.beats(), "vault": self._vault.status}
+                self._link.beat({"t": "beat", **beats})
             self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
 
@@ -441,6 +439,7 @@ class Agent:
         if self._serving is not None:
             self._serving.cancel()
         self._link.close()
+        await self._exports.close()
         await self._vault.shut_down(remove)
         if remove:
             remove_segments(self._segments)

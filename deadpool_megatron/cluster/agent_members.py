@@ -256,6 +256,22 @@ class Members:
         for member in self.by_slot.values():
             member.send(message)
 
+    def beats(self) -> dict[str, dict[str, Any]]:
+        """The newest beat of each member, by slot."""
+        return {
+            str(m.slot): {"incarnation": m.incarnation, **m.beat}
+            for m in self.by_slot.values()
+            if m.beat
+        }
+
+    def restored(self) -> dict[str, int]:
+        """The newest epoch that each member has restored, by slot."""
+        return {
+            str(m.slot): m.said["restored"]["epoch"]
+            for m in self.by_slot.values()
+            if "restored" in m.said
+        }
+
     def check(self) -> None:
         """Look for frozen members; to be called every beat interval."""
         now = time.monotonic()

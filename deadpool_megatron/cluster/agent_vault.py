@@ -24,6 +24,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.taking import Taken
 
 VAULT_SOCKET = "vault.sock"
 _STATUS_SECONDS = 1.0
@@ -180,6 +181,11 @@ class VaultKeeper:
         return await control.dump(
             str(message["directory"]), generation, str(message["boundary"]), limit
         )
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
+        control = await self._connected()
+        return await control.take(name, iteration, deadline_seconds)
 
     async def shut_down(self, remove: bool) -> None:
         """End the vault, in order if its slots are to stay, and close the sockets."""

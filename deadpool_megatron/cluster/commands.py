@@ -14,12 +14,13 @@ from deadpool_megatron.cluster.machine_state import State
 from deadpool_megatron.cluster.plan_facts import memory_refusal
 from deadpool_megatron.layout import schemes
 
-_KNOWN = ("status", "drain", "stop", "dump", "info", "attach", "protect")
+_KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "protect")
 
 
 class Commands:
     """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
-    takes what a command asks of the machine. Used from the coordinator's loop only.
+    takes what a command asks of the machine, ``persist`` where to export to. Used from the
+    coordinator's loop only.
     """
 
     def __init__(
@@ -28,7 +29,9 @@ class Commands:
         state: Callable[[], State],
         status: Callable[[], dict[str, Any]],
         feed: Callable[[inputs.Input], None],
+        persist: Callable[[str], dict[str, Any]],
     ) -> None:
+        self._persist = persist
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
@@ -56,6 +59,8 @@ class Commands:
             case "dump":
                 self._feed(inputs.DumpRequested(str(message["reason"])))
                 return {"ok": True}
+            case "persist":
+                return self._persist(str(message.get("directory", "")))
             case "drain":
                 return self._drain(int(message["node"]))
             case "protect":

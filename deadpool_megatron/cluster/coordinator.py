@@ -18,7 +18,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Coroutine, Mapping
-from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
@@ -29,7 +28,8 @@ from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.cleanup import clean_run
 from deadpool_megatron.cluster.commands import Commands
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
-from deadpool_megatron.cluster.durable import DurableError, make_valid
+from deadpool_megatron.cluster.durable_requests import DurableRequests
+from deadpool_megatron.cluster.exports import Exports
 from deadpool_megatron.cluster.first_state import first_state
 from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.journals import write_patiently
@@ -37,7 +37,7 @@ from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.looks import Looks
 from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.cluster.machine_state import Phase, State
 from deadpool_megatron.cluster.orders import Orders
 from deadpool_megatron.cluster.pacing import acknowledge_seconds
 from deadpool_megatron.cluster.peers import AgentPeer, Peers, join_credit_seconds
@@ -48,7 +48,7 @@ from deadpool_megatron.cluster.status import PacedStatus, describe
 from deadpool_megatron.cluster.store_keeper import StoreKeeper
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
@@ -89,15 +89,36 @@ class Coordinator:
         )
         self._orders = Orders(options, self._peers)
         self._looks = Looks(self._settings, self._peers)
+        self._durable = DurableRequests(
+            options,
+            state=lambda: self._state,
+            emit=self._emit,
+            feed=self.feed,
+            refused=self.refused,
+            done=self._orders.durable_done,
+        )
+        self._exports = Exports(
+            options,
+            state=lambda: self._state,
+            emit=self._emit,
+            feed=self.feed,
+            send=self._orders.send,
+            spawn=self._spawn,
+        )
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
             state=lambda: self._state,
-            status=lambda: paced.newest() | self._looks.describe(self._state),
+            status=lambda: (
+                paced.newest()
+                | self._looks.describe(self._state)
+                | {"export": self._exports.status()}
+            ),
             feed=self.feed,
+            persist=self._exports.request,
         )
         began = time.monotonic()
-        self._state = first_state(self._machine, self._journal, self._chronicle, began)
+        self._state: State = first_state(self._machine, self._journal, self._chronicle, began)
 
     @property
     def _results(self) -> Results:
@@ -252,7 +273,9 @@ class Coordinator:
             return
         event: Event | None = None
         try:
-            if message["t"] == "event":
+            if message["t"] == "export":
+                self._exports.heard(peer.node, message)
+            elif message["t"] == "event":
                 event = Event.from_dict(message["event"])
             elif message["t"] == "member":
                 event = self._member_event(peer.node, message)
@@ -322,35 +345,8 @@ class Coordinator:
             data = {"seconds": float(m["seconds"])}
             return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
         if m["t"] == "durable-request":
-            self._spawn(self._durable(dict(m)))
+            self._spawn(self._durable.handle(dict(m)))
         return None
-
-    async def _durable(self, m: Mapping[str, Any]) -> None:
-        """All files are written: make the checkpoint valid, if its epoch is still the open one."""
-        epoch, iteration = int(m["epoch"]), int(m["iteration"])
-        while self._state.phase is Phase.GATHERING:
-            # After a takeover it is not known yet whether the epoch stays open; that phase ends.
-            await asyncio.sleep(self._settings.beat_interval_seconds)
-        if epoch != self._state.open_epoch:
-            self.refused("durable-request", f"of epoch {epoch}, which is not open")
-            return
-        failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
-        final = Path(str(m["final"]))
-        loop = asyncio.get_running_loop()
-        generation = Generation(epoch, iteration)
-        restore = Restore("durable", generation, "save", str(final))
-        try:
-            await loop.run_in_executor(
-                None, make_valid, Path(str(m["temporary"])), final, restore, self._run
-            )
-        except DurableError as error:
-            text = f"checkpoint of iteration {iteration} did not become valid: {error}"
-            self._emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
-            return
-        data = {"path": str(final)}
-        self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        self.feed(inputs.DurableValid(iteration, str(final)))
-        self._orders.durable_done(iteration)
 
     # Time and ends.
 
@@ -371,6 +367,7 @@ class Coordinator:
             for item in found:
                 self.feed(item)
             self.feed(inputs.Tick())
+            self._exports.tick()
 
     # The end of this coordinator.
 

@@ -1,12 +1,18 @@
-"""Making a durable checkpoint valid: one rename, after everything in it has reached the disk."""
+"""Making a durable checkpoint valid: one rename, after everything in it has reached the disk.
+
+Two kinds: what the training processes save, and what is exported in the background, whose writers
+know nothing of each other. By ``latest_checkpointed_iteration.txt`` Megatron finds the newest of a
+directory.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, write_json
 from deadpool_megatron.layout.records import Restore
 
 
@@ -27,12 +33,7 @@ def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory
         elif final.exists():
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.is_dir():
-            for path in sorted(temporary.rglob("*")):
-                if path.is_file():
-                    _sync(path)
-            _sync(temporary)
-            temporary.rename(final)
-            _sync(final.parent)
+            _sync_and_rename(temporary, final)
         else:
             raise DurableError(f"{temporary} is not a directory")
         for leftover in final.parent.glob(".iter_*.epoch*"):
@@ -42,6 +43,94 @@ def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory
         write_json(run.latest, restore.to_dict())
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def publish_export(temporary: Path, final: Path, restore: Restore, run: RunDirectory) -> None:
+    """Give an exported checkpoint its name, and point at it unless something newer is there.
+
+    A checkpoint that has the name already stays: of the same iteration, it holds the same. Raises
+    DurableError. Runs in a worker thread.
+    """
+    iteration = restore.generation.iteration
+    try:
+        if final.exists():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            _sync_and_rename(temporary, final)
+        tracker = final.parent / _TRACKER
+        if _number_in(tracker) < iteration:
+            following = tracker.with_name(f".{tracker.name}.new")
+            following.write_text(str(iteration))
+            _sync(following)
+            following.replace(tracker)
+        if _newest_in(run.latest) < iteration:
+            write_json(run.latest, restore.to_dict())
+        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}*"):
+            # Of exports that a failure ended together with their coordinator.
+            shutil.rmtree(leftover, ignore_errors=True)
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def unfinished_export(directory: Path, iteration: int, name: str) -> Path:
+    """Where an export is written until it is whole."""
+    return directory / f"{_EXPORT_PREFIX}{iteration:07d}-{name}"
+
+
+def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
+    """Which of the exports (oldest first) may go so that ``keep`` are left; 0 keeps all. The newest
+    stays in any case, and so does what somebody would go back to."""
+    spare = len(exported) - max(1, keep) if keep else 0
+    return [path for path in exported[: max(0, spare)] if path not in needed]
+
+
+def remember_and_prune(run: RunDirectory, final: Path, keep: int, needed: Collection[str]) -> None:
+    """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
+    try:
+        listed = [str(path) for path in read_json(run.exported)["paths"]]
+    except FileNotFoundError:
+        listed = []
+    except (OSError, ValueError, KeyError) as error:
+        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
+    listed = [*(path for path in listed if path != str(final)), str(final)]
+    gone = to_prune(listed, keep, needed)
+    try:
+        for path in map(Path, gone):
+            # Its name goes first: nobody must begin to load half of it.
+            doomed = path.with_name(f"{_EXPORT_PREFIX}{path.name}-pruned")
+            if path.is_dir():
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+        write_json(run.exported, {"paths": [path for path in listed if path not in gone]})
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_EXPORT_PREFIX = ".export-"
+
+
+def _number_in(tracker: Path) -> int:
+    try:
+        return int(tracker.read_text())
+    except (FileNotFoundError, ValueError):
+        return -1
+
+
+def _newest_in(latest: Path) -> int:
+    try:
+        return int(read_json(latest)["generation"][1])
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return -1
+
+
+def _sync_and_rename(temporary: Path, final: Path) -> None:
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            _sync(path)
+    _sync(temporary)
+    temporary.rename(final)
+    _sync(final.parent)
 
 
 def _sync(path: Path) -> None:

@@ -46,10 +46,10 @@ class Orders:
                 self._drop(node, cause)
             case actions.StartMembers(node, slots, provisional):
                 message = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
-                self._send(node, message)
+                self.send(node, message)
             case actions.KillMember(node, slot, incarnation, hung):
                 seat = {"slot": slot, "incarnation": incarnation}
-                self._send(node, {"t": "kill", **seat, "hung": hung})
+                self.send(node, {"t": "kill", **seat, "hung": hung})
             case actions.CloseEpoch(epoch, cause):
                 failpoints.hit("coordinator.close", epoch=epoch)
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})
@@ -58,7 +58,7 @@ class Orders:
             case actions.Dump(nodes, directory, generation, boundary):
                 message = {"t": "dump", "directory": directory, "boundary": boundary}
                 for node in nodes:
-                    self._send(node, {**message, "generation": generation.to_list()})
+                    self.send(node, {**message, "generation": generation.to_list()})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
@@ -90,7 +90,8 @@ class Orders:
         """The run is over."""
         self._peers.send_all({"t": "stop", "reason": reason, "remove": True})
 
-    def _send(self, node: int, message: Mapping[str, Any]) -> None:
+    def send(self, node: int, message: Mapping[str, Any]) -> None:
+        """To one agent, if it is connected."""
         peer = self._peers.agents.get(node)
         if peer is not None and not peer.dropped:
             peer.send(message)

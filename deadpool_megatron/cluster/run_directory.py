@@ -3,7 +3,7 @@
 Layout (contract between all processes of a run)::
 
     check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
-    nodes/<id>.json  logs/  checkpoints/  dump/
+    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json
 """
 
 from __future__ import annotations
@@ -108,6 +108,16 @@ class RunDirectory:
     def latest(self) -> Path:
         """Newest durable checkpoint or dump."""
         return self.path / "latest.json"
+
+    @property
+    def exports(self) -> Path:
+        """Directory of checkpoints written in the background, unless a setting names another."""
+        return self.path / "exports"
+
+    @property
+    def exported(self) -> Path:
+        """Which of these there are, for the next one to prune."""
+        return self.path / "exported.json"
 
     def node(self, node: int) -> Path:
         """Process listing of a node."""

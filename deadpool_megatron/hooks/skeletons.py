@@ -1,10 +1,10 @@
 """The recipe of a role's part of a checkpoint, from its live objects: which bytes lie where.
 
 A program makes the state that a save would write (:meth:`ProtectedLoop.checkpoint_state`). Each
-tensor in it is found again by its address: in a shard part, among the extras, or in a parameter that
-is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
+tensor in it is found again by its address: in a shard part, among the extras, or in a parameter
+that is cast from master weights in a shard part. Of the parameters of a distributed optimizer every
 data-parallel peer writes what it has the master weights of, so that nobody needs bytes of others.
-Whatever is not found has no checkpoint, and says so.
+A run with a tensor that is not found has no exports, and says so.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
 
-``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a directory
-of this node), ``taken`` (see :class:`~deadpool_megatron.vault.taking.Taken`), ``world_size``,
-``joins`` (whether this process makes one checkpoint of what all have written),
-``deadline_seconds``. Exit status 0; 1 with the reason as the last line of standard error.
+``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
+directory of this node), ``taken`` (see :class:`~deadpool_megatron.vault.taking.Taken`),
+``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have
+written), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the last
+line of standard error.
 """
 
 from __future__ import annotations

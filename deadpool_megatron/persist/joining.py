@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, filesystem
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -105,7 +105,7 @@ def join(directory: Path, told: Sequence[Mapping[str, Any]], common: Any) -> Non
     write_checked(directory / "common.pt", common)
     (directory / ".metadata").write_bytes(pickle.dumps(metadata))
     (directory / "metadata.json").write_text(json.dumps(_CONFIGURATION))
-    read = FileSystemReader(directory).read_metadata()
+    read = filesystem.FileSystemReader(directory).read_metadata()
     if read.state_dict_metadata != metadata.state_dict_metadata or (
         read.storage_data != metadata.storage_data
     ):

@@ -28,8 +28,8 @@ class Piece:
     """One box of a tensor of the checkpoint.
 
     Its bytes are contiguous, from ``offset_bytes`` on in ``part``: a shard part, or the name of a
-    tensor among the extras, whose dtype is the one found there. ``stored``: dtype of the bytes, cast
-    to ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
+    tensor among the extras, whose dtype is the one found there. ``stored``: dtype of the bytes,
+    which are cast to ``dtype`` where they differ (dtypes by name, as ``bfloat16``).
     """
 
     key: str

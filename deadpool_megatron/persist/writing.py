@@ -1,18 +1,19 @@
 """Writes one role's file of a checkpoint, from the copy of its generation, and reads it back.
 
-The file is one of the torch_dist format: tensors and objects as ``torch.save`` writes them, one after
-the other; where each lies is told by the metadata of the whole checkpoint (:mod:`.joining`). Roles
-need nothing of each other.
+The file is one of the torch_dist format: tensors and objects as ``torch.save`` writes them, one
+after the other; where each lies is told by the metadata of the whole checkpoint (:mod:`.joining`).
+Roles need nothing of each other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import mmap
 import os
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import torch
 import xxhash
@@ -81,13 +82,18 @@ class Source:
             raise WritingError(f"part {part} does not reach that far: {error}") from error
 
 
-class _Counted:
+class _Counted(io.RawIOBase):
     """A file that knows how much was written to it, and the checksum of that."""
 
     def __init__(self, file: BinaryIO) -> None:
+        super().__init__()
         self._file = file
         self.count = 0
         self.digest = xxhash.xxh3_64()
+
+    def writable(self) -> bool:
+        """See ``io.RawIOBase``."""
+        return True
 
     def write(self, data: Any) -> int:
         """See ``io.RawIOBase``; all of it."""
@@ -97,8 +103,9 @@ class _Counted:
         self.count += len(view)
         return len(view)
 
-    def flush(self) -> None:
-        """Nothing is kept back here."""
+
+def _save(value: Any, target: _Counted) -> None:
+    torch.save(value, cast(BinaryIO, target))
 
 
 def file_name(role: int) -> str:
@@ -118,13 +125,13 @@ def write_role(skeleton: Skeleton, source: Source, directory: Path) -> dict[str,
         counted = _Counted(file)
         for piece in skeleton.pieces:
             start, value = counted.count, source.tensor(piece)
-            torch.save(value, counted)
+            _save(value, counted)
             place = [start, counted.count - start]
             box = [list(piece.shape), list(piece.offsets), list(piece.sizes)]
             tensors.append([piece.key, *box, dtype_name(value.dtype), *place])
         for key, template in skeleton.objects.items():
             start = counted.count
-            torch.save([filled(template, source)], counted)
+            _save([filled(template, source)], counted)
             objects.append([key, start, counted.count - start])
         file.flush()
         os.fsync(file.fileno())
@@ -166,7 +173,7 @@ def write_checked(path: Path, value: Any) -> None:
     """``torch.save`` into a new file, on the disk and read back. Raises WritingError, OSError."""
     with open(path, "wb") as file:
         counted = _Counted(file)
-        torch.save(value, counted)
+        _save(value, counted)
         file.flush()
         os.fsync(file.fileno())
     read_back(path, counted.count, counted.digest.intdigest())

@@ -12,7 +12,10 @@ from typing import Any
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.taking import Taken
 from deadpool_megatron.wire import framing
+
+_TAKE_GRACE_SECONDS = 10.0
 
 
 class VaultControl:
@@ -83,6 +86,18 @@ class VaultControl:
             roles=None if roles is None else sorted(roles),
         )
         return [str(path) for path in paths]
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        """Set the generation of an iteration of the open epoch aside; see :mod:`.taking`."""
+        # The vault's own limit is the one that says what was waited for.
+        answer = await self._order(
+            "take",
+            deadline_seconds + _TAKE_GRACE_SECONDS,
+            name=name,
+            iteration=iteration,
+            limit_seconds=deadline_seconds,
+        )
+        return [Taken.from_dict(one) for one in answer]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
         """Counters and holdings, see ``Vault.status``."""

@@ -33,6 +33,7 @@ from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
+from deadpool_megatron.vault.taking import take
 from deadpool_megatron.vault.transport import Transport
 from deadpool_megatron.wire.framing import WireError
 
@@ -143,6 +144,7 @@ class Vault:
             "adopt": lambda m: self.adopt(EpochRecord.from_dict(m["record"])),
             "status": lambda _: self.status(),
             "dump": self._dump,
+            "take": self._take,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -154,8 +156,8 @@ class Vault:
                 reply = {"ok": False, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind == "dump":  # slow: an order to close must not wait behind it
-            threading.Thread(target=answer, name="dump", daemon=True).start()
+        if kind in ("dump", "take"):  # slow: an order to close must not wait behind it
+            threading.Thread(target=answer, name=kind, daemon=True).start()
         else:
             answer()
 
@@ -214,6 +216,11 @@ class Vault:
         generation = Generation.from_list(message["generation"])
         roles, directory = message.get("roles"), Path(message["directory"])
         return dump(self._state, directory, generation, str(message["boundary"]), roles)
+
+    def _take(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        name, iteration = str(message["name"]), int(message["iteration"])
+        taken = take(self._state, name, iteration, float(message["limit_seconds"]))
+        return [one.to_dict() for one in taken]
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

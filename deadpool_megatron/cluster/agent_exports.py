@@ -1,0 +1,147 @@
+"""One node's part in exports: has its vault set a generation aside, and runs the exporter.
+
+The exporter is a process of its own, of the lowest priority, that dies with this agent; training
+processes have no part in it. Whatever goes wrong here is reported and ends this export only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from deadpool_megatron.cluster.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.taking import Taken, drop_taken
+
+_END_SECONDS = 5.0
+
+
+class Taker(Protocol):
+    """What is needed of the vault's keeper."""
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
+
+
+class NodeExports:
+    """One export at a time; a new order ends an older one. For the agent's loop."""
+
+    def __init__(
+        self,
+        node: int,
+        run: RunDirectory,
+        info: RunInfo,
+        segments: Path,
+        vault: Taker,
+        send: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._node = node
+        self._run = run
+        self._info = info
+        self._segments = segments
+        self._vault = vault
+        self._send = send
+        self._name = ""
+        self._taken: list[Taken] = []
+        self._taking: asyncio.Task[None] | None = None
+        self._writer: ChildWatch | None = None
+
+    def order(self, message: Mapping[str, Any]) -> None:
+        """An order of the coordinator: ``export-take``, ``export-write`` or ``export-drop``."""
+        name = str(message["name"])
+        if message["t"] == "export-take":
+            self.drop()
+            self._name = name
+            self._taking = asyncio.get_running_loop().create_task(self._take(dict(message)))
+        elif name != self._name:
+            return  # of an export that is over here
+        elif message["t"] == "export-write":
+            self._write(message)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """End what is under way and give its memory back."""
+        self._name = ""
+        if self._taking is not None:
+            self._taking.cancel()
+            self._taking = None
+        if self._writer is not None:
+            self._writer.kill()
+        self._taken = []
+        drop_taken(self._segments)
+
+    async def close(self) -> None:
+        """The end of the agent."""
+        writer = self._writer
+        self.drop()
+        if writer is not None:
+            await asyncio.wait_for(writer.ended.wait(), _END_SECONDS)
+
+    async def _take(self, message: Mapping[str, Any]) -> None:
+        name = str(message["name"])
+        limit = self._info.settings.persist_seconds
+        try:
+            self._taken = await self._vault.take(name, int(message["iteration"]), limit)
+        except (VaultError, OSError, TimeoutError) as error:
+            self._tell(name, "failed", text=str(error) or type(error).__name__)
+            drop_taken(self._segments)
+            return
+        places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
+        self._tell(name, "taken", roles=places)
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        name, log = self._name, self._run.log(f"node{self._node}-persist")
+        job = self._segments / "export.json"
+        facts = {
+            "node": self._node,
+            "run_dir": str(self._run.path),
+            "directory": message["directory"],
+            "iteration": message["iteration"],
+            "skeletons": str(self._segments),
+            "taken": [one.to_dict() for one in self._taken],
+            "world_size": self._info.world_size,
+            "joins": any(one.role == 0 for one in self._taken),
+            "deadline_seconds": self._info.settings.persist_seconds,
+        }
+        job.write_text(json.dumps(facts))
+        command = [sys.executable, "-m", "deadpool_megatron.persist", str(job)]
+        with open(log, "ab") as output:
+            process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                env={
+                    **os.environ,
+                    "DEADPOOL_RUN_DIR": str(self._run.path),
+                    "DEADPOOL_RUN_ID": self._info.run_id,
+                    # It computes nothing on devices, and must not take memory there.
+                    "CUDA_VISIBLE_DEVICES": "",
+                },
+            )
+        self._writer = ChildWatch(process.pid, lambda ending: self._written(name, log, ending))
+        # Reaped by its pid: this object must not try to as well.
+        process.returncode = 0
+
+    def _written(self, name: str, log: Path, ending: Ending) -> None:
+        self._writer = None
+        if name != self._name:
+            return
+        if ending.exit_code == 0:
+            self._tell(name, "written")
+        else:
+            self._tell(name, "failed", text=f"the exporter {ending}: {last_line(log)}".rstrip(": "))
+        self._taken = []
+        drop_taken(self._segments)
+
+    def _tell(self, name: str, step: str, **facts: Any) -> None:
+        self._send({"t": "export", "name": name, "step": step, **facts})
