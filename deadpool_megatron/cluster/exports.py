@@ -25,7 +25,7 @@ from deadpool_megatron.cluster.durable import (
     remember_and_prune,
     unfinished_export,
 )
-from deadpool_megatron.cluster.machine_state import Phase, State
+from deadpool_megatron.cluster.machine_state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
@@ -155,7 +155,9 @@ class Exports:
             return
         lost = sorted(export.nodes - set(state.nodes))
         record = state.record
-        if lost:
+        if state.phase in LAST_PHASES:
+            self._abandon("the run is over")
+        elif lost:
             self._abandon(f"node {lost[0]} was lost")
         elif time.monotonic() > export.limit:
             waits = ", ".join(map(str, sorted(export.awaited)))

@@ -38,9 +38,10 @@ ABSENT = object()
 
 @dataclass(frozen=True)
 class FromExtras(Mark):
-    """``path``: name of an extra, then keys into it."""
+    """``path``: name of an extra, then keys into it; ``plus`` is added to a number found there."""
 
     path: tuple[Any, ...]
+    plus: int = 0
 
     def value(self, extras: Mapping[str, Any], read: ReadNumber) -> Any:
         """See :class:`Mark`."""
@@ -51,7 +52,7 @@ class FromExtras(Mark):
             except (KeyError, IndexError, TypeError) as error:
                 name = ".".join(map(str, self.path))
                 raise FillingError(f"the extras do not hold {name}") from error
-        return found
+        return found + self.plus if self.plus else found
 
 
 @dataclass(frozen=True)

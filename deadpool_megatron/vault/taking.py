@@ -127,6 +127,8 @@ class _Taker:
         needed = sum(part.nbytes for part in layout.parts if part.name in names)
         self._file = os.open(self.path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
+            if failpoints.ACTIVE and failpoints.hit("persist.reserve", role=self._role):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._file, 0, max(1, needed))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
@@ -186,7 +188,7 @@ class _Taker:
         return found[-1]
 
     def _sealed(self, name: str, limit: float) -> Place:
-        """The place of a part; :attr:`copying` keeps nobody from overwriting it."""
+        """The place of a part, as soon as there is one; nothing keeps it from being overwritten."""
         state, wanted = self._state, self._generation
         with state.changed:
             while True:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import MODEL, Outcome, Program, run_program
+from tests.faults.jobs import MODEL, Outcome, Program, fault, run_program
 from tests.persist.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks
@@ -16,9 +18,10 @@ HELD_TRAINER = str(Path(__file__).with_name("held_trainer.py"))
 DUE = "--eval-interval 4 --eval-iters 1 --save-interval 4"
 
 
-def program(flags: str, iterations: int, held: int, pattern: str) -> Program:
-    """Two nodes of two members; held before an iteration until something is there."""
-    command = (HELD_TRAINER, str(held), pattern, *MODEL.split(), *PP2.split(), *BF16.split())
+def program(flags: str, iterations: int, held: dict[int, str]) -> Program:
+    """Two nodes of two members; held before iterations until something is there."""
+    waits = ",".join(f"{iteration}={pattern}" for iteration, pattern in held.items())
+    command = (HELD_TRAINER, waits, *MODEL.split(), *PP2.split(), *BF16.split())
     length = ("--train-iters", str(iterations))
     return Program((*command, *length, *flags.split()), 2, 2)
 
@@ -33,7 +36,7 @@ def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
     """Every fourth iteration is saved by the run and exported, after an evaluation."""
     saved, run = tmp_path / "saved", tmp_path / "run"
     flags = f"{text} {DUE} --save {saved}"
-    job = program(flags, 10, 7, "{run}/exports/iter_0000004")
+    job = program(flags, 10, {7: "{run}/exports/iter_0000004"})
     settings = "--deadpool-persist-interval 4 --deadpool-persist-seconds 60"
     outcome = run_program(run, job, settings=settings)
     assert outcome.status == 0, outcome.story()
@@ -49,3 +52,46 @@ def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
     hashes = run_ranks(4, train, loaded)[0]["hashes"]
     final = outcome.final["roles"]
     assert hashes == [final[str(role)]["sha256"] for role in range(4)], outcome.story()
+
+
+def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> None:
+    """The first export loses a node, the second finds no room; then two come through, the second
+    because somebody asks. Training takes no notice of any of them."""
+    run, asked = tmp_path / "run", tmp_path / "asked"
+    killed = fault("killed", "persist.write", when_node=1, target="node")
+    # Node 0 seats two roles: its first export asks twice.
+    full = fault("full", "persist.reserve", when_node=0, nth=3, action="mark")
+    fired = f"{run.with_suffix('.faults')}.fired"
+    exported = f"{run}/exports/iter_*"
+    held = {7: f"{fired}/killed", 21: f"{fired}/full", 31: exported, 41: f"{asked}/iter_*"}
+    job = program(f"{text}", 44, held)
+    command = [sys.executable, "-m", "deadpool_megatron", "persist", str(run), str(asked)]
+
+    def ask() -> None:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.startswith(f"a checkpoint will be written to {asked}")
+
+    outcome = run_program(
+        run,
+        job,
+        [killed, full],
+        spares=1,
+        settings="--deadpool-persist-interval 4 --deadpool-persist-keep 1",
+        when_stepping=(30, ask),
+    )
+    assert outcome.status == 0, outcome.story()
+    assert outcome.fired == {"killed", "full"}, outcome.story()
+    assert len(outcome.final["recoveries"]) == 1
+    said = warnings(outcome)
+    assert any("node 1 was lost" in line for line in said), said
+    assert any("no room to set the state of role" in line for line in said), said
+    assert len(list(asked.glob("iter_*"))) == 1
+    left = [path.name for path in (run / "exports").iterdir() if path.name.startswith(".")]
+    assert left == [], "of exports that failed nothing is left"
+    wanted = f"{MODEL} {PP2} {BF16} {text} --train-iters 44"
+    straight = run_ranks(4, train, wanted)[0]["hashes"]
+    assert straight == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
+    # What was asked for is loaded as any checkpoint of Megatron is.
+    again = run_ranks(4, train, f"{wanted} --load {asked}")[0]["hashes"]
+    assert again == straight

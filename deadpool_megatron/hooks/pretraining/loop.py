@@ -34,6 +34,7 @@ from deadpool_megatron.hooks.pretraining.build import Build
 from deadpool_megatron.hooks.pretraining.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.newest import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.hooks.pretraining.reporting import Reporter
+from deadpool_megatron.hooks.pretraining.saved_state import saved_state
 from deadpool_megatron.hooks.pretraining.saves import Saves
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
@@ -76,6 +77,7 @@ class PretrainLoop(ProtectedLoop):
         self._restored = False
         self._entered = False
         self._newest = Newest(self._args.num_floating_point_operations_so_far)
+        self._operations = self._newest.operations
         # Sums of the log, as train() holds them once it has been entered and logged.
         self._sums: dict[str, Any] | None = None
         self._to_replay = 0
@@ -151,8 +153,12 @@ class PretrainLoop(ProtectedLoop):
                 checkpointing.load_checkpoint, *self.build.objects, checkpointing_context={}
             )
         self.counters.update(iteration=iteration, **self._places())
-        self._newest = Newest(operations)
+        self._newest, self._operations = Newest(operations), operations
         self._saves.restore(0)
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """See :class:`ProtectedLoop`."""
+        return saved_state(self.build.objects)
 
     def stage_class(self) -> str:
         """See :class:`ProtectedLoop`."""
@@ -180,12 +186,15 @@ class PretrainLoop(ProtectedLoop):
             "newest": self._newest.to_dict(),
             "first_iteration": self._first_iteration,
             "unfinished_save": self._saves.unfinished,
+            # After the iteration; exports need it (saved_state.py).
+            "operations": self._operations,
         }
 
     def restore_extra_state(self, kept: Mapping[str, Any]) -> None:
         """See :class:`ProtectedLoop`."""
         self._restored = True
         self._newest.restore(kept["newest"])
+        self._operations = kept["operations"]
         self._first_iteration = kept["first_iteration"]
         self._saves.restore(kept["unfinished_save"])
 
@@ -270,6 +279,8 @@ class PretrainLoop(ProtectedLoop):
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any], iteration: int
     ) -> Any:
         """The step itself, and everything that has to be known to go on behind it elsewhere."""
+        from megatron.training import training
+
         answer = original(*args, **kwargs)
         if answer[SHOULD_EXIT]:
             raise _NoGeneration(answer)
@@ -285,6 +296,9 @@ class PretrainLoop(ProtectedLoop):
             iteration=iteration,
             consumed_train_samples=self._args.consumed_train_samples + batch,
             skipped_train_samples=self._args.skipped_train_samples + skipped,
+        )
+        self._operations = self._newest.operations + training.num_floating_point_operations(
+            self._args, batch
         )
         self._reporter.step(iteration, answer, self.optimizer, self.counters)
         failpoints.hit("step.end")

@@ -1,0 +1,45 @@
+"""pretrain_gpt.py: an export beside the training holds what its own save_checkpoint() writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Program, run_program
+from tests.megatron_lm.arguments import small
+from tests.megatron_lm.runs import PP2_DP2, tree
+from tests.persist.checkpoints import differences
+
+pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+ROOT = Path(__file__).parents[2]
+
+
+def held_tree(directory: Path) -> Path:
+    """The checkout, with a script that waits where it is told to."""
+    directory.mkdir()
+    for path in tree().iterdir():
+        if path.name == "megatron" or path.suffix == ".py":
+            (directory / path.name).symlink_to(path)
+    script = directory / "pretrain_gpt.py"
+    text = script.read_text()
+    script.unlink()
+    head = f"import sys\nsys.path.append({str(ROOT)!r})\nimport tests.persist.held_pretraining\n"
+    script.write_text(head + text)
+    return script
+
+
+def test_an_export_is_what_megatron_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    exported = run / "exports" / "iter_0000004"
+    monkeypatch.setenv("DEADPOOL_TEST_HOLD", f"7={exported}")
+    segments = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1, "save_interval": 4}
+    flags = small(**PP2_DP2, **segments, save="{run}/saves", train_iters=8)
+    script = held_tree(tmp_path / "tree")
+    outcome = run_program(
+        run,
+        Program((str(script), *flags, "--deadpool"), 2, 2),
+        settings="--deadpool-persist-interval 4",
+    )
+    assert outcome.status == 0, outcome.story()
+    assert differences(run / "saves" / "iter_0000004", exported) == []

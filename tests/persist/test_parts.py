@@ -1,0 +1,252 @@
+"""The pure parts of exports: boxes, coverage, marks, skeletons, pruning, what is due."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.cluster.durable import (
+    publish_export,
+    remember_and_prune,
+    to_prune,
+    unfinished_export,
+)
+from deadpool_megatron.cluster.exports import abandoned_by, next_due
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.persist.boxes import boxes
+from deadpool_megatron.persist.filling import (
+    Attributes,
+    FillingError,
+    FromExtras,
+    HexFloats,
+    Joined,
+    RandomStates,
+    StepNumber,
+    fill,
+    has_marks,
+)
+from deadpool_megatron.persist.joining import check_cover, metadata_of
+from deadpool_megatron.persist.skeleton import (
+    Piece,
+    Skeleton,
+    SkeletonError,
+    read_skeleton,
+    skeleton_path,
+    write_skeleton,
+)
+from deadpool_megatron.persist.writing import WritingError
+from deadpool_megatron.state.extras import capture_random_states, restore_random_states
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
+
+
+@given(SHAPES, st.data())
+def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> None:
+    count = math.prod(shape)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(start, count))
+    numbers = np.arange(count).reshape(shape)
+    found = list(boxes(shape, start, stop))
+    elements: list[int] = []
+    for box in found:
+        cut = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+        own = numbers[cut].reshape(-1).tolist()
+        assert own == list(range(box.start, box.start + box.count)), "a box is a run itself"
+        elements += own
+    assert elements == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_run_outside_of_the_tensor_is_an_error() -> None:
+    with pytest.raises(ValueError, match="elements 3 to 7"):
+        list(boxes((2, 3), 3, 7))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
+def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> None:
+    count = math.prod(shape)
+    cuts = sorted({0, count, *(chance.randrange(count + 1) for _ in range(3))})
+    found = [
+        (box.offsets, box.sizes)
+        for low, high in itertools.pairwise(cuts)
+        for box in boxes(shape, low, high)
+    ]
+    chance.shuffle(found)
+    check_cover("key", shape, found)
+    with pytest.raises(WritingError, match="key: "):
+        check_cover("key", shape, found[1:])
+    with pytest.raises(WritingError, match="written twice"):
+        check_cover("key", shape, [*found, found[0]])
+    with pytest.raises(WritingError, match="over the edge"):
+        check_cover("key", [*shape[:-1], shape[-1] - 1], found)
+
+
+def told(role: int, **content: Any) -> dict[str, Any]:
+    """What a role says of its file, as it arrives."""
+    words = {"role": role, "file": f"__{role}_0.distcp", "bytes": 9, "tensors": [], "objects": []}
+    return dict(json.loads(json.dumps({**words, **content})))
+
+
+def test_metadata_joins_what_roles_have_written() -> None:
+    first = told(0, tensors=[["w", (4,), (0,), (3,), "bfloat16", 0, 5]], objects=[["o", 5, 4]])
+    second = told(1, tensors=[["w", (4,), (3,), (1,), "bfloat16", 0, 9]])
+    metadata = metadata_of([first, second])
+    entry: Any = metadata.state_dict_metadata["w"]
+    assert (entry.size, entry.properties.dtype) == (torch.Size([4]), torch.bfloat16)
+    places = {(i.fqn, i.offset): p.relative_path for i, p in metadata.storage_data.items()}
+    assert places["w", torch.Size([3])] == "__1_0.distcp"
+    assert places["o", None] == "__0_0.distcp"
+    with pytest.raises(WritingError, match="w: 3 of 4 elements"):
+        metadata_of([first])
+    other = told(1, tensors=[["w", (4,), (3,), (1,), "float32", 0, 9]])
+    with pytest.raises(WritingError, match="do not agree"):
+        metadata_of([first, other])
+    with pytest.raises(WritingError, match="o was written twice"):
+        metadata_of([first, second, told(2, objects=[["o", 0, 4]])])
+
+
+def test_marks_are_filled() -> None:
+    def read(part: str, offset: int, dtype: str) -> torch.Tensor:
+        assert (part, offset, dtype) == ("shard0", 64, "float32")
+        return torch.tensor(3.0)
+
+    extras = {"counters": {"iteration": 7}, "sums": {"loss": (0.5).hex()}, "g": [[{"lr": 0.25}]]}
+    step = ("shard0", 64, "float32")
+    template = {
+        "counters": FromExtras(("counters",)),
+        "groups": [{"lr": FromExtras(("g", 0, 0, "lr")), "step": StepNumber(*step, True)}],
+        "state": {"common_step": StepNumber(*step, False)},
+        "own": Joined(({"a": 1}, {"sums": HexFloats("sums")})),
+        "args": Attributes(
+            argparse.Namespace(lr=1, seen=0), {"seen": FromExtras(("counters", "iteration"))}
+        ),
+        "constant": (1, "two"),
+    }
+    assert has_marks(template)
+    filled = fill(template, extras, read)
+    assert not has_marks(filled)
+    assert filled["counters"] == {"iteration": 7}
+    assert filled["groups"] == [{"lr": 0.25, "step": 3.0}]
+    assert torch.equal(filled["state"]["common_step"], torch.tensor(3.0))
+    assert filled["own"] == {"a": 1, "sums": {"loss": 0.5}}
+    assert filled["args"] == argparse.Namespace(lr=1, seen=7)
+    assert template["args"].whole.seen == 0, "a skeleton is used more than once"
+    zero = fill({"common_step": StepNumber(*step, False)}, {}, lambda *_: torch.tensor(0.0))
+    assert zero == {}, "Megatron does not write it then"
+    with pytest.raises(FillingError, match=r"do not hold g\.0\.1"):
+        fill(FromExtras(("g", 0, 1)), extras, read)
+
+
+def test_random_states_are_as_their_libraries_give_them() -> None:
+    before = capture_random_states()
+    try:
+        found = fill(RandomStates(), before, lambda *_: torch.tensor(0))
+        random.random()
+        np.random.rand()
+        random.setstate(found["random_rng_state"])
+        np.random.set_state(found["np_rng_state"])
+        torch.set_rng_state(found["torch_rng_state"])
+        again = capture_random_states()
+        assert again["random.python"] == before["random.python"]
+        assert again["random.numpy.keys"] == before["random.numpy.keys"]
+    finally:
+        restore_random_states(before)
+
+
+def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
+    piece = Piece("key", (4, 2), (1, 0), (1, 2), "bfloat16", "shard0", 128, "float32")
+    skeleton = Skeleton(3, "hash", (piece,), {"o": FromExtras(("counters",))})
+    write_skeleton(tmp_path, skeleton)
+    assert read_skeleton(tmp_path, 3, "hash") == skeleton
+    assert skeleton_path(tmp_path, 3).stat().st_mode & 0o777 == 0o600
+    with pytest.raises(SkeletonError, match="another layout"):
+        read_skeleton(tmp_path, 3, "other")
+    with pytest.raises(SkeletonError, match="role 4 left no skeleton"):
+        read_skeleton(tmp_path, 4, "hash")
+    skeleton_path(tmp_path, 3).chmod(0o622)
+    with pytest.raises(SkeletonError, match="another user"):
+        read_skeleton(tmp_path, 3, "hash")
+    write_skeleton(tmp_path, Skeleton(3, "hash", refusal="w lies nowhere"))
+    with pytest.raises(SkeletonError, match="w lies nowhere"):
+        read_skeleton(tmp_path, 3, "hash")
+
+
+def test_what_is_due() -> None:
+    assert next_due(newest=0, interval=4, margin=2) == 4
+    assert next_due(newest=3, interval=4, margin=2) == 8, "too late to be sure of 4"
+    assert next_due(newest=5, interval=1, margin=2) == 7
+
+
+def test_an_export_of_a_line_that_was_left_does_not_count() -> None:
+    def record(epoch: int, kind: str, generation: Generation) -> EpochRecord:
+        return EpochRecord(epoch, {}, {}, Restore(kind, generation), "", 0)
+
+    taken = Generation(1, 8)
+    assert not abandoned_by(taken, 1, record(1, "initial", Generation(1, 0)))
+    assert not abandoned_by(taken, 1, record(2, "memory", Generation(1, 8)))
+    assert not abandoned_by(taken, 1, record(2, "memory", Generation(1, 9)))
+    assert abandoned_by(taken, 1, record(2, "memory", Generation(1, 7)))
+    assert abandoned_by(taken, 1, record(2, "durable", Generation(0, 8)))
+
+
+def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
+    assert to_prune(["a", "b", "c"], 2, ()) == ["a"]
+    assert to_prune(["a", "b", "c"], 0, ()) == []
+    assert to_prune(["a", "b", "c"], 1, {"a"}) == ["b"]
+    assert to_prune(["a"], 1, ()) == []
+
+
+def published(run: RunDirectory, iteration: int) -> Path:
+    """An export that becomes valid, and prunes down to two."""
+    final = run.exports / f"iter_{iteration:07d}"
+    unfinished = unfinished_export(run.exports, iteration, "1.1")
+    unfinished.mkdir(parents=True)
+    (unfinished / "common.pt").write_text(str(iteration))
+    restore = Restore("durable", Generation(1, iteration), "save", str(final))
+    publish_export(unfinished, final, restore, run)
+    remember_and_prune(run, final, 2, ())
+    return final
+
+
+def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    unfinished_export(run.exports, 1, "torn").mkdir(parents=True)
+    first, second = published(run, 4), published(run, 8)
+    assert first.is_dir()
+    third = published(run, 12)
+    assert sorted(path.name for path in run.exports.iterdir()) == [
+        second.name,
+        third.name,
+        "latest_checkpointed_iteration.txt",
+    ]
+    assert (run.exports / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert Restore.from_dict(read_json(run.latest)).path == str(third)
+
+
+def test_an_older_export_does_not_hide_a_newer_checkpoint(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    newer = published(run, 8)
+    published(run, 4)
+    assert Restore.from_dict(read_json(run.latest)).path == str(newer)
+    assert (run.exports / "latest_checkpointed_iteration.txt").read_text() == "8"
+
+
+def test_a_checkpoint_of_the_same_name_stays(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = published(run, 4)
+    (first / "mine").touch()
+    assert published(run, 4) == first
+    assert (first / "mine").exists()
+    assert len(list(run.exports.glob(".export-*"))) == 0
