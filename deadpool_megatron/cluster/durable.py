@@ -45,7 +45,9 @@ def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
 
-def publish_export(temporary: Path, final: Path, restore: Restore, run: RunDirectory) -> None:
+def publish_export(
+    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+) -> None:
     """Give an exported checkpoint its name, and point at it unless something newer is there.
 
     A checkpoint that has the name already stays: of the same iteration, it holds the same. Raises
@@ -65,16 +67,16 @@ def publish_export(temporary: Path, final: Path, restore: Restore, run: RunDirec
             following.replace(tracker)
         if _newest_in(run.latest) < iteration:
             write_json(run.latest, restore.to_dict())
-        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}*"):
-            # Of exports that a failure ended together with their coordinator.
+        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
+            # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
 
-def unfinished_export(directory: Path, iteration: int, name: str) -> Path:
+def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
     """Where an export is written until it is whole."""
-    return directory / f"{_EXPORT_PREFIX}{iteration:07d}-{name}"
+    return directory / f"{_EXPORT_PREFIX}{run_id}-{name}"
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -84,7 +86,9 @@ def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> lis
     return [path for path in exported[: max(0, spare)] if path not in needed]
 
 
-def remember_and_prune(run: RunDirectory, final: Path, keep: int, needed: Collection[str]) -> None:
+def remember_and_prune(
+    run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
+) -> None:
     """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
     try:
         listed = [str(path) for path in read_json(run.exported)["paths"]]
@@ -97,7 +101,7 @@ def remember_and_prune(run: RunDirectory, final: Path, keep: int, needed: Collec
     try:
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
-            doomed = path.with_name(f"{_EXPORT_PREFIX}{path.name}-pruned")
+            doomed = unfinished_export(path.parent, run_id, path.name)
             if path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)

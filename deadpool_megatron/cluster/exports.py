@@ -27,7 +27,8 @@ from deadpool_megatron.cluster.durable import (
 )
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.records import Generation, Restore
 
 # Iterations between an order and the one it is about; more where iterations are too fast for that.
 _FIRST_MARGIN = 2
@@ -39,17 +40,11 @@ def next_due(newest: int, interval: int, margin: int) -> int:
     return -(-(newest + margin) // interval) * interval
 
 
-def abandoned_by(generation: Generation, epoch: int, record: EpochRecord) -> bool:
-    """Whether an epoch that followed ``epoch`` went on from before ``generation``: then that
-    belongs to no line of this run any more."""
-    restore = record.restore
-    return record.epoch > epoch and (restore.generation < generation or restore.kind != "memory")
-
-
 @dataclass
 class Export:
     """One that is under way; ``on_demand``: somebody asked for it."""
 
+    run_id: str
     name: str
     epoch: int
     iteration: int
@@ -65,7 +60,7 @@ class Export:
     @property
     def unfinished(self) -> Path:
         """Where it is written."""
-        return unfinished_export(self.directory, self.iteration, self.name)
+        return unfinished_export(self.directory, self.run_id, self.name)
 
     @property
     def final(self) -> Path:
@@ -95,6 +90,7 @@ class Exports:
         self._run = options.run
         self._settings = options.info.settings
         self._world_size = options.info.world_size
+        self._run_id = options.info.run_id
         self._term = options.term.number
         self._state = state
         self._send = send
@@ -154,7 +150,6 @@ class Exports:
         if export.step == "publishing":
             return
         lost = sorted(export.nodes - set(state.nodes))
-        record = state.record
         if state.phase in LAST_PHASES:
             self._abandon("the run is over")
         elif lost:
@@ -166,7 +161,8 @@ class Exports:
         elif export.generation is None:
             if state.open_epoch != export.epoch:
                 self._abandon(f"epoch {export.epoch} was closed")
-        elif record is not None and abandoned_by(export.generation, export.epoch, record):
+        elif not is_kept(state.kept, export.generation):
+            # Rule 5: it belongs to a line of this run that was left.
             self._abandon("training has gone on from before it")
         elif export.step == "writing" and not export.awaited and state.phase is Phase.RUNNING:
             export.step = "publishing"
@@ -196,6 +192,7 @@ class Exports:
         self._tried = iteration
         nodes = frozenset(seat.node for seat in state.record.seats.values())
         export = Export(
+            run_id=self._run_id,
             name=f"{self._term}.{self._count}",
             epoch=state.record.epoch,
             iteration=iteration,
@@ -211,7 +208,7 @@ class Exports:
     def _begin_writing(self, export: Export) -> None:
         generation = export.common_generation(self._world_size)
         if generation is None:
-            moments = sorted({f"{one} after {moment}" for one, moment in export.said.values()})
+            moments = sorted({f"{one.iteration} after {m}" for one, m in export.said.values()})
             self._abandon(f"the roles have not set the same moment aside: {', '.join(moments)}")
             return
         failpoints.hit("coordinator.export", iteration=export.iteration)
@@ -224,21 +221,12 @@ class Exports:
         loop = asyncio.get_running_loop()
         # After everything that belongs to the iteration: its evaluation was done, too.
         restore = Restore("durable", generation, "save", str(export.final))
-        fallback = self._state().durable
-        needed = {fallback.path} if fallback is not None else set[str]()
+        place = (export.unfinished, export.final, restore, self._run, self._run_id)
         try:
-            await loop.run_in_executor(
-                None, publish_export, export.unfinished, export.final, restore, self._run
-            )
-            if not export.on_demand:
-                keep = self._settings.persist_keep
-                await loop.run_in_executor(
-                    None, remember_and_prune, self._run, export.final, keep, needed
-                )
+            await loop.run_in_executor(None, publish_export, *place)
         except DurableError as error:
             self._abandon(f"it did not become valid: {error}")
             return
-        self._export = None
         path = str(export.final)
         self._last = {"iteration": export.iteration, "path": path, "error": ""}
         data = {"path": path, "background": True}
@@ -247,6 +235,19 @@ class Exports:
         # The run itself may have saved a later iteration meanwhile.
         if durable is None or durable.generation.iteration < export.iteration:
             self._feed(inputs.DurableValid(export.iteration, path))
+        if not export.on_demand:
+            await self._prune(export)
+        self._export = None
+
+    async def _prune(self, export: Export) -> None:
+        durable = self._state().durable
+        needed = {durable.path} if durable is not None else set[str]()
+        what = (self._run, self._run_id, export.final, self._settings.persist_keep, needed)
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, remember_and_prune, *what)
+        except DurableError as error:
+            data = {"level": "warning", "text": f"old checkpoints are not removed: {error}"}
+            self._emit(Event(Kind.LOG, export.epoch, data=data))
 
     def _abandon(self, why: str) -> None:
         """Nothing of it is left; somebody who asked gets another try if it was too late."""

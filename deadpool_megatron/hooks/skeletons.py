@@ -10,6 +10,8 @@ A run with a tensor that is not found has no exports, and says so.
 from __future__ import annotations
 
 import bisect
+import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,11 +87,13 @@ class _Maker:
             self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
         # Memory of parameters that data-parallel peers have a run each of.
         self._shared: list[tuple[int, int, bool]] = []
+        self._kept_alive: list[Tensor] = []
         for inner in self._inner:
             self._add_derived(inner)
 
     def make(self) -> Skeleton:
-        state = self._loop.checkpoint_state()
+        with self._without_gathering():
+            state = self._loop.checkpoint_state()
         padding = set(_padding(state))
         if "optimizer" in state:
             state["optimizer"] = self._marked_optimizer(state["optimizer"])
@@ -147,6 +151,61 @@ class _Maker:
                     end = parameter.data_ptr() + parameter.numel() * parameter.element_size()
                     self._shared.append((parameter.data_ptr(), end, first_instance))
             self._shared.sort()
+
+    @contextlib.contextmanager
+    def _without_gathering(self) -> Iterator[None]:
+        """Within, a distributed optimizer that would gather its state to save it answers memory
+        that stands for it, never touched, of which this role's runs are known.
+
+        Megatron then cuts it into parameters (distrib_optimizer.py, fully_reshardable).
+        """
+        distributed = [inner for inner in self._inner if is_distributed(inner)]
+        for inner in distributed:
+            inner.get_parameter_state_dp_zero = functools.partial(self._stand_in, inner)
+        try:
+            yield
+        finally:
+            for inner in distributed:
+                del inner.get_parameter_state_dp_zero
+
+    def _stand_in(self, inner: Any, *_args: Any, **_kwargs: Any) -> dict[Any, Any]:
+        """As ``get_parameter_state_dp_zero`` answers: flat tensors by buffer, dtype and name."""
+        rank = inner.data_parallel_group.rank()
+        answer: dict[Any, Any] = {"buckets_coalesced": True}
+        for number, (buffer, ranges) in enumerate(
+            zip(inner.buffers, inner.gbuf_ranges, strict=True)
+        ):
+            ((dtype, buckets),) = ranges.items()
+            whole = {
+                name: torch.empty(buffer.numel_unpadded, dtype=torch.float32)
+                for name in ("param", "exp_avg", "exp_avg_sq")
+            }
+            before = 0
+            for bucket, found in zip(buffer.buckets, buckets, strict=True):
+                own = before + rank * (bucket.grad_data.numel() // inner.data_parallel_group.size())
+                for parameter, run in found["param_map"].items():
+                    start = own + run["gbuf_local"].start
+                    kept = inner._get_main_param_and_optimizer_states(parameter)
+                    for name, tensor in whole.items():
+                        self._stand_for(tensor, start, kept[name])
+                before += bucket.numel_unpadded
+            for tensor in whole.values():
+                end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+                first_instance = inner.distributed_optimizer_instance_id == 0
+                self._shared.append((tensor.data_ptr(), end, first_instance))
+                self._kept_alive.append(tensor)
+            answer[number] = {dtype: {**whole, "numel_unpadded": buffer.numel_unpadded}}
+        self._shared.sort()
+        return answer
+
+    def _stand_for(self, whole: Tensor, start: int, kept: Tensor) -> None:
+        """From element ``start`` on, ``whole`` stands for a tensor of a shard part."""
+        found = self._find(kept)
+        if len(found) != 1 or found[0][1] != kept.numel() or kept.dtype != whole.dtype:
+            raise SkeletonError("the optimizer's state does not lie in one piece of a shard part")
+        _, _, origin, first = found[0]
+        offset = origin.offset_bytes + first * origin.stored.itemsize
+        self._add(whole[start : start + kept.numel()], origin.part, offset, origin.stored)
 
     def _find(self, tensor: Tensor) -> list[tuple[int, int, _Origin, int]]:
         """Runs of a contiguous tensor that are known: first and last element, its origin, and the

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from deadpool_megatron.hooks import Emit, Program, Session
+from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
@@ -59,7 +60,11 @@ def main(argv: Sequence[str]) -> int:
     config = parse_args(argv, None if world_size is None else int(world_size))
     torch.set_num_threads(1)
     select_platform().install()
-    Session.join().run(GptProgram(config))
+    try:
+        Session.join().run(GptProgram(config))
+    except SkeletonError as error:
+        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        return 2
     return 0
 
 

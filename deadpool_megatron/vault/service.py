@@ -33,7 +33,7 @@ from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
-from deadpool_megatron.vault.taking import take
+from deadpool_megatron.vault.taking import take, taken_bytes
 from deadpool_megatron.vault.transport import Transport
 from deadpool_megatron.wire.framing import WireError
 
@@ -207,7 +207,10 @@ class Vault:
                     for role, (generation, boundary) in state.committed.items()
                 },
                 "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
-                "segments": {n: s.nbytes for n, s in state.table.segments.items()},
+                "segments": {
+                    **{n: s.nbytes for n, s in state.table.segments.items()},
+                    **taken_bytes(self._directory),
+                },
                 "holdings": [holding.to_dict() for holding in state.table.holdings()],
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }

@@ -10,6 +10,7 @@ An own slot holds every role's state whole, whatever the scheme of protection.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import time
@@ -69,6 +70,15 @@ def drop_taken(directory: Path) -> None:
     """Give back the memory of all that was taken."""
     for path in directory.glob(f"{_PREFIX}*"):
         path.unlink(missing_ok=True)
+
+
+def taken_bytes(directory: Path) -> dict[str, int]:
+    """Memory of each file that was set aside."""
+    found = {}
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # dropped just now, by the agent
+            found[path.name] = path.stat().st_size
+    return found
 
 
 def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:

@@ -82,5 +82,5 @@ def unequal(a: Any, b: Any, where: str) -> list[str]:
     elif hasattr(a, "__dict__") and not isinstance(a, type) and not callable(a):
         return unequal(vars(a), vars(b), where)
     else:
-        same = a == b
+        same = a == b or (a != a and b != b)  # a sum of losses may be none
     return [] if same else [f"{where}: {a!r} and {b!r}"]

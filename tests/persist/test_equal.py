@@ -15,10 +15,10 @@ from tests.trainer.ranks import run_ranks
 DUE = "--eval-interval 3 --eval-iters 1 --log-interval 4"
 NAMES = (
     "bf16",
-    "fp32",
-    "fp16",
     "bf16-whole",
+    "fp32",
     "fp32-whole",
+    "fp16",
     "overlap",
     "instances",
     "sequence-parallel",
@@ -26,7 +26,7 @@ NAMES = (
 )
 
 
-def save_both_ways(arguments: str, folder: Path) -> None:
+def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None:
     """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
     import torch.distributed as dist
 
@@ -44,6 +44,11 @@ def save_both_ways(arguments: str, folder: Path) -> None:
 
     role = dist.get_rank()
     loop, _ = make_loop(arguments)
+    if gathered:
+        make = loop.optimizer.sharded_state_dict
+        loop.optimizer.sharded_state_dict = lambda *args, metadata, **kwargs: make(
+            *args, metadata={**metadata, **GATHERED}, **kwargs
+        )
     complete_state(loop.optimizer)
     parts = ShardState(loop.optimizer).parts
     layout = role_layout(role, parts, 0, [role], 2, "")
@@ -76,6 +81,18 @@ def save_both_ways(arguments: str, folder: Path) -> None:
     if role == 0:
         join(exported, everyone, filled(skeleton.common, source))
     dist.barrier()
+
+
+GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "fp32", "moe-bias-jitter"])
+def test_an_export_equals_a_save_that_gathers(name: str, text: str, tmp_path: Path) -> None:
+    """As with --dist-ckpt-optim-fully-reshardable: parameters of the optimizer in model space."""
+    ranks, flags = LAYOUTS[name]
+    run_ranks(ranks, save_both_ways, f"{MODEL} {text} {flags} {DUE}", tmp_path, True)
+    assert differences(tmp_path / "own", tmp_path / "exported") == []
 
 
 @pytest.mark.slow

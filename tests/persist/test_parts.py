@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.durable import (
@@ -22,9 +22,9 @@ from deadpool_megatron.cluster.durable import (
     to_prune,
     unfinished_export,
 )
-from deadpool_megatron.cluster.exports import abandoned_by, next_due
+from deadpool_megatron.cluster.exports import next_due
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import (
     Attributes,
@@ -52,6 +52,7 @@ from deadpool_megatron.state.extras import capture_random_states, restore_random
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
 
+@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
@@ -74,6 +75,7 @@ def test_a_run_outside_of_the_tensor_is_an_error() -> None:
         list(boxes((2, 3), 3, 7))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
 def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> None:
     count = math.prod(shape)
@@ -189,18 +191,6 @@ def test_what_is_due() -> None:
     assert next_due(newest=5, interval=1, margin=2) == 7
 
 
-def test_an_export_of_a_line_that_was_left_does_not_count() -> None:
-    def record(epoch: int, kind: str, generation: Generation) -> EpochRecord:
-        return EpochRecord(epoch, {}, {}, Restore(kind, generation), "", 0)
-
-    taken = Generation(1, 8)
-    assert not abandoned_by(taken, 1, record(1, "initial", Generation(1, 0)))
-    assert not abandoned_by(taken, 1, record(2, "memory", Generation(1, 8)))
-    assert not abandoned_by(taken, 1, record(2, "memory", Generation(1, 9)))
-    assert abandoned_by(taken, 1, record(2, "memory", Generation(1, 7)))
-    assert abandoned_by(taken, 1, record(2, "durable", Generation(0, 8)))
-
-
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
     assert to_prune(["a", "b", "c"], 2, ()) == ["a"]
     assert to_prune(["a", "b", "c"], 0, ()) == []
@@ -211,22 +201,25 @@ def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
 def published(run: RunDirectory, iteration: int) -> Path:
     """An export that becomes valid, and prunes down to two."""
     final = run.exports / f"iter_{iteration:07d}"
-    unfinished = unfinished_export(run.exports, iteration, "1.1")
+    unfinished = unfinished_export(run.exports, "run", "1.1")
     unfinished.mkdir(parents=True)
     (unfinished / "common.pt").write_text(str(iteration))
     restore = Restore("durable", Generation(1, iteration), "save", str(final))
-    publish_export(unfinished, final, restore, run)
-    remember_and_prune(run, final, 2, ())
+    publish_export(unfinished, final, restore, run, "run")
+    remember_and_prune(run, "run", final, 2, ())
     return final
 
 
 def test_exports_appear_whole_and_go_in_turn(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    unfinished_export(run.exports, 1, "torn").mkdir(parents=True)
+    unfinished_export(run.exports, "run", "torn").mkdir(parents=True)
+    other = unfinished_export(run.exports, "another", "1.1")
+    other.mkdir()
     first, second = published(run, 4), published(run, 8)
     assert first.is_dir()
     third = published(run, 12)
     assert sorted(path.name for path in run.exports.iterdir()) == [
+        other.name,
         second.name,
         third.name,
         "latest_checkpointed_iteration.txt",

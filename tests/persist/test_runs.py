@@ -95,3 +95,20 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     # What was asked for is loaded as any checkpoint of Megatron is.
     again = run_ranks(4, train, f"{wanted} --load {asked}")[0]["hashes"]
     assert again == straight
+
+
+def test_a_run_that_cannot_export_is_refused_at_its_start(text: str, tmp_path: Path) -> None:
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        "import sys\n"
+        "from deadpool_megatron.trainer.__main__ import main\n"
+        "from deadpool_megatron.trainer.loop import TrainingLoop\n"
+        "del TrainingLoop.checkpoint_state\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    command = (str(script), *MODEL.split(), *text.split(), "--train-iters", "3")
+    job = Program(command, 2)
+    outcome = run_program(tmp_path / "run", job, settings="--deadpool-persist-interval 4")
+    assert outcome.status == 2, outcome.story()
+    why = "--deadpool-persist-interval: the program does not say what its checkpoints hold"
+    assert why in outcome.final["reason"]

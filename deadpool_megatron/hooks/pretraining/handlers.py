@@ -15,6 +15,7 @@ from deadpool_megatron.hooks.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.pretraining import flags, scene
 from deadpool_megatron.hooks.pretraining.build import NothingToTrain
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
+from deadpool_megatron.persist.skeleton import SkeletonError
 
 EXIT_BAD_INPUT = 2
 
@@ -42,7 +43,7 @@ def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     program = PretrainProgram(functools.partial(original, *args, **kwargs), run_directory())
     try:
         Session.join().run(program)
-    except (NothingToTrain, UnsupportedOptimizer) as error:
+    except (NothingToTrain, UnsupportedOptimizer, SkeletonError) as error:
         _end(str(error))
 
 

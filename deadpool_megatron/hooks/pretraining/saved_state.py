@@ -72,10 +72,5 @@ def _arguments(args: Any) -> Attributes:
 def _refuse(args: Any) -> None:
     if args.ckpt_format != "torch_dist":
         raise SkeletonError(f"--ckpt-format {args.ckpt_format} cannot be exported, torch_dist can")
-    if args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable:
-        raise SkeletonError(
-            "--dist-ckpt-optim-fully-reshardable: parameters would have to be gathered to be saved;"
-            " exports need the format without it"
-        )
     if args.data_parallel_random_init:
         raise SkeletonError("--data-parallel-random-init: random states would have to be gathered")

@@ -1,0 +1,223 @@
+"""The coordinator's part of exports: orders in turn, one line for each way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.exports import Exports
+from deadpool_megatron.cluster.machine_events import DurableValid
+from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
+
+
+class World:
+    """Two nodes of one role each, in epoch 1, and everything an :class:`Exports` asks for."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.run = RunDirectory(directory)
+        seats = {role: Seat(role, 0, 0) for role in range(2)}
+        record = SimpleNamespace(epoch=1, seats=seats, restore=Restore("initial", Generation(1, 0)))
+        self.state: Any = SimpleNamespace(
+            phase=Phase.RUNNING,
+            record=record,
+            open_epoch=1,
+            newest=0,
+            nodes={0: None, 1: None},
+            kept={1: 1 << 62},
+            durable=None,
+        )
+        self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
+        self.events: list[Event] = []
+        self.fed: list[Any] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
+        info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
+        options: Any = SimpleNamespace(run=self.run, info=info, term=SimpleNamespace(number=1))
+        self.exports = Exports(
+            options,
+            state=lambda: self.state,
+            emit=self.events.append,
+            feed=self.fed.append,
+            send=lambda node, message: self.sent.append((node, message["t"], message)),
+            spawn=self.tasks.append,
+        )
+
+    def orders(self) -> list[tuple[int, str]]:
+        """What was sent since the last look."""
+        found, self.sent = [(node, kind) for node, kind, _ in self.sent], []
+        return found
+
+    def hear(self, node: int, step: str, **facts: Any) -> None:
+        """An agent speaks about the export under way."""
+        name = f"1.{self.exports._count}"
+        self.exports.heard(node, {"t": "export", "name": name, "step": step, **facts})
+
+    def taken(self, iteration: int, boundary: str = "step") -> None:
+        """Both nodes have set it aside."""
+        for node in range(2):
+            self.hear(node, "taken", roles={str(node): [[1, iteration], boundary]})
+
+    def written(self) -> Path:
+        """Both nodes have written; answers where."""
+        place = next(Path(m["directory"]) for _, t, m in self.sent if t == "export-write")
+        place.mkdir(parents=True)
+        for node in range(2):
+            self.hear(node, "written")
+        return place
+
+    def work(self) -> None:
+        """Carry out what was spawned."""
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            asyncio.run(task)
+
+    def complaint(self) -> str:
+        """The last line about an export that came to nothing."""
+        lines = [str(e.data["text"]) for e in self.events if e.kind is Kind.LOG]
+        return lines[-1] if lines else ""
+
+
+TAKE, WRITE, DROP = (
+    [(0, f"export-{kind}"), (1, f"export-{kind}")] for kind in ("take", "write", "drop")
+)
+
+
+def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    assert world.orders() == TAKE
+    assert world.exports.status()["now"] == {"iteration": 4, "step": "taking"}
+    world.taken(4)
+    assert world.sent[0][1] == "export-write"
+    place = world.written()
+    world.orders()
+    assert not world.tasks, "only a tick publishes, in an open epoch"
+    world.exports.tick()
+    world.exports.tick()
+    world.work()
+    final = tmp_path / "exports" / "iter_0000004"
+    assert final.is_dir()
+    assert not place.exists()
+    assert world.fed == [DurableValid(4, str(final))]
+    assert [event.kind for event in world.events] == [Kind.DURABLE]
+    assert read_json(world.run.exported)["paths"] == [str(final)]
+    world.exports.tick()
+    assert world.orders() == [], "the next one is due behind iteration 4"
+    world.state.newest = 5
+    world.exports.tick()
+    assert world.exports.status()["now"]["iteration"] == 8
+
+
+def lose_a_node(world: World) -> None:
+    del world.state.nodes[1]
+
+
+def close(world: World) -> None:
+    world.state.open_epoch = None
+
+
+def finish(world: World) -> None:
+    world.state.phase = Phase.ENDING
+
+
+def other_moments(world: World) -> None:
+    world.hear(0, "taken", roles={"0": [[1, 4], "step"]})
+    world.hear(1, "taken", roles={"1": [[1, 4], "evaluation"]})
+
+
+def no_room(world: World) -> None:
+    world.hear(1, "failed", text="no room")
+
+
+def time_is_over(world: World) -> None:
+    assert world.exports._export is not None
+    world.exports._export.limit = 0.0
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (lose_a_node, "node 1 was lost"),
+        (close, "epoch 1 was closed"),
+        (finish, "the run is over"),
+        (other_moments, "the roles have not set the same moment aside"),
+        (no_room, "node 1: no room"),
+        (time_is_over, "taking took more than 1800 s on node 0, 1"),
+    ],
+)
+def test_what_ends_an_export(tmp_path: Path, happens: Callable[[World], None], said: str) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.orders()
+    happens(world)
+    world.exports.tick()
+    assert world.orders()[:2] == DROP
+    assert f"no checkpoint of iteration 4 in the background: {said}" in " ".join(
+        str(e.data["text"]) for e in world.events
+    )
+    world.work()
+
+
+def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.taken(4)
+    world.written()
+    world.state.open_epoch, world.state.phase = None, Phase.CLOSING
+    world.exports.tick()
+    assert not world.tasks, "it waits for the decision"
+    world.state.kept = {1: 4, 2: 1 << 62}
+    world.state.record.epoch, world.state.open_epoch, world.state.phase = 2, 2, Phase.RUNNING
+    world.exports.tick()
+    world.work()
+    assert (tmp_path / "exports" / "iter_0000004").is_dir()
+
+
+def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.taken(4)
+    place = world.written()
+    world.state.kept = {1: 3, 2: 1 << 62}
+    world.state.record.epoch, world.state.open_epoch = 2, 2
+    world.exports.tick()
+    assert "gone on from before it" in world.complaint()
+    world.work()
+    assert not place.exists()
+
+
+def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.exports.tick()
+    assert world.orders() == [], "without an interval nothing is due"
+    assert world.exports.request("")["directory"] == str(world.run.exports)
+    assert "still under way" in world.exports.request("")["error"]
+    world.exports.tick()
+    assert world.orders() == TAKE
+    world.hear(0, "failed", text="take: too late: the slot was overwritten")
+    assert world.orders() == DROP
+    world.exports.tick()
+    assert world.exports.status()["now"]["iteration"] == 4
+    world.hear(0, "failed", text="no room")
+    assert not world.exports.status()["asked"]
+    assert world.exports.status()["last"]["error"] == "node 0: no room"
+    world.state.phase = Phase.CLOSING
+    assert "ask again" in world.exports.request("")["error"]
+    world.work()
+
+
+def test_a_report_of_an_older_export_is_passed_over(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.exports.heard(0, {"t": "export", "name": "0.9", "step": "failed", "text": "old"})
+    assert world.exports.status()["now"]["iteration"] == 4
+    with pytest.raises(KeyError):
+        world.exports.heard(0, {"t": "export"})
