@@ -7,6 +7,7 @@ processes have no part in it. Whatever goes wrong here is reported and ends this
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -50,7 +51,7 @@ class NodeExports:
         self._send = send
         self._name = ""
         self._taken: list[Taken] = []
-        self._taking: asyncio.Task[None] | None = None
+        self._taking: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
 
     def order(self, message: Mapping[str, Any]) -> None:
@@ -59,7 +60,9 @@ class NodeExports:
         if message["t"] == "export-take":
             self.drop()
             self._name = name
-            self._taking = asyncio.get_running_loop().create_task(self._take(dict(message)))
+            task = asyncio.get_running_loop().create_task(self._take(name, message["iteration"]))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
         elif name != self._name:
             return  # of an export that is over here
         elif message["t"] == "export-write":
@@ -70,30 +73,37 @@ class NodeExports:
     def drop(self) -> None:
         """End what is under way and give its memory back."""
         self._name = ""
-        if self._taking is not None:
-            self._taking.cancel()
-            self._taking = None
         if self._writer is not None:
             self._writer.kill()
         self._taken = []
+        # A vault that still sets something aside gives it up when it finds its file gone.
         drop_taken(self._segments)
 
     async def close(self) -> None:
         """The end of the agent."""
         writer = self._writer
         self.drop()
+        for task in self._taking:
+            task.cancel()
         if writer is not None:
-            await asyncio.wait_for(writer.ended.wait(), _END_SECONDS)
+            with contextlib.suppress(TimeoutError):  # it dies with this process
+                await asyncio.wait_for(writer.ended.wait(), _END_SECONDS)
 
-    async def _take(self, message: Mapping[str, Any]) -> None:
-        name = str(message["name"])
+    async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
+        failure, taken = "", list[Taken]()
         try:
-            self._taken = await self._vault.take(name, int(message["iteration"]), limit)
+            taken = await self._vault.take(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
-            self._tell(name, "failed", text=str(error) or type(error).__name__)
-            drop_taken(self._segments)
+            failure = str(error) or type(error).__name__
+        if failure or name != self._name:
+            drop_taken(self._segments, name)
+        if name != self._name:
+            return  # dropped meanwhile
+        if failure:
+            self._tell(name, "failed", text=failure)
             return
+        self._taken = taken
         places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
         self._tell(name, "taken", roles=places)
 
@@ -133,9 +143,9 @@ class NodeExports:
         process.returncode = 0
 
     def _written(self, name: str, log: Path, ending: Ending) -> None:
-        self._writer = None
         if name != self._name:
-            return
+            return  # dropped; there may be a new one
+        self._writer = None
         if ending.exit_code == 0:
             self._tell(name, "written")
         else:

@@ -66,9 +66,10 @@ class Taken:
         )
 
 
-def drop_taken(directory: Path) -> None:
-    """Give back the memory of all that was taken."""
-    for path in directory.glob(f"{_PREFIX}*"):
+def drop_taken(directory: Path, name: str = "") -> None:
+    """Give back the memory of what was taken under a name, or of everything. Who is still taking
+    it notices that its file is gone."""
+    for path in directory.glob(f"{_PREFIX}{name}-*" if name else f"{_PREFIX}*"):
         path.unlink(missing_ok=True)
 
 
@@ -238,6 +239,8 @@ class _Taker:
         """Wait for a change; the lock is held. Raises VaultError at a close, or in the end."""
         if not self._state.is_open(self._generation.lineage):
             raise VaultError(f"epoch {self._generation.lineage} was closed")
+        if self._file >= 0 and not self.path.exists():
+            raise VaultError("it was dropped")
         left = limit - time.monotonic()
         if left <= 0:
             raise VaultError(f"role {self._role}: waited too long for {what}")

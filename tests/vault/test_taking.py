@@ -12,7 +12,16 @@ import pytest
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
-from tests.vault.harness import DEADLINE, Cluster, Member, Node, cluster, content, make_layout
+from tests.vault.harness import (
+    DEADLINE,
+    Cluster,
+    Member,
+    Node,
+    cluster,
+    content,
+    make_layout,
+    wait_until,
+)
 
 
 def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[Taken]]:
@@ -104,6 +113,19 @@ def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None
             taking.result(DEADLINE)
         steps(members, range(4))
         assert left(running.nodes[0]) == []
+
+
+def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        steps(members, range(2))
+        taking = order(running.nodes[0], 7)
+        wait_until(lambda: left(running.nodes[0]), "a file")
+        assert list(running.nodes[0].status()["segments"])[-1] == "taken-test-0"
+        drop_taken(running.nodes[0].directory, "test")
+        with pytest.raises(VaultError, match="it was dropped"):
+            taking.result(DEADLINE)
+        steps(members, range(2, 4))
 
 
 def test_it_ends_with_its_deadline(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""One node's part in exports: what its agent says, and that it forgets what was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deadpool_megatron.cluster.agent_exports import NodeExports
+from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.taking import Taken
+
+
+class SlowVault:
+    """Sets aside when it is told to."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.answers: dict[str, asyncio.Future[list[Taken]]] = {}
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        del iteration, deadline_seconds
+        self._directory.joinpath(f"taken-{name}-0").touch()
+        self.answers[name] = asyncio.get_running_loop().create_future()
+        return await self.answers[name]
+
+
+def taken(directory: Path) -> list[Taken]:
+    return [Taken(0, "hash", Generation(1, 4), "step", str(directory / "taken-1.1-0"), {})]
+
+
+def order(kind: str, name: str) -> dict[str, Any]:
+    return {"t": f"export-{kind}", "name": name, "iteration": 4}
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+    vault = SlowVault(tmp_path)
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    run = RunDirectory(tmp_path)
+    exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+
+    async def story() -> None:
+        exports.order(order("take", "1.1"))
+        await until(lambda: "1.1" in vault.answers)
+        vault.answers["1.1"].set_result(taken(tmp_path))
+        await until(lambda: said)
+        assert said.pop() == {
+            "t": "export",
+            "name": "1.1",
+            "step": "taken",
+            "roles": {"0": [[1, 4], "step"]},
+        }
+        exports.order(order("drop", "0.9"))
+        assert list(tmp_path.glob("taken-*")), "another one is to be dropped"
+        exports.order(order("drop", "1.1"))
+        assert not list(tmp_path.glob("taken-*"))
+
+        exports.order(order("take", "1.2"))
+        await until(lambda: "1.2" in vault.answers)
+        exports.order(order("take", "1.3"))
+        await until(lambda: "1.3" in vault.answers)
+        (tmp_path / "taken-1.2-0").touch()  # as a vault that came to it only now
+        vault.answers["1.2"].set_result(taken(tmp_path))
+        await until(lambda: not (tmp_path / "taken-1.2-0").exists())
+        assert (tmp_path / "taken-1.3-0").exists()
+        vault.answers["1.3"].set_exception(VaultError("no room"))
+        await until(lambda: said)
+        failed = {"t": "export", "name": "1.3", "step": "failed", "text": "no room"}
+        assert said == [failed]
+        assert not list(tmp_path.glob("taken-*"))
+        await exports.close()
+
+    asyncio.run(story())
