@@ -27,17 +27,13 @@ from deadpool_megatron.cluster.durable import (
 )
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 
 # Iterations between an order and the one it is about; more where iterations are too fast for that.
 _FIRST_MARGIN = 2
 _LONGEST_MARGIN = 64
-
-
-def next_due(newest: int, interval: int, margin: int) -> int:
-    """The next multiple of ``interval`` at least ``margin`` iterations behind ``newest``."""
-    return -(-(newest + margin) // interval) * interval
 
 
 @dataclass
@@ -178,11 +174,14 @@ class Exports:
         if state.phase is not Phase.RUNNING or state.record is None:
             return
         newest = max(state.newest, state.record.restore.generation.iteration)
+        # With a cadence there are generations of every n-th iteration only.
+        every = state.record.protection.every
         if self._wish is not None:
-            self._begin(state, newest + self._margin, self._wish, on_demand=True)
+            due = next_due(newest + self._margin, every)
+            self._begin(state, due, self._wish, on_demand=True)
             self._wish = None
         elif interval:
-            due = next_due(newest, interval, _FIRST_MARGIN)
+            due = next_due(next_due(newest + _FIRST_MARGIN, interval), every)
             if due > self._tried:
                 self._begin(state, due, self._directory, on_demand=False)
 

@@ -25,7 +25,8 @@ class World:
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.run = RunDirectory(directory)
         seats = {role: Seat(role, 0, 0) for role in range(2)}
-        record = SimpleNamespace(epoch=1, seats=seats, restore=Restore("initial", Generation(1, 0)))
+        start, plan = Restore("initial", Generation(1, 0)), SimpleNamespace(every=1)
+        record = SimpleNamespace(epoch=1, seats=seats, restore=start, protection=plan)
         self.state: Any = SimpleNamespace(
             phase=Phase.RUNNING,
             record=record,
@@ -114,6 +115,17 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
     world.state.newest = 5
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 8
+
+
+@pytest.mark.parametrize(
+    ("newest", "every", "due"), [(0, 1, 4), (2, 1, 4), (3, 1, 8), (0, 3, 6), (5, 3, 9)]
+)
+def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
+    """Every fourth iteration, two ahead at least, of those that are generations at all."""
+    world = World(tmp_path, persist_interval=4)
+    world.state.newest, world.state.record.protection.every = newest, every
+    world.exports.tick()
+    assert world.exports.status()["now"]["iteration"] == due
 
 
 def lose_a_node(world: World) -> None:

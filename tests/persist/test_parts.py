@@ -22,7 +22,6 @@ from deadpool_megatron.cluster.durable import (
     to_prune,
     unfinished_export,
 )
-from deadpool_megatron.cluster.exports import next_due
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.boxes import boxes
@@ -183,12 +182,6 @@ def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
     write_skeleton(tmp_path, Skeleton(3, "hash", refusal="w lies nowhere"))
     with pytest.raises(SkeletonError, match="w lies nowhere"):
         read_skeleton(tmp_path, 3, "hash")
-
-
-def test_what_is_due() -> None:
-    assert next_due(newest=0, interval=4, margin=2) == 4
-    assert next_due(newest=3, interval=4, margin=2) == 8, "too late to be sure of 4"
-    assert next_due(newest=5, interval=1, margin=2) == 7
 
 
 def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
