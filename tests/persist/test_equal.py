@@ -29,8 +29,8 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     import torch.distributed as dist
 
     from deadpool_megatron.hooks import extras as megatron_extras
+    from deadpool_megatron.hooks.layouts import role_layout
     from deadpool_megatron.hooks.optimizer import ShardState, complete_state
-    from deadpool_megatron.hooks.protection import role_layout
     from deadpool_megatron.hooks.skeletons import make_skeleton
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.joining import join
