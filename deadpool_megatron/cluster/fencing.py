@@ -43,9 +43,12 @@ class Fence:
 
     def looked(self, term: int, beat: str, at: float) -> None:
         """The journal was read, beginning at ``at``."""
-        self._looked_at = at
-        if self._mark is None or term > self._mark[0]:
-            self._term_at = at
+        before, self._looked_at = self._looked_at, at
+        if self._mark is None:
+            self._term_at = at if self._contact is None else self._contact
+        elif term > self._mark[0]:
+            # Claimed after the look before, which may be long ago if the journal was out of reach.
+            self._term_at = before
         if self._mark != (term, beat):
             self._mark = (term, beat)
             self._changed_at = at
