@@ -1,5 +1,5 @@
 """Is a torch_dist checkpoint whole? Its index can be read, all files and byte ranges are there, and
-every checksum matches: those of the archives that torch writes, and of a list beside them.
+the checksums of the archives that torch writes match.
 
 Needs torch for the classes of the index; nothing else of a pickle is let in.
 """
@@ -7,7 +7,6 @@ Needs torch for the classes of the index; nothing else of a pickle is let in.
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import zipfile
@@ -16,14 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from deadpool_megatron.vault.verify import Finding, Progress, Verdict
 
 METADATA = ".metadata"
-# {"algorithm": "xxh3_64", "files": {relative path: [bytes, checksum in hexadecimal]}}
-CHECKSUMS = "deadpool-checksums.json"
-_ALGORITHM = "xxh3_64"
 _PIECE_BYTES = 16 << 20
 _ALLOWED_MODULES = (
     "torch.distributed.checkpoint.filesystem",
@@ -50,9 +44,6 @@ def checkpoint_bytes(directory: Path) -> int:
 
 def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     """A finding for each file; ``progress`` gets the bytes read since the last call."""
-    listed = directory / CHECKSUMS
-    if listed.exists():
-        yield from _verify_listed(directory, listed, progress)
     try:
         ranges = _ranges(directory)
     except (OSError, pickle.UnpicklingError, ValueError, TypeError, AttributeError) as error:
@@ -69,43 +60,6 @@ def verify_checkpoint(directory: Path, progress: Progress) -> Iterator[Finding]:
     common = directory / "common.pt"
     if common.exists():
         yield _verify_file(common, [(0, common.stat().st_size)], progress)
-
-
-def _verify_listed(directory: Path, listed: Path, progress: Progress) -> Iterator[Finding]:
-    try:
-        values = json.loads(listed.read_text())
-        if values["algorithm"] != _ALGORITHM:
-            raise ValueError(f"algorithm {values['algorithm']!r}, known is {_ALGORITHM}")
-        files = {
-            str(name): (int(nbytes), int(digest, 16))
-            for name, (nbytes, digest) in values["files"].items()
-        }
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        yield Finding(listed, "checksums", 0, Verdict.BAD, f"cannot be read: {error}")
-        return
-    for name, (nbytes, expected) in sorted(files.items()):
-        path, what = directory / name, "checksum of the file"
-        try:
-            size, found = _file_digest(path, progress)
-        except OSError as error:
-            yield Finding(path, what, nbytes, Verdict.BAD, error.strerror or str(error))
-            continue
-        reason = ""
-        if size != nbytes:
-            reason = f"{size} bytes instead of {nbytes}"
-        elif found != expected:
-            reason = f"checksum {found:016x} instead of {expected:016x}"
-        yield Finding(path, what, size, Verdict.BAD if reason else Verdict.GOOD, reason)
-
-
-def _file_digest(path: Path, progress: Progress) -> tuple[int, int]:
-    digest, size = xxhash.xxh3_64(), 0
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            digest.update(piece)
-            size += len(piece)
-            progress(len(piece))
-    return size, digest.intdigest()
 
 
 def _ranges(directory: Path) -> dict[str, list[tuple[int, int]]]:

@@ -164,20 +164,6 @@ def test_an_index_cannot_run_code(
     assert not (tmp_path / "harmed").exists()
 
 
-def test_a_list_of_checksums_beside_the_files_counts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = checkpoint(tmp_path / "iter_1")
-    digest = verifying.xxhash.xxh3_64_hexdigest(data.read_bytes())
-    values = {
-        "algorithm": "xxh3_64",
-        "files": {data.name: [data.stat().st_size, digest], "gone": [1, "ab"]},
-    }
-    (tmp_path / "iter_1" / "deadpool-checksums.json").write_text(json.dumps(values))
-    (bad,) = [f for f in findings(capsys, tmp_path / "iter_1", 1) if f["verdict"] == "bad"]
-    assert bad["path"].endswith("gone")
-
-
 def test_nothing_to_verify_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
         assert main(["verify", str(directory)]) == 2
