@@ -18,7 +18,6 @@ from typing import Any
 from deadpool_megatron.vault.verify import Finding, Progress, Verdict
 
 METADATA = ".metadata"
-_PIECE_BYTES = 16 << 20
 _ALLOWED_MODULES = (
     "torch.distributed.checkpoint.filesystem",
     "torch.distributed.checkpoint.metadata",
