@@ -181,8 +181,9 @@ def watch(
         _stop(child)
     if child.returncode != 0 or len(times) < expected:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+        silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
         raise BenchError(
-            f"exit status {child.returncode}, saw {len(times)} steps of {expected};"
+            f"{silence}exit status {child.returncode}, saw {len(times)} steps of {expected};"
             f" the end of its output:\n{end}"
         )
     # Memory was looked at while the step after the warm-up ran: measured are those after it.
