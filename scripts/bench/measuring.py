@@ -51,9 +51,9 @@ def _first(path: str, key: str) -> str:
     return "0 unknown"
 
 
-def marked_processes(mark: str) -> Iterator[int]:
-    """Processes started, however far down, with ``DEADPOOL_BENCH=mark`` in their environment."""
-    entry = f"{MARK}={mark}".encode()
+def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
+    """Processes started, however far down, with ``variable=mark`` in their environment."""
+    entry = f"{variable}={mark}".encode()
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             try:

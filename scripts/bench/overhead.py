@@ -138,11 +138,12 @@ def watch(
     new_steps: Callable[[], int],
     variables: Mapping[str, str] | None = None,
     unmeasured_steps: int = 0,
+    silence_seconds: float = _SILENCE_SECONDS,
 ) -> Measured:
     """Run to the end; ``new_steps`` answers how many steps were reported since it was asked last.
 
     ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
-    fails, or reports nothing for a long time.
+    fails, or reports nothing for ``silence_seconds``.
     """
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
@@ -163,7 +164,7 @@ def watch(
     try:
         silent_since = time.perf_counter()
         over = False
-        while not over and time.perf_counter() - silent_since < _SILENCE_SECONDS:
+        while not over and time.perf_counter() - silent_since < silence_seconds:
             # Look at the child first: what it reported before it ended is then read below.
             over = child.poll() is not None
             for _ in range(new_steps()):
@@ -180,8 +181,9 @@ def watch(
         _stop(child)
     if child.returncode != 0 or len(times) < expected:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+        silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
         raise BenchError(
-            f"exit status {child.returncode}, saw {len(times)} steps of {expected};"
+            f"{silence}exit status {child.returncode}, saw {len(times)} steps of {expected};"
             f" the end of its output:\n{end}"
         )
     # Memory was looked at while the step after the warm-up ran: measured are those after it.

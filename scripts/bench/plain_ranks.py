@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     """Fork the ranks and wait for them; answers the first exit status that is not 0."""
     world_size, arguments = int(argv[0]), argv[1:]
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()), WORLD_SIZE=str(world_size)
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(world_size)
     )
     children = []
     for rank in range(world_size):
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     return next((status for status in statuses if status), 0)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     while True:
         port = random.choice(_PORTS)
         with socket.socket() as probe:

@@ -1,0 +1,152 @@
+"""Keeping the state of the bench's training by torch.distributed.checkpoint, as users do today.
+
+Every rank names its own tensors, the model's by pipeline stage (data-parallel ranks hold the same,
+the planner writes them once); the live tensors are written from and read into directly.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
+from deadpool_megatron.trainer.loop import TrainingLoop
+from deadpool_megatron.trainer.megatron_api import get_cuda_rng_tracker, parallel_state
+from deadpool_megatron.trainer.model import inner_optimizers
+
+# DCP writes it last, under another name first.
+_COMPLETE = ".metadata"
+# The one that is being written is never the only one.
+_KEPT = 2
+
+
+class Keeper:
+    """Keeps nothing; what the others do at each place."""
+
+    def restore(self, loop: TrainingLoop) -> None:
+        """Bring ``loop``, just built, to the newest state that was kept, if any. Collective."""
+
+    def keep(self, loop: TrainingLoop) -> None:
+        """Keep the state after the step that just ended. Collective."""
+
+    def finish(self) -> None:
+        """Wait for what is still under way. Collective."""
+
+
+class CheckpointKeeper(Keeper):
+    """A checkpoint after every ``every`` steps, with ``dcp.save`` or ``dcp.async_save``.
+
+    With the latter the write of the one before is waited for first: two at once are refused by
+    nobody, but whoever runs out of memory does not want them.
+    """
+
+    def __init__(self, folder: Path, every: int, asynchronous: bool) -> None:
+        self._folder = folder
+        self._every = every
+        # Collectives of the writer must not meet those of training.
+        self._group = dist.new_group(backend="gloo") if asynchronous else None
+        self._under_way: Future[Any] | None = None
+
+    def restore(self, loop: TrainingLoop) -> None:
+        newest = [newest_complete(self._folder)]
+        # All from the same one: rank 0's look counts.
+        dist.broadcast_object_list(newest, src=0)
+        if newest[0] is None:
+            return
+        state = state_of(loop)
+        dcp.load(state, checkpoint_id=self._folder / newest[0])
+        put_back(loop, state)
+
+    def keep(self, loop: TrainingLoop) -> None:
+        iteration = loop.counters["iteration"]
+        if iteration % self._every:
+            return
+        directory = self._folder / f"step-{iteration:07d}"
+        if self._group is None:
+            dcp.save(state_of(loop), checkpoint_id=directory)
+        else:
+            self.finish()
+            self._under_way = dcp.async_save(
+                state_of(loop), checkpoint_id=directory, process_group=self._group
+            )
+        self._prune()
+
+    def finish(self) -> None:
+        if self._under_way is not None:
+            self._under_way.result()
+            self._under_way = None
+
+    def _prune(self) -> None:
+        """Remove all but the newest complete ones."""
+        if dist.get_rank() == 0:
+            for name in complete(self._folder)[:-_KEPT]:
+                shutil.rmtree(self._folder / name)
+
+
+def complete(folder: Path) -> list[str]:
+    """Names of the complete checkpoints in ``folder``, oldest first."""
+    return sorted(path.parent.name for path in folder.glob(f"step-*/{_COMPLETE}"))
+
+
+def newest_complete(folder: Path) -> str | None:
+    """Name of the newest complete checkpoint."""
+    return next(reversed(complete(folder)), None)
+
+
+def state_of(loop: TrainingLoop) -> dict[str, Any]:
+    """Everything the training of this rank depends on, under names; tensors are the live ones."""
+    stage, rank = parallel_state.get_pipeline_model_parallel_rank(), dist.get_rank()
+    state: dict[str, Any] = {}
+    for number, chunk in enumerate(loop.model_chunks):
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]:
+            state[f"stage{stage}.model{number}.{name}"] = tensor.detach()
+    for number, inner in enumerate(inner_optimizers(loop.optimizer)):
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            place = f"rank{rank}.optimizer{number}.{index}"
+            state[f"{place}.master"] = parameter.detach()
+            for name, tensor in inner.state[parameter].items():
+                state[f"{place}.{name}"] = tensor
+    state[f"rank{rank}.random.torch"] = torch.get_rng_state()
+    for name, tensor in get_cuda_rng_tracker().get_states().items():
+        state[f"rank{rank}.random.{name}"] = tensor.clone()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    own = {
+        "counters": loop.counters,
+        "log_sums": loop.log_sums,
+        "scheduler": loop.scheduler.state_dict(),
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+    }
+    # As text, so that nothing takes it apart.
+    state[f"rank{rank}.own"] = json.dumps(own)
+    return state
+
+
+def put_back(loop: TrainingLoop, state: dict[str, Any]) -> None:
+    """Bring ``loop`` to the state that was read; its tensors hold it already."""
+    prefix = f"rank{dist.get_rank()}."
+    own = json.loads(state[f"{prefix}own"])
+    loop.counters.update(own["counters"])
+    loop.log_sums.update(own["log_sums"])
+    # The schedule adds the loaded number of steps to the one it has.
+    loop.scheduler.num_steps = 0
+    loop.scheduler.load_state_dict(own["scheduler"])
+    loop.reset_after_interrupt()
+    # Last: building anything before might draw from a generator.
+    version, words, normal = own["python"]
+    random.setstate((version, tuple(words), normal))
+    kind, keys, *rest = own["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state[f"{prefix}random.torch"])
+    tracked = get_cuda_rng_tracker().get_states()
+    get_cuda_rng_tracker().set_states({name: state[f"{prefix}random.{name}"] for name in tracked})

@@ -1,0 +1,114 @@
+"""The arithmetic of scripts/bench/peers.py, and that its command line works; no training here."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+
+
+def load(name: str) -> ModuleType:
+    """A module of the benches, which are no package."""
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+outcomes = load("peer_outcomes")
+Report = outcomes.StepReport
+
+
+def report(iteration: int, wall_seconds: float, loss: str = "0x1p+0") -> object:
+    return Report(iteration, loss, wall_seconds)
+
+
+def test_reports_are_read_up_to_the_line_being_written() -> None:
+    line = '{"iteration": 3, "loss": "0x1.8p+1", "wall_seconds": 7.5}\n'
+    assert outcomes.parse_reports([line, line[:20]]) == [Report(3, "0x1.8p+1", 7.5)]
+    with pytest.raises(outcomes.OutcomeError, match="not a report"):
+        outcomes.parse_reports(['{"iteration": 3}\n', line])
+
+
+def test_a_restart_from_an_old_checkpoint_costs_what_it_computes_again() -> None:
+    # One second per step; killed in step 5, goes on from the checkpoint of step 2.
+    before = [report(n, float(n)) for n in range(1, 5)]
+    after = [report(n, 20.0 + n) for n in range(3, 8)]
+    found = outcomes.outcome([*before, *after], 4.5, 1.0)
+    assert found.newest_before == 4
+    assert found.steps_recomputed == 2
+    # Step 5 is the first new one; steps 5 to 7 would have taken until 7.
+    assert found.seconds_to_new_step == 20.5
+    assert found.seconds_lost == 20.0
+
+
+def test_who_does_not_report_again_says_how_many_steps_it_repeated() -> None:
+    reports = [report(1, 1.0), report(2, 4.0), report(3, 5.0)]
+    found = outcomes.outcome(reports, 1.5, 1.0, recomputed=0)
+    assert found.to_dict() == {
+        "newest_before": 1,
+        "seconds_to_new_step": 2.5,
+        "seconds_lost": 2.0,
+        "steps_recomputed": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        ([report(1, 9.0)], "before the kill"),
+        ([report(1, 1.0), report(1, 9.0)], "no step beyond 1"),
+    ],
+)
+def test_a_run_that_never_goes_on_has_no_outcome(reports: list[object], reason: str) -> None:
+    with pytest.raises(outcomes.OutcomeError, match=reason):
+        outcomes.outcome(reports, 5.0, 1.0)
+
+
+def test_every_report_counts_when_losses_are_compared() -> None:
+    undisturbed = {1: "0x1p+0", 2: "0x1p-1"}
+    same = [report(1, 1.0), report(2, 2.0, "0x1p-1"), report(2, 3.0, "0x1p-1")]
+    assert outcomes.first_difference(same, undisturbed) is None
+    other = [*same, report(2, 4.0, "0x1.8p-1")]
+    assert outcomes.first_difference(other, undisturbed).startswith("iteration 2")
+    assert outcomes.first_difference(same[:1], undisturbed) == "iteration 2 is missing"
+    assert "iteration 3" in outcomes.first_difference([*same, report(3, 5.0)], undisturbed)
+
+
+def test_ratio_needs_steps_on_both_sides() -> None:
+    assert outcomes.ratio_of_means([3.0, 5.0], [2.0]) == 2.0
+    with pytest.raises(outcomes.OutcomeError):
+        outcomes.ratio_of_means([], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("Traceback:\n  line\nRuntimeError: first\n[rank2]: a.b.StoreError: why\n====\n", "why"),
+        ("no traceback\nbut a word  \n\n", "but a word"),
+        ("", "it said nothing"),
+    ],
+)
+def test_the_cause_of_a_failure_is_found_in_its_output(text: str, cause: str) -> None:
+    assert outcomes.cause_in(text).endswith(cause)
+
+
+def test_the_command_line_works_without_any_peer() -> None:
+    done = subprocess.run(
+        [sys.executable, BENCH / "peers.py", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "--install" in done.stdout
+    bad = subprocess.run(
+        [sys.executable, BENCH / "peers.py", "--rounds", "0"], capture_output=True, text=True
+    )
+    assert bad.returncode == 2
+    assert "--rounds must be" in bad.stderr
