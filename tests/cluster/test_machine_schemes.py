@@ -38,6 +38,8 @@ def test_local_without_a_checkpoint_says_what_it_cannot_survive() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
     rig.feed(ev.NodeLost(1, "gone"))
     rig.closed(g(7))
+    order = rig.one(act.Dump)
+    rig.feed(*(ev.Dumped(node, order.generation) for node in order.nodes))
     end = rig.one(act.Finish)
     assert end.exit_status == 1
     assert end.reason.startswith("--deadpool-protection local keeps the state of a node")
