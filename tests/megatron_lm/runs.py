@@ -99,10 +99,14 @@ def strike(
     return outcome
 
 
-def assert_printed(outcome: Outcome, wanted: Outcome) -> None:
-    """The same lines about steps and evaluations, as far as the run is about them."""
+def assert_printed(outcome: Outcome, wanted: Outcome, after: int = 0) -> None:
+    """The same lines about steps and evaluations, as far as the run is about them.
+
+    ``after``: the iteration that it went on from; lines about that one may have been printed by the
+    run before.
+    """
     ours, theirs = printed(outcome), printed(wanted)
-    first = min(step["iteration"] for step in outcome.final["steps"])
+    first = max(after + 1, min(step["iteration"] for step in outcome.final["steps"]))
     missing = {subject for subject in theirs if _number(subject) >= first} - ours.keys()
     assert not missing, f"not printed: {sorted(missing)}"
     other = {k: (text, theirs.get(k)) for k, text in ours.items() if text != theirs.get(k)}

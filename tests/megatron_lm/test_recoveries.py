@@ -115,7 +115,8 @@ def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
         tmp_path / "resumed", program, arguments=("--resume", str(tmp_path / "run"))
     )
     assert_unnoticed(resumed, undisturbed(program), [])
-    assert_printed(resumed, undisturbed(program))
+    (saved,) = (tmp_path / "run" / "dump").iterdir()
+    assert_printed(resumed, undisturbed(program), after=int(saved.name.partition("-")[2]))
     assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
 
 
