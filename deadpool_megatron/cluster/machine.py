@@ -73,8 +73,16 @@ class Machine:
         for record in records:
             kept = keep_line(kept, record.restore, record.epoch)
         last = records[-1]
+        begun = self.start(now)
+        # Reported (again, see results) if it came with the last record: nobody knows if it was.
+        told = records[-2].protection if len(records) > 1 else None
+        plan = last.protection
+        if self._config.restarted and not self._config.returns:
+            # A launcher has started all of it again, with the settings of its command; what was
+            # asked for, or chosen, in the run before is over (cli/restarting).
+            plan, told = begun.protection, last.protection
         return replace(
-            self.start(now),
+            begun,
             deadline=now + machine_takeover.patience_seconds(self._config),
             restarted=self._config.restarted,
             seats=SeatTable(last.seats),
@@ -83,10 +91,9 @@ class Machine:
             kept=kept,
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
-            durable=durable or self.start(now).durable,
-            protection=last.protection,
-            # Reported (again, see results) if it came with the last record: nobody knows if it was.
-            protection_told=records[-2].protection if len(records) > 1 else None,
+            durable=durable or begun.durable,
+            protection=plan,
+            protection_told=told,
             nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
