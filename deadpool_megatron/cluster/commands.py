@@ -85,7 +85,7 @@ class Commands:
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        why = machine_plans.refusal(plan, len(state.nodes), settings)
+        why = machine_plans.refusal(plan, len(state.nodes), settings, state.protection)
         why = why or memory_refusal(plan, state, settings)
         if why:
             return {"ok": False, "error": f"{words} cannot be: {why}"}
