@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as inputs
-from deadpool_megatron.cluster import machine_plans
+from deadpool_megatron.cluster import machine_plans, wanted
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
 from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.machine_state import State
@@ -85,13 +85,17 @@ class Commands:
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        why = machine_plans.refusal(plan, len(state.nodes), settings)
+        why = machine_plans.refusal(plan, len(state.nodes), settings, state.protection)
         why = why or memory_refusal(plan, state, settings)
         if why:
             return {"ok": False, "error": f"{words} cannot be: {why}"}
         if plan == state.protection:
             return {"ok": False, "error": f"the run is protected by {words} already"}
-        self._feed(inputs.ProtectionRequested(plan, "asked for by 'deadpool protect'"))
+        try:
+            wanted.note(self._journal, plan, state.epoch)
+        except JournalError as error:
+            return {"ok": False, "error": str(error)}
+        self._feed(inputs.ProtectionRequested(plan, wanted.WHY))
         return {"ok": True, "plan": words}
 
     def _attach(self, hostname: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.journal import Journal
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import State
+from deadpool_megatron.cluster.wanted import still_wanted
 from deadpool_megatron.layout.records import EpochRecord, without_details
 
 
@@ -23,7 +24,8 @@ def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: f
         EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
         for epoch, values in sorted(records.items())
     ]
-    state = machine.resume(kept, chronicle.newest_durable(), now)
+    wanted = still_wanted(journal, newest_epoch)
+    state = machine.resume(kept, chronicle.newest_durable(), now, wanted)
     newest = max(state.newest, chronicle.results.last_iteration)
     # Nobody waits for a node that was given up before.
     return replace(state, newest=newest, gone=Map(chronicle.results.lost_nodes))

@@ -35,7 +35,8 @@ class Journal(ABC):
     """Write-once entries named (kind, number), and one sign of life. Not thread-safe.
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
-    next number), ``node`` (node ids that were handed out to late comers).
+    next number), ``node`` (node ids that were handed out to late comers), ``plan`` (protection that
+    was asked for).
     """
 
     @abstractmethod

@@ -36,10 +36,11 @@ from deadpool_megatron.cluster.machine_state import (
 )
 from deadpool_megatron.cluster.persistent import without
 from deadpool_megatron.cluster.roster import MemberStatus
+from deadpool_megatron.cluster.wanted import WHY
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, keep_line
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import first_plan
+from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.seats import SeatTable
 
 
@@ -62,8 +63,15 @@ class Machine:
         plan = first_plan(config.settings)
         return State(Phase.GATHERING, deadline, SeatTable(wished), durable=saved, protection=plan)
 
-    def resume(self, records: Sequence[EpochRecord], durable: Restore | None, now: float) -> State:
-        """The state of a coordinator that takes over a run: ``records`` is the whole journal.
+    def resume(
+        self,
+        records: Sequence[EpochRecord],
+        durable: Restore | None,
+        now: float,
+        wanted: ProtectionPlan | None = None,
+    ) -> State:
+        """The state of a coordinator that takes over a run: ``records`` is the whole journal,
+        ``wanted`` a plan that was asked for and that no record has yet.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -73,8 +81,16 @@ class Machine:
         for record in records:
             kept = keep_line(kept, record.restore, record.epoch)
         last = records[-1]
+        begun = self.start(now)
+        # Reported (again, see results) if it came with the last record: nobody knows if it was.
+        told = records[-2].protection if len(records) > 1 else None
+        plan = wanted or last.protection
+        if self._config.restarted and not self._config.returns:
+            # A launcher has started all of it again, with the settings of its command; what was
+            # asked for, or chosen, in the run before is over (cli/restarting).
+            plan, told = begun.protection, last.protection
         return replace(
-            self.start(now),
+            begun,
             deadline=now + machine_takeover.patience_seconds(self._config),
             restarted=self._config.restarted,
             seats=SeatTable(last.seats),
@@ -83,10 +99,10 @@ class Machine:
             kept=kept,
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
-            durable=durable or self.start(now).durable,
-            protection=last.protection,
-            # Reported (again, see results) if it came with the last record: nobody knows if it was.
-            protection_told=records[-2].protection if len(records) > 1 else None,
+            durable=durable or begun.durable,
+            protection=plan,
+            protection_why=WHY if wanted is not None and plan == wanted else "",
+            protection_told=told,
             nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(

@@ -27,10 +27,16 @@ from deadpool_megatron.layout.schemes import (
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
 
-def refusal(plan: ProtectionPlan, live_nodes: int, settings: Settings) -> str:
+def refusal(
+    plan: ProtectionPlan,
+    live_nodes: int,
+    settings: Settings,
+    present: ProtectionPlan | None = None,
+) -> str:
     """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
 
-    ``live_nodes``: connected ones, spares included.
+    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
+    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
     """
     kinds = plan.kinds
     if not 1 <= plan.every <= LONGEST_CADENCE:
@@ -48,7 +54,8 @@ def refusal(plan: ProtectionPlan, live_nodes: int, settings: Settings) -> str:
         if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
             return f"a parity group has at least 2 roles, not {scheme.group}"
         needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
-        if live_nodes < needed:
+        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
+        if is_new and live_nodes < needed:
             name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
             return (
                 f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
@@ -66,7 +73,7 @@ def take_request(turn: Turn, event: ProtectionRequested) -> None:
     """Note the wanted plan, or refuse it."""
     state = turn.state
     settings = turn.config.settings
-    why = refusal(event.plan, len(state.nodes), settings)
+    why = refusal(event.plan, len(state.nodes), settings, state.protection)
     why = why or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
         why = "the run is ending"

@@ -241,8 +241,10 @@ class EpochEntry(Stages):
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
             self.protection.announce(self.generation, first=True)
-            self.protection.complete(self.capture_extras())
-            self.protection.owe(self.generation, "step")
+            # At the boundary of the checkpoint: what it includes would else be done a second time,
+            # from here, when this generation is restored.
+            self.protection.complete(self.capture_extras(), self.boundary)
+            self.protection.owe(self.generation, self.boundary)
 
     # Parts of the stages.
 

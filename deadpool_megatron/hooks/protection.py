@@ -77,6 +77,7 @@ class _Job:
     writer: SlotWriter
     copies: tuple[CopyHandle, ...]
     extras: bytes
+    boundary: str
     generation: Generation
     step_sizes: Mapping[str, int]
 
@@ -195,13 +196,14 @@ class Protection:
         if self._epoch and self._upcoming_is_due and index not in self._copies:
             self._start_copy(index)
 
-    def complete(self, extras: bytes) -> None:
-        """The due iteration announced last is over; ``extras`` are its encoded extras.
+    def complete(self, extras: bytes, boundary: str = "step") -> None:
+        """The due iteration announced last is over; ``extras`` are its encoded extras, as they are
+        at ``boundary``: a later one for state of which the segments before it are part already.
 
         Starts the copies that no update has started (a skipped update changes nothing, but its
         generation is sealed like any other) and returns without waiting for any.
         """
-        self._check_room(extras, "step")
+        self._check_room(extras, boundary)
         # At once, unless an iteration went by without a gate: one job at a time.
         self._await_sealer()
         for index in range(len(self._parts)):
@@ -216,8 +218,8 @@ class Protection:
         self._idle.clear()
         self._handed_over = self._previous = self._upcoming
         self._start_sealer()
-        self._jobs.put(_Job(writer, tuple(copies), extras, self._upcoming, sizes))
-        self._pending.append((self._upcoming, "step"))
+        self._jobs.put(_Job(writer, tuple(copies), extras, boundary, self._upcoming, sizes))
+        self._pending.append((self._upcoming, boundary))
         self._newest_due = self._upcoming
 
     def append(self, generation: Generation, boundary: str, extras: bytes) -> None:
@@ -411,7 +413,7 @@ class Protection:
         for copy in job.copies:
             if not copy.wait(limit):
                 raise ProtectionError(f"copy not finished within {limit:g} s")
-        name = extras_part("step")
+        name = extras_part(job.boundary)
         job.writer.part(name)[: len(job.extras)] = job.extras
         if self._interrupted():
             # Rule 11: the epoch may have been closed before the last byte was computed.

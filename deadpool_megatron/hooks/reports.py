@@ -117,7 +117,7 @@ class Reports:
         self.send_event(Kind.REHEARSED, self.iteration, facts)
         if not facts["matched"]:
             print(
-                f"role {self.role}: an update computed again from its gradients gave other bytes"
-                f" ({facts['difference']}): whole copies from here on",
+                f"role {self.role}: an update cannot be computed again from its gradients, to the"
+                f" byte ({facts['difference']}): whole copies from here on",
                 flush=True,
             )

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from deadpool_megatron import failpoints
@@ -177,9 +178,13 @@ class StepKeeper:
         for index, update in updates.items():
             shard, inner = self._shards[index], self._inner[index]
             gradients = self._views_of(self.gradients[index], writer)
-            found = rehearse(
-                inner, update, shard, before[index], gradients, writer.part(shard.name)
-            )
+            try:
+                found = rehearse(
+                    inner, update, shard, before[index], gradients, writer.part(shard.name)
+                )
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                # Training has what it needs without it; so do whole copies.
+                found = f"no room to try: {str(error).partition(chr(10))[0]}"
             if found or failpoints.hit("rehearsal", iteration=generation.iteration) is not None:
                 difference = f"{shard.name}, {found or 'as a test wants it'}"
                 break

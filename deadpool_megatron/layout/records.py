@@ -362,8 +362,10 @@ class Restore:
                 int(role): {name: _sources(found) for name, found in parts.items()}
                 for role, parts in values["sources"].items()
             },
+            # Runs of 0.3 wrote none; their checkpoints are gone on from.
             recipes={
-                int(role): Recipe.from_dict(recipe) for role, recipe in values["recipes"].items()
+                int(role): Recipe.from_dict(recipe)
+                for role, recipe in values.get("recipes", {}).items()
             },
         )
 
@@ -419,8 +421,9 @@ class EpochRecord:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> EpochRecord:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :meth:`to_dict`; a record without a plan is one of 0.3, which only copied."""
         host, port = values["store"]
+        plan = values.get("protection")
         return EpochRecord(
             epoch=int(values["epoch"]),
             seats={int(role): Seat.from_list(seat) for role, seat in values["seats"].items()},
@@ -436,5 +439,5 @@ class EpochRecord:
             fewer_copies=frozenset(values["fewer_copies"]),
             cause=str(values["cause"]),
             failure=dict(values.get("failure", {})),
-            protection=ProtectionPlan.from_dict(values["protection"]),
+            protection=ProtectionPlan() if plan is None else ProtectionPlan.from_dict(plan),
         )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.replaying import copy_slots, gradients_part
 from deadpool_megatron.settings import Settings
 
 
@@ -72,14 +73,30 @@ def node_needs(
     elif settings.protection == "parity":
         blocks = replicas / settings.parity_group
         scheme = f"for parity ({replicas} of {settings.parity_group} roles)"
-    kept = math.ceil(owed * blocks) + extras * replicas
+    kept = (math.ceil(owed * blocks) + extras * replicas) * layout.slots
+    if settings.protection == "recompute":
+        kept, scheme = _chains(layout, owed, settings), f"for {replicas} copies with their steps"
     return Needs(
         roles=roles_per_node,
         slots=layout.slots,
         own=own_segment_bytes * roles_per_node,
-        kept=kept * layout.slots * roles_per_node,
+        kept=kept * roles_per_node,
         scheme=scheme,
     )
+
+
+def _chains(layout: RoleLayout, owed: int, settings: Settings) -> int:
+    """Bytes of a role's copies where steps are kept: a chain for every generation that may be asked
+    for, in which a slot holds a whole copy (``owed`` bytes) or gradients, and extras."""
+    slots, every = copy_slots(layout, settings.full_every), settings.full_every
+    names = {gradients_part(name) for name in layout.shard_parts}
+    gradients = sum(
+        p.nbytes for p in layout.parts if p.name in names and len(p.replicas) <= settings.replicas
+    )
+    known = names.union(layout.shard_parts)
+    extras = sum(p.nbytes for p in layout.parts if p.name not in known)
+    whole = 1 + math.ceil((slots - 1) / every)
+    return settings.replicas * (whole * owed + (slots - whole) * gradients + slots * extras)
 
 
 def objection(needs: Needs, rooms: Sequence[Room]) -> str:

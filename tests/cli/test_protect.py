@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from immutables import Map
@@ -12,10 +14,13 @@ from deadpool_megatron.cli.control import _rpo_line
 from deadpool_megatron.cli.story import describe_protection
 from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster.commands import Commands
+from deadpool_megatron.cluster.first_state import first_state
+from deadpool_megatron.cluster.journal import DirectoryJournal
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import Config, NodeState, State
 from deadpool_megatron.cluster.run_directory import RunInfo
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
@@ -38,7 +43,7 @@ def test_bad_input(
 class Desk:
     """The commands of a coordinator that has ``nodes`` connected; what it feeds its machine."""
 
-    def __init__(self, nodes: int, settings: Settings) -> None:
+    def __init__(self, nodes: int, settings: Settings, directory: Path) -> None:
         machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
         known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
         self.state: State = machine.start(0.0).changed({"nodes": Map(known)})
@@ -48,13 +53,14 @@ class Desk:
         object.__setattr__(self.commands._info, "settings", settings)
         self.commands._state = lambda: self.state
         self.commands._feed = self.fed.append
+        self.commands._journal = self.journal = DirectoryJournal(directory)
 
     def ask(self, **wish: object) -> dict[str, object]:
         return self.commands.answer({"command": "protect", **wish})
 
 
-def test_what_is_not_named_stays() -> None:
-    desk = Desk(4, Settings(cadence="3"))
+def test_what_is_not_named_stays(tmp_path: Path) -> None:
+    desk = Desk(4, Settings(cadence="3"), tmp_path)
     assert desk.ask(scheme="parity", group=2) == {
         "ok": True,
         "plan": "parity(2); every 3 iterations",
@@ -64,8 +70,28 @@ def test_what_is_not_named_stays() -> None:
     assert [(one.rules[0].scheme.group, one.every) for one in plans] == [(2, 3), (0, 5)]
 
 
-def test_refused_at_once_with_the_reason() -> None:
-    desk = Desk(2, Settings())
+@pytest.mark.parametrize(("records", "is_kept"), [(1, True), (2, False)])
+def test_the_next_coordinator_knows_what_was_asked_for(
+    records: int, is_kept: bool, tmp_path: Path
+) -> None:
+    """Unless an epoch has come since then: it has the plan, or a later one."""
+    desk = Desk(4, Settings(), tmp_path)
+    desk.state = desk.state.changed({"epoch": 1})
+    assert desk.ask(every=5)["ok"]
+    for epoch in range(1, records + 1):
+        restore = Restore("initial", Generation(0, 0))
+        record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
+        desk.journal.write("epoch", epoch, record.to_dict())
+    machine = Machine(Config(4, 0, 1, Settings(), "/dump"), plan)
+    results = SimpleNamespace(last_iteration=0, lost_nodes={})
+    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
+    state = first_state(machine, DirectoryJournal(tmp_path), chronicle, 0.0)
+    assert state.protection.every == (5 if is_kept else 1)
+    assert bool(state.protection_why) == is_kept
+
+
+def test_refused_at_once_with_the_reason(tmp_path: Path) -> None:
+    desk = Desk(2, Settings(), tmp_path)
     assert "attach 1 more" in str(desk.ask(scheme="parity")["error"])
     assert "start the run with" in str(desk.ask(scheme="recompute")["error"])
     assert "not between 1 and 1000" in str(desk.ask(every=0)["error"])

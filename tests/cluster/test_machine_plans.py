@@ -156,6 +156,21 @@ def test_what_cannot_hold_is_refused(
     assert bool(found) == bool(why)
 
 
+def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
+    """Two copies were wanted, and a lost spare has left room for one, which goes on."""
+    two = Settings(replicas=2)
+    assert not refusal(EVERY_THIRD, 2, two, ProtectionPlan())
+    parity = uniform("parity", two, 3, 4)
+    assert "needs at least 4 nodes" in refusal(parity, 2, two, ProtectionPlan())
+    rig = Rig(nodes=2, spares=1, replicas=2).run()
+    rig.feed(ev.NodeLost(2, "connection closed"))
+    rig.closed(g(0))
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
+    assert rig.state.phase is Phase.PAUSING
+
+
 def test_refused_plans_change_nothing() -> None:
     rig = asked(uniform("recompute", Settings(), 1, 0))
     assert rig.one(act.EmitEvent).kind is Kind.REFUSED

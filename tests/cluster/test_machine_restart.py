@@ -13,6 +13,7 @@ from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
+from deadpool_megatron.layout.schemes import plan_in_words
 from deadpool_megatron.recovery import plan
 
 
@@ -70,6 +71,18 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     assert rig.state.phase is Phase.RUNNING
     assert not rig.state.inherited
     assert not rig.state.restarted
+
+
+@pytest.mark.parametrize(("returns", "wanted"), [(False, "parity(4)"), (True, "local")])
+def test_new_processes_are_protected_as_their_command_says(returns: bool, wanted: str) -> None:
+    """Agents that come back by themselves have the command that the run began with."""
+    old = Rig(nodes=2, spares=1, protection="local").run()
+    old.steps(7)
+    records = [write.record for write in old.of(act.WriteRecord, old.log)]
+    settings = replace(old.settings, protection="parity")
+    config = replace(old.config, settings=settings, restarted=True, returns=returns)
+    state = Machine(config, plan).resume(records, None, old.now)
+    assert plan_in_words(state.protection) == wanted
 
 
 def test_without_the_spare_it_goes_on_after_a_while() -> None:

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from deadpool_megatron.cluster.telling import RecordKeeper, RecordTeller
 from deadpool_megatron.layout.deltas import NotTheBase, apply, change, for_node
 from deadpool_megatron.layout.records import (
+    Decoding,
     EpochRecord,
     Generation,
     NodeAddress,
+    Recipe,
+    Replay,
     Restore,
     Seat,
     Source,
 )
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.wire.framing import WireError
 
 nodes = st.integers(0, 6)
@@ -30,10 +34,46 @@ addresses = st.builds(
     st.booleans(),
 )
 seats = st.builds(Seat, nodes, st.integers(0, 3), st.integers(0, 2))
+places = st.lists(st.builds(Source, nodes, st.integers(0, 12)), max_size=2).map(tuple)
+generations = st.builds(Generation, st.integers(0, 3), st.integers(0, 9))
+decodings = st.builds(
+    Decoding,
+    st.just((0, 3)),
+    st.integers(1, 2),
+    st.dictionaries(st.integers(0, 3), places, max_size=2),
+)
+replays = st.builds(
+    Replay,
+    generations,
+    st.lists(generations, max_size=2).map(tuple),
+    st.dictionaries(generations, st.dictionaries(st.just("main"), places), max_size=2),
+)
+recipes = st.builds(Recipe, st.dictionaries(st.just("main"), decodings), st.none() | replays)
+plans = st.builds(
+    ProtectionPlan,
+    st.lists(
+        st.builds(
+            Rule,
+            st.sampled_from([ANY, "main"]),
+            st.sampled_from([ANY, "x"]),
+            st.builds(Scheme, st.sampled_from(Kind), st.integers(0, 4), st.integers(1, 8)),
+        ),
+        min_size=1,
+        max_size=2,
+    ).map(tuple),
+    st.integers(1, 9),
+)
+
+
+def with_recipes(restore: Restore, chosen: dict[int, Recipe]) -> Restore:
+    """Only roles that have an entry among the sources have recipes."""
+    return replace(restore, recipes={r: one for r, one in chosen.items() if r in restore.sources})
+
+
 restores = st.builds(
     Restore,
     st.sampled_from(["initial", "memory", "durable"]),
-    st.builds(Generation, st.integers(0, 3), st.integers(0, 9)),
+    generations,
     st.sampled_from(["step", "save"]),
     st.sampled_from(["", "/checkpoint"]),
     st.dictionaries(
@@ -49,13 +89,16 @@ records = st.builds(
     epoch=st.just(1),
     seats=st.dictionaries(st.integers(0, 12), seats),
     nodes=st.dictionaries(nodes, addresses),
-    restore=restores,
+    restore=st.builds(
+        with_recipes, restores, st.dictionaries(st.integers(0, 12), recipes, max_size=3)
+    ),
     store_host=st.sampled_from(["s", "t"]),
     store_port=st.integers(1, 9),
     replicas=st.integers(1, 3),
     emitted_up_to=st.integers(0, 9),
     fewer_copies=st.frozensets(st.integers(0, 12)),
     cause=st.text(max_size=5),
+    protection=plans,
 )
 
 
@@ -75,6 +118,19 @@ def test_a_node_has_its_part_of_the_newest_record(
         assert parts is not None
         assert keeper.take(json.loads(json.dumps(parts))) == for_node(record, node)
         assert teller.parts(node, keeper.epoch) is None
+
+
+@settings(max_examples=25)
+@given(record=records)
+def test_the_journal_gives_a_record_back(record: EpochRecord) -> None:
+    assert EpochRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_a_record_of_a_version_without_plans_can_be_read() -> None:
+    """Its run was protected by copies of every iteration, and can be gone on from."""
+    values = cluster(2).to_dict()
+    del values["protection"], values["restore"]["recipes"]
+    assert EpochRecord.from_dict(values) == cluster(2)
 
 
 def cluster(nodes_count: int, epoch: int = 1) -> EpochRecord:

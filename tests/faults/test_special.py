@@ -175,13 +175,18 @@ def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
 
 
 def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) -> None:
-    """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old."""
-    plan = [fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0])]
-    saves = f"--save {tmp_path / 'saves'} --save-interval 6"
-    wanted = reference(LAYOUT, ITERATIONS)
+    """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old. When the
+    next failure leads back to it through memory, the evaluation that it has in it stays done."""
+    plan = [
+        fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0]),
+        fault("again", "backward", when_role=3, when_iteration=7, when_epoch=2),
+    ]
+    evaluation = "--eval-interval 3 --eval-iters 2"
+    saves = f"{evaluation} --save {tmp_path / 'saves'} --save-interval 6"
+    wanted = reference(LAYOUT, ITERATIONS, evaluation)
     outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=saves, spares=2, refill=2)
     assert_unnoticed(outcome, wanted, plan)
-    assert restart_kinds(outcome)[-1] == "durable"
+    assert restart_kinds(outcome)[-2:] == ["durable", "memory"]
     assert recomputed(outcome) == [2]
 
 

@@ -236,9 +236,11 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
         """With everything around the loop taken away."""
 
         def __init__(self) -> None:
+            self.role = 0
+            self._vault: Any = SimpleNamespace(has_segment=lambda role: True)
             self._loop: Any = loop
             self._protection: Any = SimpleNamespace(
-                enter=lambda epoch, with_steps: None, layout=SimpleNamespace(to_dict=dict)
+                enter=lambda epoch, every, with_steps: None, layout=SimpleNamespace(to_dict=dict)
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
             self._reports: Any = SimpleNamespace(told=[])

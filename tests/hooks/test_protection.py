@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.layouts import role_layout
 from deadpool_megatron.hooks.protection import Protection, ProtectionError
-from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings
@@ -212,6 +213,33 @@ def make() -> Iterator[Callable[..., Rig]]:
     for rig in rigs:
         rig.protection.close()
         os.close(rig.interrupt_fd)
+
+
+def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
+    make: Callable[..., Rig],
+) -> None:
+    """Or an evaluation that is in it would be done twice after the next failure."""
+
+    class Entry(EpochEntry):
+        """With everything around the protection taken away."""
+
+        def __init__(self, rig: Rig) -> None:
+            self.generation, self.boundary = generation(6), "save"
+            self._protection = rig.protection
+            self._dimensions = ()
+
+        def capture_extras(self) -> bytes:
+            return b"after the save"
+
+    rig = make()
+    rig.protection.enter(EPOCH)
+    restore = Restore("durable", generation(6), "save", "somewhere")
+    Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore, "127.0.0.1", 1), 0)
+    rig.step(7)
+    first = rig.vault.filled[0]
+    assert {name for name in first.filled if "@" in name} == {"extras@save"}
+    assert bytes(first.parts["extras@save"][:14]) == b"after the save"
+    assert rig.vault.asked == [(generation(6), "save")]
 
 
 # The gate (design, section 4).

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deadpool_megatron.hooks import steps
 from deadpool_megatron.hooks.layouts import role_layout
 from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.layout.records import Generation
@@ -159,6 +160,20 @@ def test_an_update_that_a_replay_does_not_give_ends_it() -> None:
     assert not rig.keeper.keeps()
     rig.keeper.begin(wanted=True)
     assert not rig.keeper.keeps(), "for the rest of the run"
+
+
+def test_a_rehearsal_for_which_there_is_no_memory_ends_nothing_but_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rehearse(*_args: Any) -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore about it")
+
+    monkeypatch.setattr(steps, "rehearse", rehearse)
+    rig = Rig()
+    rig.seal(g(0))
+    assert set(rig.step(1).values()) == {0}
+    assert rig.vault.told == [False]
+    assert rig.reports[0]["difference"] == "shard0, no room to try: CUDA out of memory."
 
 
 def test_no_step_without_a_plan_that_wants_it_or_across_a_gap() -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.records import Seat
+from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
+from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.budget import Budget, allocated_bytes
 from deadpool_megatron.vault.errors import NoRoom
@@ -152,6 +153,20 @@ def test_needs_and_objection_agree(
     found = warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
     assert any("lock" in line for line in found)
     assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
+
+
+def test_chains_of_steps_are_counted() -> None:
+    """Of 2 + 8 slots 3 hold whole copies and 7 gradients; extras lie in all of them."""
+    parts = (
+        PartInfo("shard0", 1200, (0,)),
+        PartInfo(gradients_part("shard0"), 400, (0,)),
+        PartInfo(UPDATE_PART, 20, (0,)),
+        PartInfo("extras@step", 10, (0,)),
+    )
+    layout = RoleLayout(0, parts, (0, 1), 2, "hash")
+    needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
+    assert needs.kept == 2 * (3 * 1200 + 7 * 400 + 10 * 30)
+    assert "copies with their steps" in needs.in_words()
 
 
 def _group(directory: Path, **files: object) -> None:
