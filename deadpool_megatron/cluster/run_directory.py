@@ -3,7 +3,7 @@
 Layout (contract between all processes of a run)::
 
     check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
-    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json
+    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
 """
 
 from __future__ import annotations
@@ -118,6 +118,11 @@ class RunDirectory:
     def exported(self) -> Path:
         """Which of these there are, for the next one to prune."""
         return self.path / "exported.json"
+
+    @property
+    def named(self) -> Path:
+        """Every checkpoint that this run has given its name, and for whom (see durable.py)."""
+        return self.path / "named.txt"
 
     def node(self, node: int) -> Path:
         """Process listing of a node."""
