@@ -4,6 +4,7 @@ Layout (contract between all processes of a run)::
 
     check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
+    launcher.lock
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ class RunDirectory:
     def named(self) -> Path:
         """Every checkpoint that this run has given its name, and for whom (see durable.py)."""
         return self.path / "named.txt"
+
+    @property
+    def launcher_lock(self) -> Path:
+        """Held by the one ``deadpool run`` that uses the directory."""
+        return self.path / "launcher.lock"
 
     def node(self, node: int) -> Path:
         """Process listing of a node."""

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import checks, launch
+from deadpool_megatron.cli import checks, launch, restarting
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
@@ -222,6 +222,22 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
     assert "belongs to run 0ld" in complain(capsys, *agent, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
+
+
+def test_two_launchers_of_one_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has found nobody alive, as the first one has not started anything yet."""
+    held = []
+
+    def first_was_faster(_info: RunInfo) -> None:
+        held.append(restarting.hold(RunDirectory(tmp_path / "r")))
+
+    monkeypatch.setattr(checks, "check_memory", first_was_faster)
+    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(tmp_path / "r"))
+    os.close(held.pop())
+    monkeypatch.undo()
+    checks.check_run_directory(RunDirectory(tmp_path / "r"))
 
 
 def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
