@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, write_json
@@ -45,7 +45,8 @@ def make_valid(
             if final.exists():
                 final.rename(final.with_name(f"{final.name}.before-{run_id}"))
             _note(run, _SAVED, final)
-            _sync_and_rename(temporary, final)
+            _sync_all(temporary)
+            _rename(temporary, final)
         else:
             raise DurableError(f"{temporary} is not a directory")
         for leftover in final.parent.glob(".iter_*.epoch*"):
@@ -58,19 +59,28 @@ def make_valid(
 
 
 def publish_export(
-    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+    temporary: Path,
+    final: Path,
+    restore: Restore,
+    run: RunDirectory,
+    run_id: str,
+    counts: Callable[[], bool] = lambda: True,
 ) -> None:
     """Give an exported checkpoint its name, and point at it unless something newer is there.
 
+    ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
     A checkpoint that this run gave the name already stays: of the same iteration, it holds the
     same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
     torn, or just being written. Runs in a worker thread.
     """
     iteration = restore.generation.iteration
     try:
+        _sync_all(temporary)
+        if not counts():
+            raise DurableError("training has gone on from before it")
         if not final.exists():
             _note(run, _EXPORTED, final)
-            _sync_and_rename(temporary, final)
+            _rename(temporary, final)
         elif _is_named(run, final):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
@@ -179,11 +189,14 @@ def _newest_in(latest: Path) -> int:
         return -1
 
 
-def _sync_and_rename(temporary: Path, final: Path) -> None:
+def _sync_all(temporary: Path) -> None:
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
             _sync(path)
     _sync(temporary)
+
+
+def _rename(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     _sync(final.parent)
 

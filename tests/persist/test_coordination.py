@@ -48,7 +48,7 @@ class World:
             emit=self.events.append,
             feed=self.fed.append,
             send=lambda node, message: self.sent.append((node, message["t"], message)),
-            spawn=self.tasks.append,
+            spawn=lambda task: self.tasks.append(task),
         )
 
     def orders(self) -> list[tuple[int, str]]:
@@ -204,6 +204,36 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     assert "gone on from before it" in world.complaint()
     world.work()
     assert not place.exists()
+
+
+def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path]:
+    """The exports that are there after two, the second one published while a recovery decides."""
+    for iteration in (4, 8):
+        world.exports.tick()
+        world.taken(iteration)
+        world.written()
+        world.orders()
+        world.exports.tick()
+        if iteration == 8:  # between the tick that begins to publish and its work
+            world.state.kept, world.state.phase = kept, Phase.OPENING
+        world.work()
+        world.state.newest = iteration
+    return sorted(world.run.exports.glob("iter_*"))
+
+
+def test_a_recovery_loads_from_an_export_that_nobody_prunes_meanwhile(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4, persist_keep=1)
+    found = published_during_a_recovery(world, {1: 1 << 62})
+    assert [path.name for path in found] == ["iter_0000004", "iter_0000008"]
+    assert read_json(world.run.exported)["paths"] == [str(path) for path in found]
+
+
+def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    found = published_during_a_recovery(world, {2: 1 << 62})
+    assert [path.name for path in found] == ["iter_0000004"]
+    assert world.fed == [DurableValid(4, str(found[0]))]
+    assert "gone on from before it" in world.complaint()
 
 
 def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:
