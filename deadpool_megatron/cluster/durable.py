@@ -27,7 +27,8 @@ class DurableError(Exception):
 def make_valid(
     temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
 ) -> None:
-    """Sync the files, rename the directory, then point ``latest.json`` at it.
+    """Sync the files, rename the directory, then point ``latest.json`` at it, unless something
+    newer is there: an export may have overtaken a save that was asynchronous.
 
     ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
     the same name is left alone if this run gave it the name: an earlier request made it valid, and
@@ -53,7 +54,8 @@ def make_valid(
             # Of saves that a failure interrupted; this one is the only save of the open epoch.
             if leftover != temporary:
                 shutil.rmtree(leftover, ignore_errors=True)
-        write_json(run.latest, restore.to_dict())
+        if _newest_in(run.latest) <= restore.generation.iteration:
+            write_json(run.latest, restore.to_dict())
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
@@ -183,8 +185,10 @@ def _number_in(tracker: Path) -> int:
 
 
 def _newest_in(latest: Path) -> int:
+    """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
     try:
-        return int(read_json(latest)["generation"][1])
+        values = read_json(latest)
+        return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return -1
 

@@ -59,5 +59,8 @@ class DurableRequests:
             return
         data = {"path": str(final)}
         self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        self._feed(inputs.DurableValid(iteration, str(final)))
+        durable = self._state().durable
+        # An export of a later iteration may have become valid before an asynchronous save.
+        if durable is None or durable.generation.iteration <= iteration:
+            self._feed(inputs.DurableValid(iteration, str(final)))
         self._done(iteration)
