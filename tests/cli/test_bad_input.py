@@ -14,7 +14,13 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli import checks, launch, restarting
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster import cleanup
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    RunInfo,
+    segment_root,
+    write_json,
+)
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
@@ -238,6 +244,22 @@ def test_two_launchers_of_one_directory(
     os.close(held.pop())
     monkeypatch.undo()
     checks.check_run_directory(RunDirectory(tmp_path / "r"))
+
+
+def test_clean_of_a_run_whose_agent_is_just_coming_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two numbers of its node it is in no listing, and its environment names no run."""
+    run = old_run(tmp_path / "old")
+    run_id = run.read_run().run_id
+    held = cleanup.claim_segments(run, run_id)
+    try:
+        assert "is alive" in complain(capsys, "clean", str(run.path))
+        assert segment_root(run_id).exists()
+    finally:
+        os.close(held)
+    assert cli.main(["clean", str(run.path)]) == 0
+    assert not segment_root(run_id).exists()
 
 
 def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
