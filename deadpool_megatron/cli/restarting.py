@@ -92,11 +92,14 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         kept = len(list(run.path.glob("final-*.json"))) + 1
         run.final.rename(run.final.with_name(f"final-{kept}.json"))
     run.coordinator.unlink(missing_ok=True)
+    another = run.read_run().command != restart.info.command
     write_json(run.path / "run.json", restart.info.to_dict())
     held = sorted(
         path.parent.name for path in segment_root(restart.info.run_id).glob("node*/*.seg")
     )
     where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
+    if another:
+        where += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {where}"
 
 

@@ -55,7 +55,7 @@ def make_valid(
             if leftover != temporary:
                 shutil.rmtree(leftover, ignore_errors=True)
         if _newest_in(run.latest) <= restore.generation.iteration:
-            write_json(run.latest, restore.to_dict())
+            write_json(run.latest, restore.to_dict(), lasting=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
@@ -97,7 +97,7 @@ def publish_export(
             _sync(following)
             following.replace(tracker)
         if _newest_in(run.latest) < iteration:
-            write_json(run.latest, restore.to_dict())
+            write_json(run.latest, restore.to_dict(), lasting=True)
         for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
@@ -139,7 +139,8 @@ def remember_and_prune(
             if path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-        write_json(run.exported, {"paths": [path for path in listed if path not in gone]})
+        left = [path for path in listed if path not in gone]
+        write_json(run.exported, {"paths": left}, lasting=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 

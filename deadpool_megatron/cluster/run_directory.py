@@ -184,10 +184,15 @@ def segment_root(run_id: str) -> Path:
     return SEGMENT_ROOT / f"deadpool-{run_id}"
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace ``path`` so that a reader sees the old or the new object, never a part."""
+def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
+    """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
+    also after a power failure, which may leave the new name on nothing; blocks for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+        if lasting:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 

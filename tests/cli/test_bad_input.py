@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -244,6 +245,16 @@ def test_two_launchers_of_one_directory(
     os.close(held.pop())
     monkeypatch.undo()
     checks.check_run_directory(RunDirectory(tmp_path / "r"))
+
+
+def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "old")
+    info = run.read_run()
+    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
+    assert told == "run 0ld is started again; no slots are in memory"
+    other = replace(info, command=("x.py", "--seed", "2"))
+    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
+    assert run.read_run().command == other.command
 
 
 def test_clean_of_a_run_whose_agent_is_just_coming_back(
