@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import checks, launch, restarting
+from deadpool_megatron.cli import checks, launch, restarting, resuming
 from deadpool_megatron.cluster import cleanup
 from deadpool_megatron.cluster.run_directory import (
     RunDirectory,
@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory import (
 )
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import VaultError
 
 SCRIPT = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
 
@@ -163,6 +164,21 @@ def test_resume_points_that_cannot_be_used(
     write_json(other.latest, restore.to_dict())
     arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
     assert "has 4 roles, this one 2" in complain(capsys, *arguments)
+
+
+def test_resume_does_not_leave_behind_what_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be newer than the checkpoint, which would be gone on from without a word."""
+    old = old_run(tmp_path / "old")
+    write_json(old.latest, Restore("durable", Generation(1, 5), path=str(tmp_path)).to_dict())
+
+    def full(*_: object) -> list[str]:
+        raise VaultError("no space")
+
+    monkeypatch.setattr(resuming, "salvage", full)
+    line = complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+    assert "cannot be written: no space; make room" in line
 
 
 def test_too_little_shared_memory(

@@ -235,6 +235,7 @@ def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path)
     assert [path.name for path in found] == ["iter_0000004"]
     assert world.fed == [DurableValid(4, str(found[0]))]
     assert "gone on from before it" in world.complaint()
+    world.work()
 
 
 def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path) -> None:
