@@ -131,7 +131,8 @@ def check_run_directory(run: RunDirectory) -> None:
     path = run.path
     if path.exists() and not path.is_dir():
         raise CommandError(f"--run-dir {path} is not a directory")
-    if path.exists() and any(path.iterdir()):
+    # A launcher that was refused has left its lock.
+    if path.exists() and any(entry != run.launcher_lock for entry in path.iterdir()):
         raise CommandError(_why_occupied(run))
     parent = path if path.exists() else next(p for p in path.parents if p.exists())
     if not os.access(parent, os.W_OK):

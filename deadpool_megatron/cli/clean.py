@@ -10,6 +10,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.cleanup import (
     Cleaned,
     clean_run,
+    is_held,
     run_processes,
     runs_in_memory,
     vault_processes,
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
     """A run lives as long as its launcher's coordinator or any agent does; vaults are orphans."""
-    return bool(set(run_processes(directory, run_id)) - set(vault_processes(directory, run_id)))
+    alive = set(run_processes(directory, run_id)) - set(vault_processes(directory, run_id))
+    return bool(alive) or is_held(run_id)
 
 
 def _clean_one(directory: RunDirectory, run_id: str, force: bool) -> None:

@@ -83,6 +83,7 @@ class Launcher:
         self._stop_deadline = 0.0
         self._coordinator_moved = time.monotonic()
         self._address = ""
+        self._held = -1
         self.trouble = ""
 
     def run(self) -> int:
@@ -101,7 +102,7 @@ class Launcher:
             self._run.path.mkdir(parents=True, exist_ok=True)
             self._run.create(self._info)
             auth.create_secret(self._run.path)
-            claim_segments(self._run, self._info.run_id)
+            self._held = claim_segments(self._run, self._info.run_id)
             self._start_coordinator(restarted=self._options.restarted)
             if choose_method(self._info.settings.start_method) == "fork":
                 preload_modules(self._info.settings, self._options.modules)
@@ -286,6 +287,8 @@ class Launcher:
             os.close(handle)
         self._agents.clear()
         clean_run(self._run, self._info.run_id, keep_slots=slots_are_kept(self._run))
+        if self._held >= 0:
+            os.close(self._held)
         self._listener.close()
         os.close(self._lifeline)
 

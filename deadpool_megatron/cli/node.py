@@ -173,10 +173,14 @@ def run(args: argparse.Namespace) -> int:
         check_command([script])  # this may be another host than the one that made the run
     scripts.announce(info.command, os.environ)
     preload_modules(info.settings, modules)
-    claim_segments(run, info.run_id)
+    held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    return _serve(run, info, args, place, fixed, modules, standby=shared and not args.no_standby)
+    standby = shared and not args.no_standby
+    try:
+        return _serve(run, info, args, place, fixed, modules, standby=standby)
+    finally:
+        os.close(held)
 
 
 def _node_id(run: RunDirectory, args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:

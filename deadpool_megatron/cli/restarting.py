@@ -7,6 +7,8 @@ command and settings it has from then on is what it is started with; only its si
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import time
 from dataclasses import dataclass, replace
 
@@ -35,6 +37,25 @@ class Restart:
 
     info: RunInfo
     numbers: tuple[int, ...]
+
+
+def hold(run: RunDirectory) -> int:
+    """Have the directory for this launcher alone, until the descriptor is closed. Raises
+    CommandError: one that comes second would, at its end, kill the run of the first one and remove
+    its memory. Of a launcher on another host only the file system knows, if it knows locks at all.
+    """
+    run.path.mkdir(parents=True, exist_ok=True)
+    lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise CommandError(
+            f"--run-dir {run.path} is in use by another 'deadpool run', here or on another host"
+        ) from error
+    except OSError:
+        pass  # a file system without locks
+    return lock
 
 
 def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) -> Restart | None:
@@ -71,11 +92,14 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         kept = len(list(run.path.glob("final-*.json"))) + 1
         run.final.rename(run.final.with_name(f"final-{kept}.json"))
     run.coordinator.unlink(missing_ok=True)
+    another = run.read_run().command != restart.info.command
     write_json(run.path / "run.json", restart.info.to_dict())
     held = sorted(
         path.parent.name for path in segment_root(restart.info.run_id).glob("node*/*.seg")
     )
     where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
+    if another:
+        where += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {where}"
 
 

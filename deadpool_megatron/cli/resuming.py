@@ -70,12 +70,19 @@ def _durable(old: RunDirectory) -> Restore | None:
 def _whole(old: RunDirectory, info: RunInfo) -> tuple[Restore | None, list[str]]:
     try:
         kept = kept_line(old, info)
-        alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
-        if not alive:
-            salvage(old, info, kept)
-    except (JournalError, VaultError, OSError) as error:
+    except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         return None, [str(error)]
+    alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
+    try:
+        if not alive:
+            salvage(old, info, kept)
+    except (VaultError, OSError) as error:
+        # What is in memory may be newer than anything on disk: to go on without it is no accident.
+        raise CommandError(
+            f"--resume {old.path}: what it has left in memory cannot be written: {error}; make"
+            f" room, or give it up with 'deadpool clean {old.path}'"
+        ) from error
     return newest_whole(old.dump, info.world_size, kept)
 
 

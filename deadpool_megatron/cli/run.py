@@ -14,7 +14,7 @@ from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.progress import Progress, make_display
-from deadpool_megatron.cli.restarting import begin, restart_of
+from deadpool_megatron.cli.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import local_address
@@ -109,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
     except failpoints.FaultPlanError as error:
         raise CommandError(str(error)) from error
     scripts.announce(args.command, os.environ)
+    lock = hold(directory)
     display = make_display(args.quiet)
     if restart is not None:
         display.line(begin(directory, restart))
@@ -132,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
         status = launcher.run()
     finally:
         progress.close()
+        os.close(lock)
     _say_result(directory, status, launcher.trouble)
     return status
 

@@ -53,6 +53,7 @@ class NodeExports:
         self._taken: list[Taken] = []
         self._taking: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
+        drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
         """An order of the coordinator: ``export-take``, ``export-write`` or ``export-drop``."""
@@ -66,7 +67,11 @@ class NodeExports:
         elif name != self._name:
             return  # of an export that is over here
         elif message["t"] == "export-write":
-            self._write(message)
+            try:
+                self._write(message)
+            except OSError as error:  # a full disk, a log that cannot be opened, no more processes
+                self._tell(name, "failed", text=f"the exporter was not started: {error}")
+                self.drop()
         else:
             self.drop()
 

@@ -47,7 +47,9 @@ class Chronicle:
         """The checkpoint that was made valid last in this run."""
         if not self._run.latest.exists():
             return None
-        return Restore.from_dict(read_json(self._run.latest))
+        found = Restore.from_dict(read_json(self._run.latest))
+        # A run that ended before its first iteration says so; that is nothing to fall back to.
+        return None if found.kind == "initial" else found
 
     def finish(self, end: Finish, recoveries: Iterable[dict[str, Any]]) -> str:
         """Write the last files; answers the reason as written. ``recoveries``: of the present
@@ -62,7 +64,7 @@ class Chronicle:
         earlier = [entry for entry in final["recoveries"] if entry["epoch"] not in known]
         final["recoveries"] = [*earlier, *reports]
         if end.resume is not None:
-            write_json(self._run.latest, end.resume.to_dict())
+            write_json(self._run.latest, end.resume.to_dict(), lasting=True)
         write_json(self._run.final, final)
         return str(final["reason"])
 

@@ -7,10 +7,12 @@ members show their launcher's environment). A pid alone is never enough: pids ar
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +26,13 @@ from deadpool_megatron.cluster.run_directory import (
     read_json,
     segment_root,
     write_json,
+    write_once,
 )
 
 _PREFIX = "deadpool-"
 _OWNER = "owner.json"
 _GONE_SECONDS = 5.0
+_HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,41 @@ class Cleaned:
     directories: tuple[Path, ...]
 
 
-def claim_segments(run: RunDirectory, run_id: str) -> None:
-    """Make the run's shared-memory directory and note whose it is, for a later clean-up."""
+def claim_segments(run: RunDirectory, run_id: str) -> int:
+    """Make the run's shared-memory directory and note whose it is, for a later clean-up.
+
+    Answers a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
+    an agent that comes back under another number is in no listing meanwhile, but its slots count.
+    """
     root = segment_root(run_id)
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (root / _OWNER).write_text(json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n")
+    owner, text = root / _OWNER, json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
+    # Never seen in part, and the same file for all that hold it, unless the run has moved.
+    if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
+        write_json(owner, json.loads(text))
+    held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
+    for _ in range(_HOLD_TRIES):
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # is_held() is just asked
+            time.sleep(_HOLD_PAUSE_SECONDS)
+    return held
+
+
+def is_held(run_id: str) -> bool:
+    """Whether a process on this host still has what :func:`claim_segments` answered."""
+    try:
+        owner = os.open(segment_root(run_id) / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(owner)
+    return False
 
 
 def write_listing(

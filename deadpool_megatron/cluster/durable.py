@@ -3,13 +3,17 @@
 Two kinds: what the training processes save, and what is exported in the background, whose writers
 know nothing of each other. By ``latest_checkpointed_iteration.txt`` Megatron finds the newest of a
 directory.
+
+The directory that a checkpoint goes to may be older than the run. So the run notes each name before
+it gives it: what has the name already is this run's own, of an earlier request, or it is of another
+run, or torn, and then neither fallen back to nor pruned.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, write_json
@@ -20,45 +24,72 @@ class DurableError(Exception):
     """The checkpoint did not become valid; one clear line."""
 
 
-def make_valid(temporary: Path, final: Path, restore: Restore, run: RunDirectory) -> None:
-    """Sync the files, rename the directory, then point ``latest.json`` at it.
+def make_valid(
+    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+) -> None:
+    """Sync the files, rename the directory, then point ``latest.json`` at it, unless something
+    newer is there: an export may have overtaken a save that was asynchronous.
 
     ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
-    the same name is left alone: it was made valid by an earlier request, and the
-    one at hand repeats it after a recovery. Raises DurableError. Runs in a worker thread.
+    the same name is left alone if this run gave it the name: an earlier request made it valid, and
+    the one at hand repeats it after a recovery. Anybody else's is set aside, as
+    ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
     """
     try:
         if temporary == final:
             _sync(final)  # its writer has synced the files
-        elif final.exists():
+            _note(run, _SAVED, final)
+        elif final.exists() and _is_named(run, final):
+            _note(run, _SAVED, final)
             shutil.rmtree(temporary, ignore_errors=True)
         elif temporary.is_dir():
-            _sync_and_rename(temporary, final)
+            if final.exists():
+                final.rename(final.with_name(f"{final.name}.before-{run_id}"))
+            _note(run, _SAVED, final)
+            _sync_all(temporary)
+            _rename(temporary, final)
         else:
             raise DurableError(f"{temporary} is not a directory")
         for leftover in final.parent.glob(".iter_*.epoch*"):
             # Of saves that a failure interrupted; this one is the only save of the open epoch.
             if leftover != temporary:
                 shutil.rmtree(leftover, ignore_errors=True)
-        write_json(run.latest, restore.to_dict())
+        if _newest_in(run.latest) <= restore.generation.iteration:
+            write_json(run.latest, restore.to_dict(), lasting=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
 
 def publish_export(
-    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+    temporary: Path,
+    final: Path,
+    restore: Restore,
+    run: RunDirectory,
+    run_id: str,
+    counts: Callable[[], bool] = lambda: True,
 ) -> None:
     """Give an exported checkpoint its name, and point at it unless something newer is there.
 
-    A checkpoint that has the name already stays: of the same iteration, it holds the same. Raises
-    DurableError. Runs in a worker thread.
+    ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
+    A checkpoint that this run gave the name already stays: of the same iteration, it holds the
+    same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
+    torn, or just being written. Runs in a worker thread.
     """
     iteration = restore.generation.iteration
     try:
-        if final.exists():
+        _sync_all(temporary)
+        if not counts():
+            raise DurableError("training has gone on from before it")
+        if not final.exists():
+            _note(run, _EXPORTED, final)
+            _rename(temporary, final)
+        elif _is_named(run, final):
             shutil.rmtree(temporary, ignore_errors=True)
         else:
-            _sync_and_rename(temporary, final)
+            raise DurableError(
+                f"{final} is there already and this run did not export it: it is left alone; name"
+                " another directory (deadpool persist RUN TO, --deadpool-persist-directory)"
+            )
         tracker = final.parent / _TRACKER
         if _number_in(tracker) < iteration:
             following = tracker.with_name(f".{tracker.name}.new")
@@ -66,7 +97,7 @@ def publish_export(
             _sync(following)
             following.replace(tracker)
         if _newest_in(run.latest) < iteration:
-            write_json(run.latest, restore.to_dict())
+            write_json(run.latest, restore.to_dict(), lasting=True)
         for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
@@ -96,22 +127,55 @@ def remember_and_prune(
         listed = []
     except (OSError, ValueError, KeyError) as error:
         raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
-    listed = [*(path for path in listed if path != str(final)), str(final)]
-    gone = to_prune(listed, keep, needed)
     try:
+        named = _named(run)
+        listed = [*(path for path in listed if path != str(final)), str(final)]
+        # What the program itself saved under such a name is its own.
+        listed = [path for path in listed if f"{_SAVED} {path}" not in named]
+        gone = to_prune(listed, keep, needed)
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
             doomed = unfinished_export(path.parent, run_id, path.name)
             if path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
-        write_json(run.exported, {"paths": [path for path in listed if path not in gone]})
+        left = [path for path in listed if path not in gone]
+        write_json(run.exported, {"paths": left}, lasting=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
 
+# Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
+_SAVED = "saved"
+_EXPORTED = "exported"
 _TRACKER = "latest_checkpointed_iteration.txt"
 _EXPORT_PREFIX = ".export-"
+
+
+def _note(run: RunDirectory, who: str, final: Path) -> None:
+    """One line more, on the disk before anything gets the name."""
+    line = f"{who} {final}"
+    if line in _named(run):
+        return
+    handle = os.open(run.named, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        # A line of its own even after one that a crash has cut short.
+        os.write(handle, f"\n{line}\n".encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_named(run: RunDirectory, final: Path) -> bool:
+    """Whether this run has given the name, for whomever."""
+    return not _named(run).isdisjoint({f"{_SAVED} {final}", f"{_EXPORTED} {final}"})
+
+
+def _named(run: RunDirectory) -> frozenset[str]:
+    try:
+        return frozenset(run.named.read_text().splitlines())
+    except FileNotFoundError:
+        return frozenset()
 
 
 def _number_in(tracker: Path) -> int:
@@ -122,17 +186,22 @@ def _number_in(tracker: Path) -> int:
 
 
 def _newest_in(latest: Path) -> int:
+    """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
     try:
-        return int(read_json(latest)["generation"][1])
+        values = read_json(latest)
+        return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return -1
 
 
-def _sync_and_rename(temporary: Path, final: Path) -> None:
+def _sync_all(temporary: Path) -> None:
     for path in sorted(temporary.rglob("*")):
         if path.is_file():
             _sync(path)
     _sync(temporary)
+
+
+def _rename(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     _sync(final.parent)
 

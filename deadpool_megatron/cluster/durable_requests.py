@@ -29,6 +29,7 @@ class DurableRequests:
         done: Callable[[int], None],
     ) -> None:
         self._run = options.run
+        self._run_id = options.info.run_id
         self._beat_seconds = options.info.settings.beat_interval_seconds
         self._state = state
         self._emit = emit
@@ -49,15 +50,17 @@ class DurableRequests:
         final = Path(str(m["final"]))
         restore = Restore("durable", Generation(epoch, iteration), "save", str(final))
         loop = asyncio.get_running_loop()
+        place = (Path(str(m["temporary"])), final, restore, self._run, self._run_id)
         try:
-            await loop.run_in_executor(
-                None, make_valid, Path(str(m["temporary"])), final, restore, self._run
-            )
+            await loop.run_in_executor(None, make_valid, *place)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
             self._emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
         data = {"path": str(final)}
         self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        self._feed(inputs.DurableValid(iteration, str(final)))
+        durable = self._state().durable
+        # An export of a later iteration may have become valid before an asynchronous save.
+        if durable is None or durable.generation.iteration <= iteration:
+            self._feed(inputs.DurableValid(iteration, str(final)))
         self._done(iteration)

@@ -221,8 +221,13 @@ class Exports:
         # After everything that belongs to the iteration: its evaluation was done, too.
         restore = Restore("durable", generation, "save", str(export.final))
         place = (export.unfinished, export.final, restore, self._run, self._run_id)
+
+        def counts() -> bool:
+            # A recovery may have decided while the files were synced.
+            return is_kept(self._state().kept, generation)
+
         try:
-            await loop.run_in_executor(None, publish_export, *place)
+            await loop.run_in_executor(None, publish_export, *place, counts)
         except DurableError as error:
             self._abandon(f"it did not become valid: {error}")
             return
@@ -239,9 +244,11 @@ class Exports:
         self._export = None
 
     async def _prune(self, export: Export) -> None:
-        durable = self._state().durable
-        needed = {durable.path} if durable is not None else set[str]()
-        what = (self._run, self._run_id, export.final, self._settings.persist_keep, needed)
+        state = self._state()
+        needed = {state.durable.path} if state.durable is not None else set[str]()
+        # A recovery may just be loading an older one: the next export prunes, then.
+        keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
+        what = (self._run, self._run_id, export.final, keep, needed)
         try:
             await asyncio.get_running_loop().run_in_executor(None, remember_and_prune, *what)
         except DurableError as error:

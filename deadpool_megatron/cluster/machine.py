@@ -34,7 +34,6 @@ from deadpool_megatron.cluster.machine_state import (
     State,
     Turn,
 )
-from deadpool_megatron.cluster.persistent import without
 from deadpool_megatron.cluster.roster import MemberStatus
 from deadpool_megatron.cluster.wanted import WHY
 from deadpool_megatron.events import Kind
@@ -353,19 +352,9 @@ def _dumped(turn: Turn, event: ev.Dumped) -> None:
     ):
         turn.refuse("dump", "not asked for", event.node)
         return
-    awaited = order.awaited.without(event.node)
-    if event.error and order.last is not None:
-        turn.set(dump=replace(order, awaited=awaited))
-        text = f"node {event.node} could not write all it holds: {event.error}"
-        turn.emit(Kind.LOG, node=event.node, level="error", text=text)
-        machine_end.check_dumped(turn)
-        return
     if event.error:
-        left = without(turn.state.inventories, event.node)
-        turn.set(dump=replace(order, awaited=awaited), inventories=left)
-        text = f"node {event.node} cannot dump: {event.error}"
-        turn.emit(Kind.LOG, node=event.node, level="error", text=text)
-        machine_end.dump(turn)
+        machine_end.dump_failed(turn, event.node, event.error)
         return
+    awaited = order.awaited.without(event.node)
     turn.set(dump=replace(order, awaited=awaited, finished=order.finished.with_item(event.node)))
     machine_end.check_dumped(turn)

@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.machine_state import (
     poisoned_generations,
     restore_query,
 )
-from deadpool_megatron.cluster.persistent import PersistentSet
+from deadpool_megatron.cluster.persistent import PersistentSet, without
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, is_kept
 from deadpool_megatron.layout.records import Generation, Restore
@@ -51,7 +51,7 @@ def dump(turn: Turn) -> None:
     if isinstance(restore, NoRestore):
         dump_held(turn, 1, f"{reason}; {restore.reason}")
     elif restore.kind == "initial":
-        finish(turn, 75, f"{reason}; nothing was computed yet", restore)
+        _finish_with_slots(turn, 75, f"{reason}; nothing was computed yet", restore)
     elif restore.kind != "memory":
         dump_held(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
     else:
@@ -77,7 +77,7 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
         turn.set(
             phase=Phase.DUMPING,
             deadline=turn.now + turn.config.settings.first_step_seconds,
-            dump=DumpOrder(saved, awaited=nodes, chains=_chains(restore)),
+            dump=DumpOrder(saved, nodes, chains=_chains(restore), failed=_failed(turn)),
         )
         turn.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
     check_dumped(turn)
@@ -90,7 +90,7 @@ def dump_held(turn: Turn, status: int, reason: str, resume: Restore | None = Non
     nodes = [n for n, found in sorted(state.held.items()) if n in state.nodes and found.holdings]
     generations = _generations_held(turn, nodes)
     if not generations:
-        finish(turn, status, reason, resume)
+        _finish_with_slots(turn, status, reason, resume)
         return
     directory = turn.config.dump_directory
     last = LastWords(status, reason, resume)
@@ -98,11 +98,48 @@ def dump_held(turn: Turn, status: int, reason: str, resume: Restore | None = Non
         phase=Phase.DUMPING,
         deadline=turn.now + turn.config.settings.first_step_seconds,
         dump=DumpOrder(
-            Restore("dump", generations[0], path=directory), PersistentSet(nodes), last=last
+            Restore("dump", generations[0], path=directory),
+            PersistentSet(nodes),
+            last=last,
+            failed=_failed(turn),
         ),
     )
     turn.act(Dump(tuple(nodes), directory, generations[0], "", generations))
     check_dumped(turn)
+
+
+def dump_failed(turn: Turn, node: int, why: str) -> None:
+    """A node cannot write, or not in time: go on with what the others have."""
+    order = turn.state.dump
+    if order is None or turn.state.phase is not Phase.DUMPING:
+        return
+    failed, awaited = order.failed | {node}, order.awaited.without(node)
+    turn.set(dump=replace(order, awaited=awaited, failed=failed))
+    if order.last is not None:
+        text = f"node {node} could not write all it holds: {why}"
+        turn.emit(Kind.LOG, node=node, level="error", text=text)
+        check_dumped(turn)
+        return
+    state = turn.state
+    turn.set(inventories=without(state.inventories, node), found=without(state.found, node))
+    turn.emit(Kind.LOG, node=node, level="error", text=f"node {node} cannot dump: {why}")
+    dump(turn)
+
+
+def _failed(turn: Turn) -> frozenset[int]:
+    return turn.state.dump.failed if turn.state.dump is not None else frozenset()
+
+
+def _finish_with_slots(turn: Turn, status: int, reason: str, resume: Restore | None) -> None:
+    """End the run; what a node could not write stays in memory, where there is nothing else."""
+    failed = sorted(_failed(turn))
+    if failed:
+        run = PurePath(turn.config.dump_directory).parent
+        reason += (
+            f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
+            f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
+        )
+    finish(turn, status, reason, resume, keeps_slots=bool(failed))
 
 
 def _generations_held(turn: Turn, nodes: Iterable[int]) -> tuple[Generation, ...]:
@@ -146,7 +183,7 @@ def _finish_held(turn: Turn, order: DumpOrder, last: LastWords) -> None:
             f" 'deadpool run --resume {run} --run-dir NEW' goes on from the newest generation that"
             " is whole with what other hosts still have in memory"
         )
-    finish(turn, last.status, reason, last.resume)
+    _finish_with_slots(turn, last.status, reason, last.resume)
 
 
 def finish(

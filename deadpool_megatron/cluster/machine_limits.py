@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deadpool_megatron.cluster import machine_takeover
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine_end import check_ended, dump, finish
+from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_failed, finish
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
     close,
@@ -115,7 +115,7 @@ def _overdue(turn: Turn) -> None:
             check_paused(turn, overdue=True)
         case Phase.DUMPING:
             for node in sorted(state.dump.awaited if state.dump else ()):
-                drop_node(turn, node, _silent(node, "did not dump in time"))
+                dump_failed(turn, node, "not done in time")
         case Phase.ENDING:
             check_ended(turn, overdue=True)
 

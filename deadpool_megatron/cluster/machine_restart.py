@@ -65,6 +65,8 @@ def tell(turn: Turn, restore: Restore) -> None:
         found = turn.planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
         what = f"{where}, iteration {generation.iteration}"
-        why = found.reason if isinstance(found, NoRestore) else ""
+        why = "memory has nothing newer"
+        if isinstance(found, NoRestore):
+            why = found.reason
     text = f"restarted: goes on from {what}: {why}"
     turn.emit(Kind.LOG, level="notice", text=text)

@@ -174,7 +174,8 @@ class LastWords:
 class DumpOrder:
     """What is being written to disk, and which nodes have finished. ``chains``: generations that
     are written in part, for roles that recompute their shard parts from them. ``last``: all that
-    the nodes hold is written, as no generation is whole, else the one of ``restore``.
+    the nodes hold is written, as no generation is whole, else the one of ``restore``. ``failed``:
+    nodes that could not write, now or when another generation was tried before.
     """
 
     restore: Restore
@@ -182,6 +183,7 @@ class DumpOrder:
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
     chains: frozenset[Generation] = frozenset()
     last: LastWords | None = None
+    failed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

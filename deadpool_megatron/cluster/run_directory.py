@@ -3,7 +3,8 @@
 Layout (contract between all processes of a run)::
 
     check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
-    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json
+    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
+    launcher.lock
 """
 
 from __future__ import annotations
@@ -119,6 +120,16 @@ class RunDirectory:
         """Which of these there are, for the next one to prune."""
         return self.path / "exported.json"
 
+    @property
+    def named(self) -> Path:
+        """Every checkpoint that this run has given its name, and for whom (see durable.py)."""
+        return self.path / "named.txt"
+
+    @property
+    def launcher_lock(self) -> Path:
+        """Held by the one ``deadpool run`` that uses the directory."""
+        return self.path / "launcher.lock"
+
     def node(self, node: int) -> Path:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
@@ -173,10 +184,15 @@ def segment_root(run_id: str) -> Path:
     return SEGMENT_ROOT / f"deadpool-{run_id}"
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace ``path`` so that a reader sees the old or the new object, never a part."""
+def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
+    """Replace ``path`` so that a reader sees the old or the new object, never a part. ``lasting``:
+    also after a power failure, which may leave the new name on nothing; blocks for the disk."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(values, indent=1) + "\n")
+        if lasting:
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
 
 

@@ -41,13 +41,17 @@ def choose_restore(query: RestoreQuery) -> Restore | NoRestore:
 
     In this order: newest generation in memory of which each role's shard parts and extras have a
     source, or can be decoded or recomputed as far as shard parts go; the durable checkpoint; the
-    start of the
-    run, if nothing was computed yet. A restore that is not from memory is a generation of the new
-    epoch: the members seal it first.
+    start of the run, if nothing was computed yet. A restore that is not from memory is a generation
+    of the new epoch: the members seal it first.
+
+    Memory that the checkpoint has overtaken by more iterations than slots hold is of a host that
+    left the run long ago, and comes after it.
     """
     shelf = _Shelf(query)
     refusals: list[str] = []
     for generation in sorted(shelf.generations, reverse=True):
+        if shelf.is_overtaken(generation):
+            break
         found = shelf.produce(generation)
         if isinstance(found, Restore):
             return found
@@ -131,6 +135,12 @@ class _Shelf:
     def generations(self) -> set[Generation]:
         """Every generation of which any usable part exists."""
         return {generation for generation, parts in self._holders.items() if parts}
+
+    def is_overtaken(self, generation: Generation) -> bool:
+        """Whether the checkpoint is newer than the slots of a run that goes on could make it."""
+        slots = max((layout.slots for layout in self._layouts.values()), default=0)
+        durable = self._query.durable
+        return durable is not None and durable.generation.iteration > generation.iteration + slots
 
     def produce(self, generation: Generation) -> Restore | str:
         """The restore of one generation, or what is missing for it."""

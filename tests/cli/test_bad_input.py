@@ -8,15 +8,23 @@ import os
 import shutil
 import socket
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import checks, launch
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cli import checks, launch, restarting, resuming
+from deadpool_megatron.cluster import cleanup
+from deadpool_megatron.cluster.run_directory import (
+    RunDirectory,
+    RunInfo,
+    segment_root,
+    write_json,
+)
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import VaultError
 
 SCRIPT = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
 
@@ -158,6 +166,21 @@ def test_resume_points_that_cannot_be_used(
     assert "has 4 roles, this one 2" in complain(capsys, *arguments)
 
 
+def test_resume_does_not_leave_behind_what_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be newer than the checkpoint, which would be gone on from without a word."""
+    old = old_run(tmp_path / "old")
+    write_json(old.latest, Restore("durable", Generation(1, 5), path=str(tmp_path)).to_dict())
+
+    def full(*_: object) -> list[str]:
+        raise VaultError("no space")
+
+    monkeypatch.setattr(resuming, "salvage", full)
+    line = complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+    assert "cannot be written: no space; make room" in line
+
+
 def test_too_little_shared_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,6 +245,48 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
     assert "belongs to run 0ld" in complain(capsys, *agent, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
+
+
+def test_two_launchers_of_one_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has found nobody alive, as the first one has not started anything yet."""
+    held = []
+
+    def first_was_faster(_info: RunInfo) -> None:
+        held.append(restarting.hold(RunDirectory(tmp_path / "r")))
+
+    monkeypatch.setattr(checks, "check_memory", first_was_faster)
+    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(tmp_path / "r"))
+    os.close(held.pop())
+    monkeypatch.undo()
+    checks.check_run_directory(RunDirectory(tmp_path / "r"))
+
+
+def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "old")
+    info = run.read_run()
+    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
+    assert told == "run 0ld is started again; no slots are in memory"
+    other = replace(info, command=("x.py", "--seed", "2"))
+    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
+    assert run.read_run().command == other.command
+
+
+def test_clean_of_a_run_whose_agent_is_just_coming_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two numbers of its node it is in no listing, and its environment names no run."""
+    run = old_run(tmp_path / "old")
+    run_id = run.read_run().run_id
+    held = cleanup.claim_segments(run, run_id)
+    try:
+        assert "is alive" in complain(capsys, "clean", str(run.path))
+        assert segment_root(run_id).exists()
+    finally:
+        os.close(held)
+    assert cli.main(["clean", str(run.path)]) == 0
+    assert not segment_root(run_id).exists()
 
 
 def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

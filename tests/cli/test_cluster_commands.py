@@ -138,7 +138,7 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
 def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "gone")
     run.path.mkdir()
-    cleanup.claim_segments(run, "testgone")
+    os.close(cleanup.claim_segments(run, "testgone"))
     shutil.rmtree(run.path)
     try:
         done = deadpool("clean")

@@ -173,6 +173,30 @@ def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
         rig.tick(rig.settings.first_step_seconds)
     assert rig.one(act.Finish).exit_status == 1
     assert "wrote what they held" not in rig.one(act.Finish).reason
+    kept = how != "lost"  # there is nothing else
+    assert rig.one(act.Finish).keeps_slots == kept
+    assert ("nodes [0] could not write" in rig.one(act.Finish).reason) == kept
+
+
+def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
+    """A node whose disk is full, in the epoch in which its slots were found as it came."""
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 1, 1, generations=(g(7),))
+    rig.feed(ev.DumpRequested("enough"))
+    for node in range(2):
+        closed(rig, node, node, generations=(g(7),))
+    assert rig.one(act.Dump).held == (), "the generation is whole"
+    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"))
+    assert not rig.emitted(Kind.DUMPED)
+    assert rig.one(act.Dump).held == (g(7),), "what is left of it, for a later run"
+    rig.feed(ev.Dumped(0, g(7)))
+    end = rig.one(act.Finish)
+    assert "nodes [1] could not write" in end.reason
+    assert end.keeps_slots
 
 
 def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.durable_requests import DurableRequests
 from deadpool_megatron.cluster.exports import Exports
 from deadpool_megatron.cluster.machine_events import DurableValid
 from deadpool_megatron.cluster.machine_state import Phase
@@ -48,7 +49,7 @@ class World:
             emit=self.events.append,
             feed=self.fed.append,
             send=lambda node, message: self.sent.append((node, message["t"], message)),
-            spawn=self.tasks.append,
+            spawn=lambda task: self.tasks.append(task),
         )
 
     def orders(self) -> list[tuple[int, str]]:
@@ -204,6 +205,65 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     assert "gone on from before it" in world.complaint()
     world.work()
     assert not place.exists()
+
+
+def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path]:
+    """The exports that are there after two, the second one published while a recovery decides."""
+    for iteration in (4, 8):
+        world.exports.tick()
+        world.taken(iteration)
+        world.written()
+        world.orders()
+        world.exports.tick()
+        if iteration == 8:  # between the tick that begins to publish and its work
+            world.state.kept, world.state.phase = kept, Phase.OPENING
+        world.work()
+        world.state.newest = iteration
+    return sorted(world.run.exports.glob("iter_*"))
+
+
+def test_a_recovery_loads_from_an_export_that_nobody_prunes_meanwhile(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4, persist_keep=1)
+    found = published_during_a_recovery(world, {1: 1 << 62})
+    assert [path.name for path in found] == ["iter_0000004", "iter_0000008"]
+    assert read_json(world.run.exported)["paths"] == [str(path) for path in found]
+
+
+def test_a_line_left_while_an_export_is_published_takes_it_along(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    found = published_during_a_recovery(world, {2: 1 << 62})
+    assert [path.name for path in found] == ["iter_0000004"]
+    assert world.fed == [DurableValid(4, str(found[0]))]
+    assert "gone on from before it" in world.complaint()
+    world.work()
+
+
+def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path) -> None:
+    world, done = World(tmp_path, persist_interval=4), list[int]()
+    world.exports.tick()
+    world.taken(4)
+    world.written()
+    world.exports.tick()
+    world.work()
+    exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
+    world.state.durable = exported
+    info = SimpleNamespace(settings=Settings(), run_id="id")
+    options: Any = SimpleNamespace(run=world.run, info=info)
+    requests = DurableRequests(
+        options,
+        state=lambda: world.state,
+        emit=world.events.append,
+        feed=world.fed.append,
+        refused=lambda what, why: None,
+        done=done.append,
+    )
+    saved = tmp_path / "saves" / "iter_0000003"
+    saved.mkdir(parents=True)
+    place = {"temporary": str(saved), "final": str(saved)}
+    asyncio.run(requests.handle({"epoch": 1, "iteration": 3, **place}))
+    assert done == [3]
+    assert world.fed == [DurableValid(4, exported.path)]
+    assert read_json(world.run.latest)["path"] == exported.path
 
 
 def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> None:

@@ -82,3 +82,26 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
         await exports.close()
 
     asyncio.run(story())
+
+
+def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path) -> None:
+    """An error that got out of an order would end the connection, and with it the node."""
+    (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
+    said: list[dict[str, Any]] = []
+    vault = SlowVault(tmp_path)
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    run = RunDirectory(tmp_path / "away")
+    exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+    assert not list(tmp_path.glob("taken-*"))
+
+    async def story() -> None:
+        exports.order(order("take", "1.1"))
+        await until(lambda: "1.1" in vault.answers)
+        vault.answers["1.1"].set_result(taken(tmp_path))
+        await until(lambda: said)
+        exports.order({**order("write", "1.1"), "directory": str(tmp_path / "unfinished")})
+        assert [message["step"] for message in said] == ["taken", "failed"]
+        assert "away" in said[-1]["text"]
+        assert not list(tmp_path.glob("taken-*"))
+
+    asyncio.run(story())

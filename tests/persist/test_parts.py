@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.durable import (
+    DurableError,
+    make_valid,
     publish_export,
     remember_and_prune,
     to_prune,
@@ -191,14 +193,17 @@ def test_pruning_keeps_the_newest_and_what_is_needed() -> None:
     assert to_prune(["a"], 1, ()) == []
 
 
+def saved_at(iteration: int, path: Path) -> Restore:
+    return Restore("durable", Generation(1, iteration), "save", str(path))
+
+
 def published(run: RunDirectory, iteration: int) -> Path:
     """An export that becomes valid, and prunes down to two."""
     final = run.exports / f"iter_{iteration:07d}"
     unfinished = unfinished_export(run.exports, "run", "1.1")
     unfinished.mkdir(parents=True)
     (unfinished / "common.pt").write_text(str(iteration))
-    restore = Restore("durable", Generation(1, iteration), "save", str(final))
-    publish_export(unfinished, final, restore, run, "run")
+    publish_export(unfinished, final, saved_at(iteration, final), run, "run")
     remember_and_prune(run, "run", final, 2, ())
     return final
 
@@ -236,3 +241,44 @@ def test_a_checkpoint_of_the_same_name_stays(tmp_path: Path) -> None:
     assert published(run, 4) == first
     assert (first / "mine").exists()
     assert len(list(run.exports.glob(".export-*"))) == 0
+
+
+def test_an_export_takes_nobody_elses_checkpoint_for_its_own(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    theirs = run.exports / "iter_0000004"
+    theirs.mkdir(parents=True)
+    with pytest.raises(DurableError, match="this run did not export it"):
+        published(run, 4)
+    assert list(theirs.iterdir()) == []
+    assert not run.latest.exists()
+    assert not (run.exports / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_what_the_program_saves_is_never_pruned(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    own = run.exports / "iter_0000004"
+    own.mkdir(parents=True)
+    make_valid(own, own, saved_at(4, own), run, "run")
+    for iteration in (4, 8, 12, 16):
+        published(run, iteration)
+    assert sorted(path.name for path in run.exports.glob("iter_*")) == [
+        own.name,
+        "iter_0000012",
+        "iter_0000016",
+    ]
+
+
+def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path: Path) -> None:
+    run, folder = RunDirectory(tmp_path / "run"), tmp_path / "saves"
+    run.path.mkdir()
+    final = folder / "iter_0000004"
+    final.mkdir(parents=True)
+    (final / "of another run").touch()
+    for epoch in (1, 2):  # the second one repeats the first after a recovery
+        temporary = folder / f".{final.name}.epoch{epoch}"
+        temporary.mkdir()
+        (temporary / f"own{epoch}").touch()
+        make_valid(temporary, final, saved_at(4, final), run, "r2")
+    assert [path.name for path in final.iterdir()] == ["own1"]
+    assert (folder / "iter_0000004.before-r2" / "of another run").exists()
+    assert not list(folder.glob(".iter_*"))

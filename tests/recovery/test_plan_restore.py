@@ -152,6 +152,14 @@ def test_after_memory_comes_the_checkpoint_then_the_start_then_nothing() -> None
     assert "layout of role 1" in nothing.reason
 
 
+def test_memory_that_the_checkpoint_has_left_far_behind_comes_after_it() -> None:
+    """Of a host whose agent was lost long ago, when the run is started again there."""
+    content = {0: [(0, g(7), STEP), (1, g(7), STEP)]}
+    near, far = (Restore("durable", g(n, 0), "save", path=f"/ck/{n}") for n in (10, 11))
+    assert chosen(ask(content, durable=near)).generation == g(7)
+    assert chosen(ask(content, durable=far)).path == "/ck/11"
+
+
 def test_kept_line() -> None:
     line = keep_line({1: NO_LIMIT}, Restore("memory", g(7)), 2)
     assert line == {1: 7, 2: NO_LIMIT}
