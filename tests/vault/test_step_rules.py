@@ -142,6 +142,31 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     assert ledger.missing(layout, g(1), ALL, 1) == [UPDATE_PART, SUMS_PART, EXTRAS]
 
 
+def test_steps_never_go_into_parity_blocks() -> None:
+    """Slots have room for steps whatever the plan is now, and plans may name single parts."""
+    coded = Scheme(Kind.PARITY, group=2)
+    other = PartInfo("shard1", 192, (0,))
+    layout = replace(make_layout(), parts=(other, *make_layout().parts))
+    sealed = ["shard1", *ALL]
+    for rules in ((), (Rule("shard0", ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),)):
+        chains = Steps()
+        plan = ProtectionPlan((*rules, Rule(ANY, ANY, coded)))
+        nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
+        ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
+        chains.trust(0, True)
+        for iteration in (0, 1):
+            chains.decide(layout, g(iteration), has_step=True)
+        assert set(ledger.coded(layout)) == ({"shard1"} if rules else {"shard0", "shard1"})
+        (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
+        owed = ledger.missing(layout, g(1), sealed, holder, coded=True)
+        assert owed == sorted(ledger.coded(layout), key=[p.name for p in layout.parts].index)
+        assert ledger.missing(layout, g(1), sealed, buddy) == (STEP if rules else [EXTRAS])
+        ledger.acknowledge(0, g(1), holder, owed)
+        assert ledger.boundary(layout, g(1), sealed) is None
+        ledger.acknowledge(0, g(1), buddy, STEP if rules else [EXTRAS])
+        assert ledger.boundary(layout, g(1), sealed) == "step"
+
+
 def test_sums_and_their_garbage() -> None:
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
     assert unpack_sums(pack_sums(sums)) == sums
