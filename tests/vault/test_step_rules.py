@@ -33,7 +33,7 @@ from deadpool_megatron.layout.replaying import (
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import Segment, copy_name
+from deadpool_megatron.vault.segment import Segment, SlotState, copy_name, own_name
 from deadpool_megatron.vault.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.table import Table
 
@@ -223,6 +223,40 @@ def test_a_buddy_keeps_chains_and_gives_memory_back(tmp_path: Path) -> None:
     assert lacks_base(table.sealed(0), [1, 19], [gradients_part("shard0")])
     assert lacks_base(table.sealed(0), None, [gradients_part("shard0")])
     assert not lacks_base(table.sealed(0), None, ["shard0"])
+
+
+def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
+    tmp_path: Path,
+) -> None:
+    """A role has moved to another node and the old one has become its buddy: it says that it has
+    the restored generation already, in the segment of its own former member."""
+    layout, table = make_layout(), Table(tmp_path)
+    path = tmp_path / own_name(0, Seat(1, 0, 0))
+    old = table.segments[path.name] = Segment.create(path, layout, Seat(1, 0, 0), ALL)
+    old.mark_writing(0)
+    old.begin(0, g(4), 1)
+    fill(old, 0, WHOLE)
+    old.set_state(0, SlotState.SEALED)
+    path = tmp_path / copy_name(0)
+    copies = Segment.create(path, layout, None, (), copy_slots(layout, EVERY))
+    table.segments[path.name] = copies
+
+    def put(iteration: int, names: list[str]) -> None:
+        slot = table.claim(copies, g(iteration), 1)
+        assert slot is not None
+        fill(copies, slot, names)
+        table.release(copies, slot)
+
+    for iteration in (5, 6):
+        put(iteration, STEP)
+        assert not table.unneeded(old, lambda _: 50)
+        assert table.serves(old, g(iteration))
+    put(7, WHOLE)
+    assert not table.unneeded(old, lambda _: 50), "6 may still be asked for"
+    put(8, STEP)
+    assert table.unneeded(old, lambda _: 50)
+    assert not table.unneeded(old, lambda _: 1)
+    assert not table.serves(old, g(8))
 
 
 @settings(deadline=None, max_examples=30)
