@@ -31,11 +31,23 @@ from deadpool_megatron.layout.replaying import (
     unpack_sums,
 )
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import sealing
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import Segment, SlotState, copy_name, own_name
+from deadpool_megatron.vault.sealing import RoleWorker
+from deadpool_megatron.vault.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
+from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.table import Table
+from deadpool_megatron.vault.transport import FakeNetwork
 
 EVERY = 4
 EXTRAS = extras_part("step")
@@ -170,6 +182,38 @@ def test_steps_never_go_into_parity_blocks() -> None:
 def test_sums_and_their_garbage() -> None:
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
     assert unpack_sums(pack_sums(sums)) == sums
+
+
+def test_sums_are_not_written_after_a_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums take time; when they are there the slot may be the next epoch's."""
+    state, layout, seat = (
+        VaultState(0, tmp_path, Settings(), lambda _: None),
+        make_layout(),
+        Seat(0, 0, 0),
+    )
+    state.adopt(record())
+    path = tmp_path / own_name(0, seat)
+    segment = state.table.segments[path.name] = Segment.create(path, layout, seat, ALL)
+    segment.mark_writing(0)
+    segment.begin(0, g(1), 1)
+    segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
+    worker = RoleWorker(
+        state, FakeNetwork().transport("h", 1, 1.0), state.record or record(), 0, seat
+    )
+
+    def slow(view: memoryview) -> int:
+        if state.is_open(1):
+            state.close(1)
+            segment.mark_writing(0)
+            segment.begin(0, Generation(2, 1), 2)
+        return checksum(view)
+
+    monkeypatch.setattr(sealing, "checksum", slow)
+    worker._seal()
+    assert segment.state(0) is SlotState.WRITING
+    assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
 
 
 def test_copies_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
