@@ -10,6 +10,7 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.links import Link
 from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.segment import Segment, checksum, copy_name
@@ -44,3 +45,21 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     dialogue._answer(1, places)
     assert not any(state.table.pins.values())
     dialogue.link.close()
+
+
+def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
+    """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
+    client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+
+    def committed(epoch: int, iteration: int) -> Generation:
+        generation = Generation(epoch, iteration)
+        about = {"generation": generation.to_list(), "boundary": "step", "released": False}
+        client._enter(epoch)
+        client._take({"t": "committed", "epoch": epoch, **about})
+        assert client.newest_committed is not None
+        return client.newest_committed[0]
+
+    assert committed(1, 7) == Generation(1, 7)
+    assert committed(1, 6) == Generation(1, 7)
+    assert committed(1, 8) == Generation(1, 8)
+    assert committed(2, 5) == Generation(2, 5), "of another line"
