@@ -8,6 +8,7 @@ that is protected (machine_moves.consider_pause), so that nothing is computed ag
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from deadpool_megatron.cluster.machine_events import ProtectionRequested
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, State, Turn
@@ -50,6 +51,12 @@ def refusal(
         return "recompute needs the gradients of every iteration: choose a cadence of 1"
     if SchemeKind.LOCAL in kinds and len(kinds) > 1:
         return "local is for all parts or for none: nothing of a lost node can be had without all"
+    blocks = losses_survived(settings, plan)
+    if SchemeKind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
+        return (
+            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
+            " pip install 'deadpool-megatron[parity]'"
+        )
     for scheme in (rule.scheme for rule in plan.rules):
         if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
             return f"a parity group has at least 2 roles, not {scheme.group}"

@@ -434,10 +434,10 @@ class VaultClient:
     def _take(self, message: dict[str, Any]) -> None:
         kind = message["t"]
         if kind == "committed":
-            epoch = int(message["epoch"])
-            if self._commit is None or epoch >= self._commit[0]:
-                generation = Generation.from_list(message["generation"])
-                self._commit = epoch, generation, message["boundary"], message["released"]
+            news = int(message["epoch"]), Generation.from_list(message["generation"])
+            # A vault that was restarted finds out about older ones first.
+            if self._commit is None or news >= self._commit[:2]:
+                self._commit = (*news, message["boundary"], message["released"])
         elif kind == "bad":
             self._bad = (
                 f"part {message['part']} of generation {message['generation']} was damaged in the"

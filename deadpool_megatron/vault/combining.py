@@ -89,7 +89,7 @@ class Combiner:
             return {"t": "refused", "why": "early"}
         except _Refused as refusal:
             return {"t": "refused", "why": str(refusal)}
-        except VaultError as error:
+        except (VaultError, ModuleNotFoundError) as error:
             return {"t": "refused", "why": f"no parity block possible: {error}"}
         if not self._state.is_open(epoch):
             return {"t": "refused", "why": "stale"}

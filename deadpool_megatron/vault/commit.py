@@ -170,13 +170,14 @@ class Ledger:
         return self._record.protection.scheme(name, domain).kind
 
     def _is_coded(self, role: int, name: str) -> bool:
-        return not name.startswith("extras@") and self._kind(role, name) is Kind.PARITY
+        """Shard parts only: blocks are computed of nothing else (layout.parity.parity_layout)."""
+        return "@" not in name and self._kind(role, name) is Kind.PARITY
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:
-        """Extras travel whole, whatever is done with the shards."""
+        """Extras travel whole, whatever is done with the shards; so do steps, where they count."""
         if self._covered(layout, replicas):
             return False
-        if name.startswith("extras@"):
+        if "@" in name:
             return not self._stays(layout)
         return self._kind(layout.role, name) not in (Kind.PARITY, Kind.LOCAL)
 

@@ -83,6 +83,7 @@ class MemberDialogue:
         self._trusted = bool(hello["rehearsed"])
         self._wish: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
+        self._over = False
         self._lock = threading.Lock()
 
     def run(self, stopping: threading.Event) -> None:
@@ -96,6 +97,8 @@ class MemberDialogue:
                 self._handle(message)
         finally:
             self._members.leave(self)
+            with self._lock:
+                self._over = True
             self._unpin()
 
     def push_committed(self, generation: Generation, boundary: str, released: bool) -> None:
@@ -242,6 +245,10 @@ class MemberDialogue:
                     self._state.table.pin(place)
             with self._lock:
                 self._pinned += outcome.values()
+                over = self._over
+            if over:  # its member has died while this was fetched: nobody will ever release it
+                self._unpin()
+                return
             self.link.send(
                 {
                     "t": "restored",

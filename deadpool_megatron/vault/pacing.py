@@ -29,6 +29,9 @@ _MOST_SEALS = 16
 # One piece takes about so long at the rate in force, within limits: even, but few system calls.
 _PIECE_SECONDS = 0.002
 _LEAST_PIECE_BYTES = 64 << 10
+# Slower than this is in nobody's way either, but those who receive and hand on would take a
+# connection for dead on which no piece comes for tens of seconds.
+_LEAST_RATE = 1 << 20
 _BITS = 8
 _NANOSECONDS = 1_000_000_000
 
@@ -95,7 +98,7 @@ class Window:
         seconds, sealed = self.seconds(), self._seals.get(generation)
         if sealed is None or not seconds or not nbytes:
             return None
-        return Schedule(sealed, SHARE * seconds, nbytes)
+        return Schedule(sealed, min(SHARE * seconds, nbytes / _LEAST_RATE), nbytes)
 
 
 @dataclass(frozen=True)

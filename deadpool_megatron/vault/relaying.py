@@ -39,7 +39,7 @@ class Relay:
         self._changed = threading.Condition()
         self._arrived: dict[str, int] = {}
         self._closed = False
-        self._running = False
+        self._running: threading.Thread | None = None
         self._next: tuple[int, str, Channel] | None = None  # node, layout hash
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
@@ -54,17 +54,19 @@ class Relay:
         """Begin to hand on ``parts`` (name, bytes, checksum), which arrive in ``slot``, to the
         nodes of ``chain``. The slot stays pinned meanwhile."""
         self._arrived = {}
-        self._running = True
         name, nbytes, digest = parts[0]
         pinned = Place(segment, slot, name, nbytes, digest)
         with self._state.lock:
             self._state.table.pin(pinned)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._run,
             args=(dict(put), list(chain), pinned, list(parts)),
             name=f"relay-{segment.layout.role}-to-{chain[0]}",
             daemon=True,
-        ).start()
+        )
+        with self._changed:
+            self._running = thread
+        thread.start()
 
     def arrived(self, name: str, nbytes: int) -> None:
         """So many bytes of a part are there."""
@@ -87,7 +89,7 @@ class Relay:
             running, following = self._running, self._next
         if following is not None:
             following[2].shutdown()
-            if not running:
+            if running is None:
                 following[2].close()
 
     def _run(
@@ -109,9 +111,11 @@ class Relay:
             with self._state.lock:
                 self._state.table.unpin(pinned)
             with self._changed:
-                self._running = False
-                if self._closed:
-                    self._disconnect()
+                # All has been answered, so that the thread of the next put may be there already.
+                if self._running is threading.current_thread():
+                    self._running = None
+                    if self._closed:
+                        self._disconnect()
             # The first one that has not answered is the one that failed.
             for number, node in enumerate(left):
                 self._answers.put(link(node, [], why if number == 0 else NOT_REACHED))

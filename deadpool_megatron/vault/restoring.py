@@ -262,8 +262,11 @@ class Obtainer:
             for dumped in dump_files(directory, role):
                 source, why = self._slot_of(dumped, layout, wanted)
                 if source is not None:
-                    with self._target(layout, wanted) as (segment, slot):
-                        place = self._read(dumped, source, segment, slot, wanted.name)
+                    try:
+                        with self._target(layout, wanted) as (segment, slot):
+                            place = self._read(dumped, source, segment, slot, wanted.name)
+                    except OSError as error:  # its disk fails: on to the next place
+                        place, why = None, f"{type(error).__name__}: {error}"
                     if place is not None:
                         return place
                 node = int(dumped.path.stem.rsplit("-", 1)[1])

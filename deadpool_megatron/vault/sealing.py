@@ -155,11 +155,15 @@ class RoleWorker(threading.Thread):
                     name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
                     for name in names
                 }
-                if generation == self._record.restore.generation:
-                    if not self._is_replayed_well(segment, slot, digests):
-                        continue
-                else:
-                    write_sums(segment, slot, digests, self.epoch)
+                with self._state.lock:
+                    # Not after a close: the slot may be that of the next epoch's worker by now.
+                    if not self._state.is_open(self.epoch):
+                        return
+                    if generation == self._record.restore.generation:
+                        if not self._is_replayed_well(segment, slot, digests):
+                            continue
+                    else:
+                        write_sums(segment, slot, digests, self.epoch)
                 self._state.seal_own(segment, slot, generation, self.epoch, digests)
 
     @property

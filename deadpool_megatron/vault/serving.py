@@ -31,6 +31,8 @@ from deadpool_megatron.vault.transport import HANDSHAKE_SECONDS, Channel, Transp
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
+# Of vaults. Where many nodes have few to choose from, more of them send to one: it takes them in
+# turn, and each of them finds its way back.
 _MOST_CONNECTIONS = 256
 # Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
 # next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
@@ -54,6 +56,7 @@ class Server:
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
         self._strangers: dict[Channel, float] = {}  # since when, in order of arrival
+        self._idle: dict[Channel, None] = {}  # between two messages, the longest so first
         self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
 
     def start(self) -> None:
@@ -87,14 +90,8 @@ class Server:
             if channel is None:
                 continue
             with self._lock:
-                full = len(self._channels) >= _MOST_CONNECTIONS
-                if not full:
-                    self._channels.add(channel)
-                    self._strangers[channel] = time.monotonic()
-            if full:
-                self._state.refuse("too many connections")
-                channel.close()
-                continue
+                self._channels.add(channel)
+                self._strangers[channel] = time.monotonic()
             name = f"serve-{next(self._numbers)}"
             threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True).start()
 
@@ -120,15 +117,45 @@ class Server:
                 self._strangers.pop(channel, None)
         return True
 
+    def _admit(self, channel: Channel) -> bool:
+        """Make room for a vault at the cost of the one that has been silent for longest; False when
+        none is."""
+        with self._lock:
+            if len(self._channels) - len(self._strangers) > _MOST_CONNECTIONS:
+                silent = next(iter(self._idle), None)
+                if silent is None:
+                    return False
+                del self._idle[silent]
+                self._channels.discard(silent)
+                silent.shutdown()
+            self._idle[channel] = None
+            return True
+
+    def _receive(self, channel: Channel) -> Mapping[str, Any] | None:
+        """The next message; None when the connection has made room for another one."""
+        with self._lock:
+            if channel not in self._idle:
+                return None
+            del self._idle[channel]
+        return channel.receive()
+
     def _serve(self, channel: Channel) -> None:
         try:
             if not self._authenticate(channel):
                 return
+            if not self._admit(channel):
+                self._state.refuse("too many connections")
+                return
             connection = _Connection(self._state, channel, self._transport, self._combiner)
             try:
                 while not self._stopping.is_set():
-                    if channel.readable(1.0):
-                        connection.handle(channel.receive())
+                    if not channel.readable(1.0):
+                        continue
+                    if (message := self._receive(channel)) is None:
+                        return
+                    connection.handle(message)
+                    with self._lock:
+                        self._idle[channel] = None
             finally:
                 connection.close()
         except ConnectionClosed:
@@ -142,6 +169,7 @@ class Server:
         finally:
             with self._lock:
                 self._channels.discard(channel)
+                self._idle.pop(channel, None)
             channel.close()
 
 

@@ -270,6 +270,9 @@ class VaultState:
         """A checksum did not match the bytes in this node's memory."""
         role, generation = place.segment.layout.role, place.segment.generation(place.slot)
         with self.changed:
+            entry = place.segment.entry(place.slot, place.name)
+            if (entry.state, entry.checksum) != (PartState.SEALED, place.checksum):
+                return  # overwritten while it was read; it is another generation's slot now
             self.table.mark_bad(place)
             self.changed.notify_all()
         self.counters["corruption"] += 1
@@ -346,10 +349,11 @@ class VaultState:
             for generation in self.tracked(layout.role):
                 sealed = self.table.parts(layout.role, generation)
                 missing = self.ledger.missing(layout, generation, sealed, node, coded=coded)
-                if missing:
-                    return generation, [
-                        self.table.find(layout.role, generation, name)[0] for name in missing
-                    ]
+                # Its member may have begun to overwrite the slot since: what a vault that was
+                # restarted has yet to learn to be committed is free to be overwritten.
+                found = (self.table.find(layout.role, generation, name) for name in missing)
+                if places := [there[0] for there in found if there]:
+                    return generation, places
             return None
 
     def acknowledge(

@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     extras_part,
 )
-from deadpool_megatron.layout.replaying import keeps_steps, needed
+from deadpool_megatron.layout.replaying import chain, keeps_steps, needed, shard_of
 from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.fences import fence
@@ -301,7 +301,7 @@ class Table:
             if slot.segment is segment and slot.parts
         ]
         chained = segment.seat is None and keeps_steps(segment.layout)
-        return generation in held or (chained and bool(held))
+        return generation in held or (chained and bool(held)) or self._leads_on(segment)
 
     def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
         """True when nothing in an inactive segment can be asked for any more.
@@ -323,8 +323,27 @@ class Table:
             if slot.segment is segment and slot.parts
         ]
         # A segment without any was just made, for bytes that are on their way.
-        return bool(held) and all(
-            successors(generation) >= segment.layout.slots for generation in held
+        outlived = all(successors(generation) >= segment.layout.slots for generation in held)
+        return bool(held) and outlived and not self._leads_on(segment)
+
+    def _leads_on(self, segment: Segment) -> bool:
+        """True when steps elsewhere on this node, which may still be asked for, lead from what only
+        this segment holds: that of a member which sat here before its node became a buddy."""
+        if not keeps_steps(segment.layout):
+            return False
+        held: dict[Generation, set[str]] = {}
+        others: dict[Generation, set[str]] = {}
+        for slot in self.sealed(segment.layout.role):
+            held.setdefault(slot.generation, set()).update(slot.parts)
+            if slot.segment is not segment:
+                others.setdefault(slot.generation, set()).update(slot.parts)
+        newest = max((generation.iteration for generation in others), default=0)
+        return any(
+            chain(held, generation, shard) and not chain(others, generation, shard)
+            for generation, parts in others.items()
+            if generation.iteration > newest - segment.layout.slots
+            for name in parts
+            if (shard := shard_of(name)) is not None
         )
 
 

@@ -9,6 +9,7 @@ from machine_rig import Phase, Rig, g, killed
 
 from deadpool_megatron.cluster import machine_actions as act
 from deadpool_megatron.cluster import machine_events as ev
+from deadpool_megatron.cluster import machine_plans
 from deadpool_megatron.cluster.machine_plans import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
@@ -169,6 +170,16 @@ def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
     rig.restored()
     rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
     assert rig.state.phase is Phase.PAUSING
+
+
+def test_several_blocks_need_the_package_that_computes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody looks for it at the start of a run that begins with another scheme."""
+    monkeypatch.setattr(machine_plans, "find_spec", lambda name: None)
+    two = Settings(replicas=2)
+    assert "needs the package zfec" in refusal(uniform("parity", two, 1, 4), 9, two)
+    assert not refusal(uniform("parity", Settings(), 1, 4), 9, Settings())
 
 
 def test_refused_plans_change_nothing() -> None:

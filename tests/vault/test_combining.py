@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault import erasure
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.transport import Channel, FakeNetwork
 from tests.vault.test_assembling import Bench, G, give, offer
@@ -116,3 +119,15 @@ def test_who_has_forgotten_an_old_one_is_not_kept_from_the_newest(tmp_path: Path
             assert state.seal_copy(segment, slot, "shard", 0, 0, 1)
             state.release(segment, slot)
     assert holder.answer(generation=Generation(1, 4)) == "superseded"
+
+
+def test_a_holder_that_lacks_the_package_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise ModuleNotFoundError("No module named 'zfec'")
+
+    holder = Holder(tmp_path)
+    monkeypatch.setattr(erasure, "Coder", missing)
+    assert holder.answer() == "no parity block possible: No module named 'zfec'"
+    assert not holder.bench.state.table.writers

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import tempfile
 import threading
@@ -36,7 +38,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.dumping import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.restoring import Obtainer
-from deadpool_megatron.vault.segment import copy_name, dump_name, own_name
+from deadpool_megatron.vault.segment import Segment, copy_name, dump_name, own_name
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
@@ -387,6 +389,33 @@ def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: P
     again = Obtainer(state, vaults.transports[vaults.spare], record, 0)
     with pytest.raises(RestoreUnavailable, match="role 1 on node 1: checksum"):
         again.obtain(vaults.coded.layouts[0])
+
+
+def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    folder = tmp_path / "dump"
+    dump(vaults.states[1], folder, GENERATION, "step", [1])
+    broken = folder / dump_name(1, 1)
+    shutil.copy(broken, folder / dump_name(1, 9))
+    read_into = Segment.read_into
+
+    def read(dumped: Segment, slot: int, name: str, start: int, target: memoryview) -> None:
+        if dumped.path == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        read_into(dumped, slot, name, start, target)
+
+    monkeypatch.setattr(Segment, "read_into", read)
+    record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
+    obtainer = Obtainer(vaults.states[vaults.spare], vaults.transports[vaults.spare], record, 1)
+    places = obtainer.obtain(vaults.coded.layouts[1])
+    assert bytes(places["shard"].view) == vaults.coded.part(1, "shard")
+    (folder / dump_name(1, 9)).unlink()
+    vaults.states[vaults.spare].mark_bad(places["shard"], 0)
+    with pytest.raises(RestoreUnavailable, match="Input/output error"):
+        obtainer.obtain(vaults.coded.layouts[1])
 
 
 # Real processes.

@@ -129,9 +129,12 @@ def test_a_schedule_is_even_and_ends_in_time(seconds: float, nbytes: int, part: 
 def test_a_shipment_takes_its_share_of_the_window() -> None:
     window = Window()
     run(window, [2.0] * 5)
-    schedule = window.schedule(Generation(1, 5), 1000)
+    schedule = window.schedule(Generation(1, 5), 1 << 30)
     assert schedule is not None
     assert (schedule.begin, schedule.seconds) == (110.0, pytest.approx(SHARE * 2.0))
+    few = window.schedule(Generation(1, 5), 200_000)
+    assert few is not None
+    assert few.rate == 1 << 20, "or it would be taken for dead"
     assert window.schedule(Generation(1, 99), 1000) is None  # not sealed here: not to be held
     assert window.schedule(Generation(1, 5), 0) is None
 
@@ -188,14 +191,14 @@ def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None
     for iteration in range(6):
         window.sealed(Generation(1, iteration), 3600.0 * iteration - 6 * 3600.0)
     traffic.sealed(3, Generation(1, 6))
-    view = memoryview(bytearray(range(256)) * 4096)
+    view = memoryview(bytearray(range(256)) * (1 << 18))
     flow = traffic.flow(3, Generation(1, 6), nbytes=len(view), epoch=1)
     pieces = flow.pieces(view, lambda: True)
     got = [bytes(next(pieces))]
     rest = threading.Thread(target=lambda: got.extend(map(bytes, pieces)), daemon=True)
     rest.start()
     rest.join(0.05)
-    assert rest.is_alive()  # held back: the next piece is due in minutes
+    assert rest.is_alive()  # held back: the last piece is due in a minute
     assert len(got[0]) == 64 << 10
     traffic.waits(3, Generation(1, 6))
     rest.join(20)

@@ -31,11 +31,23 @@ from deadpool_megatron.layout.replaying import (
     unpack_sums,
 )
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault import sealing
 from deadpool_megatron.vault.commit import Ledger
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import Segment, copy_name
+from deadpool_megatron.vault.sealing import RoleWorker
+from deadpool_megatron.vault.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
+from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.table import Table
+from deadpool_megatron.vault.transport import FakeNetwork
 
 EVERY = 4
 EXTRAS = extras_part("step")
@@ -142,9 +154,66 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
     assert ledger.missing(layout, g(1), ALL, 1) == [UPDATE_PART, SUMS_PART, EXTRAS]
 
 
+def test_steps_never_go_into_parity_blocks() -> None:
+    """Slots have room for steps whatever the plan is now, and plans may name single parts."""
+    coded = Scheme(Kind.PARITY, group=2)
+    other = PartInfo("shard1", 192, (0,))
+    layout = replace(make_layout(), parts=(other, *make_layout().parts))
+    sealed = ["shard1", *ALL]
+    for rules in ((), (Rule("shard0", ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),)):
+        chains = Steps()
+        plan = ProtectionPlan((*rules, Rule(ANY, ANY, coded)))
+        nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
+        ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
+        chains.trust(0, True)
+        for iteration in (0, 1):
+            chains.decide(layout, g(iteration), has_step=True)
+        assert set(ledger.coded(layout)) == ({"shard1"} if rules else {"shard0", "shard1"})
+        (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
+        owed = ledger.missing(layout, g(1), sealed, holder, coded=True)
+        assert owed == sorted(ledger.coded(layout), key=[p.name for p in layout.parts].index)
+        assert ledger.missing(layout, g(1), sealed, buddy) == (STEP if rules else [EXTRAS])
+        ledger.acknowledge(0, g(1), holder, owed)
+        assert ledger.boundary(layout, g(1), sealed) is None
+        ledger.acknowledge(0, g(1), buddy, STEP if rules else [EXTRAS])
+        assert ledger.boundary(layout, g(1), sealed) == "step"
+
+
 def test_sums_and_their_garbage() -> None:
     sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
     assert unpack_sums(pack_sums(sums)) == sums
+
+
+def test_sums_are_not_written_after_a_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums take time; when they are there the slot may be the next epoch's."""
+    state, layout, seat = (
+        VaultState(0, tmp_path, Settings(), lambda _: None),
+        make_layout(),
+        Seat(0, 0, 0),
+    )
+    state.adopt(record())
+    path = tmp_path / own_name(0, seat)
+    segment = state.table.segments[path.name] = Segment.create(path, layout, seat, ALL)
+    segment.mark_writing(0)
+    segment.begin(0, g(1), 1)
+    segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
+    worker = RoleWorker(
+        state, FakeNetwork().transport("h", 1, 1.0), state.record or record(), 0, seat
+    )
+
+    def slow(view: memoryview) -> int:
+        if state.is_open(1):
+            state.close(1)
+            segment.mark_writing(0)
+            segment.begin(0, Generation(2, 1), 2)
+        return checksum(view)
+
+    monkeypatch.setattr(sealing, "checksum", slow)
+    worker._seal()
+    assert segment.state(0) is SlotState.WRITING
+    assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
 
 
 def test_copies_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
@@ -198,6 +267,40 @@ def test_a_buddy_keeps_chains_and_gives_memory_back(tmp_path: Path) -> None:
     assert lacks_base(table.sealed(0), [1, 19], [gradients_part("shard0")])
     assert lacks_base(table.sealed(0), None, [gradients_part("shard0")])
     assert not lacks_base(table.sealed(0), None, ["shard0"])
+
+
+def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
+    tmp_path: Path,
+) -> None:
+    """A role has moved to another node and the old one has become its buddy: it says that it has
+    the restored generation already, in the segment of its own former member."""
+    layout, table = make_layout(), Table(tmp_path)
+    path = tmp_path / own_name(0, Seat(1, 0, 0))
+    old = table.segments[path.name] = Segment.create(path, layout, Seat(1, 0, 0), ALL)
+    old.mark_writing(0)
+    old.begin(0, g(4), 1)
+    fill(old, 0, WHOLE)
+    old.set_state(0, SlotState.SEALED)
+    path = tmp_path / copy_name(0)
+    copies = Segment.create(path, layout, None, (), copy_slots(layout, EVERY))
+    table.segments[path.name] = copies
+
+    def put(iteration: int, names: list[str]) -> None:
+        slot = table.claim(copies, g(iteration), 1)
+        assert slot is not None
+        fill(copies, slot, names)
+        table.release(copies, slot)
+
+    for iteration in (5, 6):
+        put(iteration, STEP)
+        assert not table.unneeded(old, lambda _: 50)
+        assert table.serves(old, g(iteration))
+    put(7, WHOLE)
+    assert not table.unneeded(old, lambda _: 50), "6 may still be asked for"
+    put(8, STEP)
+    assert table.unneeded(old, lambda _: 50)
+    assert not table.unneeded(old, lambda _: 1)
+    assert not table.serves(old, g(8))
 
 
 @settings(deadline=None, max_examples=30)
