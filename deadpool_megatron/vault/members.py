@@ -187,7 +187,12 @@ class MemberDialogue:
             holder = self._holder(generation)
         if holder is None:
             return "generation is not held"
-        holder.segment.reserve([name], [holder.slot])
+        try:
+            holder.segment.reserve([name], [holder.slot])
+        except VaultError as error:
+            # The member would say it again on every new connection, for ever. Without these extras
+            # a restore goes to the boundary before, and the segment after it is run again.
+            return str(error)
         if not state.open_part(holder.segment, holder.slot, name, epoch):
             return "epoch is not open"
         holder.segment.data(holder.slot, name, len(payload))[:] = payload
