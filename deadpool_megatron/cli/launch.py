@@ -84,6 +84,7 @@ class Launcher:
         self._coordinator_moved = time.monotonic()
         self._address = ""
         self._held = -1
+        self._ending = False
         self.trouble = ""
 
     def run(self) -> int:
@@ -195,7 +196,7 @@ class Launcher:
             os.close(handle)
             del self._agents[node]
             # What the node held is gone with it, as on a real machine.
-            kept = slots_are_kept(self._run)
+            kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
             clean_node(self._run, self._info.run_id, node, keep_slots=kept)
             if self._run.final.exists() or self._stop_deadline:
                 continue
@@ -271,7 +272,9 @@ class Launcher:
         self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
 
     def _end_all(self) -> None:
-        """Nothing of the run is left on this host when this returns."""
+        """Nothing of the run is left on this host when this returns, but for slots that are to be
+        gone on from."""
+        self._ending = True
         self._stop_deadline = time.monotonic()  # from here on nothing is started again
         if self._run.final.exists() and self._signals < 2:
             self._wait_for_agents(_LEAVE_SECONDS)
@@ -286,11 +289,24 @@ class Launcher:
             os.waitpid(pid, 0)
             os.close(handle)
         self._agents.clear()
-        clean_run(self._run, self._info.run_id, keep_slots=slots_are_kept(self._run))
+        kept = self._keeps_slots()
+        clean_run(self._run, self._info.run_id, keep_slots=kept)
+        if kept and not self._run.final.exists():
+            self._options.say(
+                "what it holds in memory stays: the same command goes on from it, 'deadpool clean"
+                f" {self._run.path}' removes it"
+            )
         if self._held >= 0:
             os.close(self._held)
         self._listener.close()
         os.close(self._lifeline)
+
+    def _keeps_slots(self) -> bool:
+        """Where the result says so, or where there is none and nobody stopped the run: then only
+        starting it has failed, perhaps not for the first time."""
+        if slots_are_kept(self._run):
+            return True
+        return not self._run.final.exists() and not self._signals and self._came_up()
 
     def _wait_for_agents(self, deadline_seconds: float) -> None:
         limit = time.monotonic() + deadline_seconds
