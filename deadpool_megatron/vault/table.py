@@ -8,7 +8,7 @@ that was stopped just before a store and wakes up now can change it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -262,10 +262,26 @@ class Table:
                 free.append((found, slot))
         if not free:
             return None
-        slot = min(free)[1]
+        old = self._outlived(segment, sealed)
+        slot = min([one for one in free if one[1] in old] or free)[1]
         segment.open_slot(slot, generation, epoch)
         self.writers.add((name, slot))
         return slot
+
+    def _outlived(self, segment: Segment, sealed: Collection[SealedSlot]) -> set[int]:
+        """Slots of a copy to be used again before others get memory: a copy of as many slots as the
+        owner has would hold something newer there by now. The slots beyond these are for steps, and
+        nothing that the newest generations are computed from goes, wherever their base lies.
+        """
+        slots = segment.layout.slots
+        if not keeps_steps(segment.layout) or len(sealed) < slots:
+            return set()
+        newest = sorted(s.generation for s in sealed)[1 - slots :]
+        held: dict[Generation, set[str]] = {}
+        for slot in self.sealed(segment.layout.role):
+            held.setdefault(slot.generation, set()).update(slot.parts)
+        kept = needed(held, newest[0].iteration)
+        return {s.slot for s in sealed if s.generation not in kept}
 
     def superseded(self, segment: Segment, generation: Generation) -> bool:
         """True when every slot of a copy holds something newer than ``generation``."""

@@ -291,16 +291,36 @@ def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
         fill(copies, slot, names)
         table.release(copies, slot)
 
-    for iteration in (5, 6):
+    for iteration in (5, 6, 7):
         put(iteration, STEP)
         assert not table.unneeded(old, lambda _: 50)
         assert table.serves(old, g(iteration))
-    put(7, WHOLE)
-    assert not table.unneeded(old, lambda _: 50), "6 may still be asked for"
-    put(8, STEP)
+        held = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+        assert len(chain(held, g(iteration), "shard0")) == iteration - 3, "no step is given away"
+    put(8, WHOLE)
+    assert not table.unneeded(old, lambda _: 50), "7 may still be asked for"
+    put(9, STEP)
     assert table.unneeded(old, lambda _: 50)
     assert not table.unneeded(old, lambda _: 1)
-    assert not table.serves(old, g(8))
+    assert not table.serves(old, g(9))
+
+
+def test_whole_copies_take_no_more_memory_than_the_owners_slots(tmp_path: Path) -> None:
+    """As after a rehearsal that has failed, or under another plan: nothing is a step."""
+    layout = make_layout(nbytes=1 << 20)
+    table = Table(tmp_path)
+    path = tmp_path / copy_name(0)
+    segment = table.segments[path.name] = Segment.create(
+        path, layout, None, (), copy_slots(layout, EVERY)
+    )
+    for iteration in range(8):
+        slot = table.claim(segment, g(iteration), 1)
+        assert slot is not None
+        fill(segment, slot, WHOLE)
+        table.release(segment, slot)
+        held = {s.generation.iteration for s in table.sealed(0) if s.parts}
+        assert held == {iteration, max(0, iteration - 1)}
+    assert blocks(segment) < (2 * 3 + 1) << 20
 
 
 @settings(deadline=None, max_examples=30)
