@@ -50,14 +50,14 @@ def test_the_kernel_counts_how_long_bytes_were_on_their_way(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = (SocketChannel(end, 5.0, None, "") for end in pair)
-    assert near.busy_seconds() < 0.001
+    before = near.busy_seconds()
     sent = bytes(8 << 20)
     sending = threading.Thread(target=near.send_bulk, args=(memoryview(sent),))
     sending.start()
     got = bytearray(len(sent))
     far.receive_bulk(memoryview(got))
     sending.join(10)
-    assert near.busy_seconds() > 0
+    assert near.busy_seconds() > before
     near.close()
     assert near.busy_seconds() == 0.0
 
