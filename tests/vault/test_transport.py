@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,10 @@ def test_the_kernel_counts_how_long_bytes_were_on_their_way(
     sent = bytes(8 << 20)
     sending = threading.Thread(target=near.send_bulk, args=(memoryview(sent),))
     sending.start()
+    # In ticks of the kernel: nobody reads until it has counted one.
+    end = time.monotonic() + 10
+    while near.busy_seconds() <= before and time.monotonic() < end:
+        time.sleep(0.005)
     got = bytearray(len(sent))
     far.receive_bulk(memoryview(got))
     sending.join(10)
