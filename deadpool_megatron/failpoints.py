@@ -173,3 +173,12 @@ def _resume_later(pids: list[int], seconds: float) -> None:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
+
+
+def perhaps_damaged(chunk: memoryview, point: str, **details: object) -> memoryview:
+    """The bytes, or where a fault marks ``point`` a copy of which the first one is wrong."""
+    if hit(point, **details) is None:
+        return chunk
+    damaged = bytearray(chunk)
+    damaged[0] ^= 0xFF
+    return memoryview(damaged)

@@ -196,17 +196,14 @@ class Contributor(threading.Thread):
             channel.send_bulk(memoryview(DIGEST.pack(digest.intdigest())))
 
     def _send_chunk(self, channel: Channel, flow: Flow, place: Place, chunk: memoryview) -> None:
-        fault = failpoints.hit(
+        chunk = failpoints.perhaps_damaged(
+            chunk,
             "vault.chunk",
             role=self._layout.role,
             iteration=flow.generation.iteration,
             to=self._node,
             part=place.name,
         )
-        if fault is not None:
-            damaged = bytearray(chunk)
-            damaged[0] ^= 0xFF
-            chunk = memoryview(damaged)
         before = flow.sent_bytes
         for piece in flow.pieces(chunk, self._going):
             channel.send_bulk(piece)

@@ -165,14 +165,9 @@ class Relay:
         for start in range(0, nbytes, size):
             end = min(start + size, nbytes)
             self._await(name, end)
-            fault = failpoints.hit(
-                "vault.relay", role=role, iteration=iteration, to=node, part=name
+            chunk = failpoints.perhaps_damaged(
+                view[start:end], "vault.relay", role=role, iteration=iteration, to=node, part=name
             )
-            chunk = view[start:end]
-            if fault is not None:
-                damaged = bytearray(chunk)
-                damaged[0] ^= 0xFF
-                chunk = memoryview(damaged)
             for piece in self._state.traffic.pieces(chunk):
                 self._state.traffic.limit(len(piece), going)
                 if not going():

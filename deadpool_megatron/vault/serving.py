@@ -408,13 +408,9 @@ class _Connection:
         for start in range(0, len(view), size):
             chunk = view[start : start + size]
             digest.update(chunk)
-            fault = failpoints.hit(
-                "vault.chunk", role=role, iteration=generation.iteration, part=place.name
+            chunk = failpoints.perhaps_damaged(
+                chunk, "vault.chunk", role=role, iteration=generation.iteration, part=place.name
             )
-            if fault is not None:
-                damaged = bytearray(chunk)
-                damaged[0] ^= 0xFF
-                chunk = memoryview(damaged)
             self._channel.send_bulk(chunk)
         self._state.counters["bytes fetched from here"] += place.nbytes
         if digest.intdigest() != place.checksum:

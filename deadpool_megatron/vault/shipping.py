@@ -255,17 +255,14 @@ class Shipper(threading.Thread):
     def _send_part(self, channel: Channel, flow: Flow, place: Place) -> None:
         sent = 0
         for chunk in flow.pieces(place.view, self._going):
-            fault = failpoints.hit(
+            chunk = failpoints.perhaps_damaged(
+                chunk,
                 "vault.chunk",
                 role=self._layout.role,
                 iteration=flow.generation.iteration,
                 to=self._node,
                 part=place.name,
             )
-            if fault is not None:
-                damaged = bytearray(chunk)
-                damaged[0] ^= 0xFF
-                chunk = memoryview(damaged)
             channel.send_bulk(chunk)
             self._state.counters["bytes shipped"] += len(chunk)
             sent += len(chunk)
