@@ -179,8 +179,10 @@ def test_a_lost_holder_is_replaced_and_the_restored_generation_encoded_again(
             member.client.register(member.layout, 2)
             assert member.wait(FIRST) == "committed"
         check_blocks(running, record, FIRST, layouts)
-        exposed = {e.role for node in running.nodes for e in node.seen(Kind.EXPOSED)}
-        assert exposed == {0, 1}
+        wait_until(  # a member hears of the commit before the agent hears of the event
+            lambda: {e.role for node in running.nodes for e in node.seen(Kind.EXPOSED)} == {0, 1},
+            "both roles to report their exposure",
+        )
         step(members, Generation(2, 1))
         check_blocks(running, record, Generation(2, 1), layouts)
 
