@@ -7,27 +7,22 @@ one piece. The dialogue is described in vault/combining.py.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.combining import DIGEST
-from deadpool_megatron.vault.segment import checksum, checksum_of
+from deadpool_megatron.vault.segment import checksum_of
+from deadpool_megatron.vault.sending import Sender
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.traffic import Flow
 from deadpool_megatron.vault.transport import Channel, Transport
 from deadpool_megatron.wire.framing import WireError
 
-log = logging.getLogger(__name__)
-_FIRST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 0.5
 
-
-class Contributor(threading.Thread):
+class Contributor(Sender[tuple[Generation, list[Place]]]):
     """Thread that brings one role's generations of one epoch into one parity block."""
 
     def __init__(
@@ -39,51 +34,9 @@ class Contributor(threading.Thread):
         node: int,
         epoch: int,
     ) -> None:
-        super().__init__(name=f"contribute-{layout.role}-to-{node}", daemon=True)
-        self._state = state
-        self._transport = transport
-        self._layout = layout
+        super().__init__(state, transport, layout, node, epoch, "contribute")
         self._block = block
-        self._node = node
-        self._epoch = epoch
-        self._channel: Channel | None = None
         self._sent_bytes = 0  # since the last acknowledgement
-
-    def run(self) -> None:
-        """Until the epoch is closed."""
-        pause = _FIRST_PAUSE_SECONDS
-        while self._going():
-            work = self._next()
-            if work is None:
-                continue
-            try:
-                done = self._contribute(*work)
-            except (OSError, WireError, LookupError, TypeError, ValueError) as error:
-                log.info("%s: %s: %s", self.name, type(error).__name__, error)
-                self._disconnect()
-                done = False
-            if done:
-                pause = _FIRST_PAUSE_SECONDS
-                continue
-            with self._state.changed:
-                self._state.changed.wait_for(lambda: not self._going(), timeout=pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        self._disconnect()
-
-    def cut(self) -> None:
-        """Break the connection, from any thread: the epoch is over."""
-        channel = self._channel
-        if channel is not None:
-            channel.shutdown()
-
-    def _going(self) -> bool:
-        return self._state.is_open(self._epoch)
-
-    def _disconnect(self) -> None:
-        """Only this thread closes: a descriptor must not be reused under its feet."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
 
     def _next(self) -> tuple[Generation, list[Place]] | None:
         with self._state.changed:
@@ -92,21 +45,10 @@ class Contributor(threading.Thread):
                 self._state.changed.wait(timeout=1.0)
             return work
 
-    def _connect(self) -> Channel:
-        if self._channel is None:
-            address = self._state.address(self._node)
-            if address is None:
-                raise WireError(f"node {self._node} has no address in epoch {self._epoch}")
-            self._channel = self._transport.connect(address.host, address.vault_port)
-            if not self._going():
-                raise WireError("the epoch was closed while connecting")
-            self._channel.give_way(self._state.settings.dscp)
-            self._channel.send({"t": "offer", "layout": self._layout.to_dict()})
-        return self._channel
-
-    def _contribute(self, generation: Generation, places: list[Place]) -> bool:
+    def _bring(self, work: tuple[Generation, list[Place]]) -> bool:
         """True when the block with these parts is sealed, or to ask again at once; False to ask
         again after a pause."""
+        generation, places = work
         failpoints.hit(
             "vault.contribute",
             role=self._layout.role,
@@ -192,28 +134,6 @@ class Contributor(threading.Thread):
         for start in range(offset, len(view), size):
             chunk = view[start : start + size]
             digest.update(chunk)
-            self._send_chunk(channel, flow, place, chunk)
+            self._send_paced(channel, flow, place, chunk)
+            self._sent_bytes += len(chunk)
             channel.send_bulk(memoryview(DIGEST.pack(digest.intdigest())))
-
-    def _send_chunk(self, channel: Channel, flow: Flow, place: Place, chunk: memoryview) -> None:
-        chunk = failpoints.perhaps_damaged(
-            chunk,
-            "vault.chunk",
-            role=self._layout.role,
-            iteration=flow.generation.iteration,
-            to=self._node,
-            part=place.name,
-        )
-        before = flow.sent_bytes
-        for piece in flow.pieces(chunk, self._going):
-            channel.send_bulk(piece)
-            self._state.counters["bytes shipped"] += len(piece)
-            self._sent_bytes += len(piece)
-        if flow.sent_bytes - before < len(chunk):
-            raise WireError("the epoch was closed")
-
-    def _examine(self, place: Place) -> None:
-        """The holder found other bytes than were announced: our memory has changed."""
-        found = checksum(place.view)
-        if found != place.checksum:
-            self._state.mark_bad(place, found)

@@ -13,7 +13,6 @@ Where several buddies lack the same, the put names those behind the first (``cha
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -22,23 +21,24 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import NO_BASE
 from deadpool_megatron.vault.chain import Chain
-from deadpool_megatron.vault.segment import checksum
+from deadpool_megatron.vault.sending import Sender
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.traffic import Flow
 from deadpool_megatron.vault.transport import Channel, Transport
-from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
-_FIRST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 0.5
 # The shipper of the head of a chain is woken by the same news; should it not come, go alone.
 _PATIENCE_SECONDS = 2.0
 # For those behind the first of a chain, beyond the time that the first has taken.
 _LINK_SECONDS = 1.0
 
 
-class Shipper(threading.Thread):
+# What to send, and the nodes that are to get the same through the one it is sent to.
+_Put = tuple[Generation, list[Place], tuple[int, ...]]
+
+
+class Shipper(Sender[_Put]):
     """Thread that brings one role's generations of one epoch to one buddy."""
 
     def __init__(
@@ -50,59 +50,14 @@ class Shipper(threading.Thread):
         epoch: int,
         chain: Chain,
     ) -> None:
-        super().__init__(name=f"ship-{layout.role}-to-{node}", daemon=True)
+        super().__init__(state, transport, layout, node, epoch, "ship")
         self._chain = chain
         self._passed_over: float | None = None  # since when another one should reach this node
-        self._state = state
-        self._transport = transport
-        self._layout = layout
-        self._node = node
-        self._epoch = epoch
-        self._channel: Channel | None = None
 
-    def run(self) -> None:
-        """Until the epoch is closed."""
-        pause = _FIRST_PAUSE_SECONDS
-        while self._state.is_open(self._epoch):
-            work = self._next()
-            if work is None:
-                continue
-            links = work[2]
-            try:
-                done = self._put(*work)
-            except (OSError, WireError, LookupError, TypeError, ValueError) as error:
-                log.info("%s: %s: %s", self.name, type(error).__name__, error)
-                self._disconnect()
-                done = False
-            self._release(links)
-            if done:
-                pause = _FIRST_PAUSE_SECONDS
-            else:
-                with self._state.changed:
-                    self._state.changed.wait_for(
-                        lambda: not self._state.is_open(self._epoch), timeout=pause
-                    )
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-            with self._state.lock:
-                self._chain.idle(self._node)
-        self._disconnect()
-
-    def cut(self) -> None:
-        """Break the connection, from any thread: the epoch is over."""
-        channel = self._channel
-        if channel is not None:
-            channel.shutdown()
-
-    def _disconnect(self) -> None:
-        """Only this thread closes: a descriptor must not be reused under its feet."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
-
-    def _next(self) -> tuple[Generation, list[Place], tuple[int, ...]] | None:
-        """What the node lacks, and the nodes that are to get the same through it; None when there
-        is nothing to do at the moment."""
+    def _next(self) -> _Put | None:
+        """What the node lacks; None when there is nothing to do at the moment."""
         with self._state.changed:
+            self._chain.idle(self._node)
             work = self._state.shipment(self._layout, self._node, self._epoch)
             patience, links = 1.0, None
             if work is not None:
@@ -112,7 +67,7 @@ class Shipper(threading.Thread):
                 self._passed_over = None
                 self._chain.begin(self._node, links)
                 return *work, links
-            if self._state.is_open(self._epoch):
+            if self._going():
                 self._state.changed.wait(timeout=patience)
             return None
 
@@ -140,8 +95,12 @@ class Shipper(threading.Thread):
                 self._chain.release(self._node, nodes)
                 self._state.changed.notify_all()
 
-    def _put(self, generation: Generation, places: list[Place], links: tuple[int, ...]) -> bool:
+    def _over(self, work: _Put) -> None:
+        self._release(work[2])
+
+    def _bring(self, work: _Put) -> bool:
         """True when the buddy has the parts; False to try again after a pause."""
+        generation, places, links = work
         failpoints.hit(
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
@@ -174,7 +133,7 @@ class Shipper(threading.Thread):
         )
         for place in places:
             if place.name in wanted:
-                self._send_part(channel, flow, place)
+                self._send_paced(channel, flow, place, place.view)
         answer = channel.receive()
         if answer["t"] == "refused":
             if links:  # what they answer would come in between
@@ -239,39 +198,6 @@ class Shipper(threading.Thread):
             self._state.steps.make_whole(self._layout.role, generation)
             self._state.changed.notify_all()
 
-    def _connect(self) -> Channel:
-        if self._channel is None:
-            address = self._state.address(self._node)
-            if address is None:
-                raise WireError(f"node {self._node} has no address in epoch {self._epoch}")
-            channel = self._transport.connect(address.host, address.vault_port)
-            self._channel = channel
-            if not self._state.is_open(self._epoch):
-                raise WireError("the epoch was closed while connecting")
-            channel.give_way(self._state.settings.dscp)
-            channel.send({"t": "offer", "layout": self._layout.to_dict()})
-        return self._channel
-
-    def _send_part(self, channel: Channel, flow: Flow, place: Place) -> None:
-        sent = 0
-        for chunk in flow.pieces(place.view, self._going):
-            chunk = failpoints.perhaps_damaged(
-                chunk,
-                "vault.chunk",
-                role=self._layout.role,
-                iteration=flow.generation.iteration,
-                to=self._node,
-                part=place.name,
-            )
-            channel.send_bulk(chunk)
-            self._state.counters["bytes shipped"] += len(chunk)
-            sent += len(chunk)
-        if sent < place.nbytes:
-            raise WireError("the epoch was closed")
-
-    def _going(self) -> bool:
-        return self._state.is_open(self._epoch)
-
     def _refused(
         self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
     ) -> bool:
@@ -288,9 +214,3 @@ class Shipper(threading.Thread):
         if why != "early":
             self._state.refuse(f"put: {why}", role=self._layout.role, by=self._node)
         return False
-
-    def _examine(self, place: Place) -> None:
-        """The buddy found other bytes than were announced: was it the wire or our memory?"""
-        found = checksum(place.view)
-        if found != place.checksum:
-            self._state.mark_bad(place, found)
