@@ -6,8 +6,9 @@
 The same training on the same nodes loses the same node in the same iteration. One side keeps
 copies on other nodes (``buddy``); the other keeps none (``local``) and writes a torch_dist
 checkpoint after every iteration, so that it has to go back no further. Both go on in the same
-processes with the same spare, and find the file cache warm. The sides take turns; no value is left
-out.
+processes with the same spare, and find the file cache warm. Copies are made beside the training,
+which waits for a checkpoint until it is written: so the times of the steps before the loss belong
+to the comparison. The sides take turns; no value is left out.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.results import RunResult
 from deadpool_megatron.cli.story import summary
 
-STEPS = 2
+STEPS = 6
 # Side -> (flags of deadpool, flags of the trainer).
 SIDES: dict[str, tuple[list[str], list[str]]] = {
     "memory": (["--deadpool-protection", "buddy"], []),
@@ -58,6 +59,7 @@ def facts_of(runs: list[Protected], undisturbed: RunResult) -> dict[str, Any]:
     results = [run.result for run in runs if run.result is not None]
     recoveries = [result.recoveries[0] for result in results]
     return {
+        "step_seconds": summary([each for run in runs for each in run.measured.step_seconds]),
         "restore_seconds": summary([found.phases.get("restore", 0.0) for found in recoveries]),
         "recovery_seconds": summary([found.seconds for found in recoveries]),
         "steps_recomputed": [found.steps_recomputed for found in recoveries],

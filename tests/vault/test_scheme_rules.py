@@ -1,0 +1,472 @@
+"""Rules 2, 3, 4 and 7 for every scheme: random seats, losses, restarts and damaged bytes.
+
+Whole vaults with real slots and real members' clients, on a network in this process; what the
+coordinator does is done by its own planner. A member's bytes follow from role, generation and part,
+so that every restored byte is compared. What is left out here has tests of its own: real processes
+and kills (test_faults, tests/faults), the arithmetic of a replay (tests/hooks).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Replay,
+    Restore,
+    RoleLayout,
+    Seat,
+)
+from deadpool_megatron.layout.replaying import gradients_part, key, step_parts
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.recovery.plan import choose_restore
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.buffers import RestoredParts
+from deadpool_megatron.vault.client import VaultClient
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.segment import PartState, Segment
+from deadpool_megatron.vault.service import Vault
+from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
+from tests.vault.harness import Member, content, make_layout
+
+SHARDS = ("shard", "tail")
+SEATED, SPARES = 4, 2
+SETTINGS = Settings(connect_seconds=5.0, restore_seconds=5.0, chunk_bytes=4096)
+
+
+def plan_of(*rules: tuple[str, Scheme]) -> ProtectionPlan:
+    return ProtectionPlan(tuple(Rule(part, ANY, scheme) for part, scheme in rules))
+
+
+BUDDY, CODED = Scheme(Kind.BUDDY), Scheme(Kind.PARITY, group=3)
+# Name -> (plan, how many lost nodes it survives).
+SCHEMES = {
+    "buddy": (plan_of((ANY, BUDDY)), 1),
+    "two buddies": (plan_of((ANY, BUDDY)), 2),
+    "parity": (plan_of((ANY, CODED)), 1),
+    "two parities": (plan_of((ANY, Scheme(Kind.PARITY, group=2))), 2),
+    "local": (plan_of((ANY, Scheme(Kind.LOCAL))), 0),
+    "recompute": (plan_of((ANY, Scheme(Kind.RECOMPUTE, full_every=3))), 1),
+    "mixed": (plan_of(("tail", BUDDY), (ANY, CODED)), 1),
+}
+
+
+class QuickTransport(FakeTransport):
+    """Looks more often whether it is to end."""
+
+    def accept(self, seconds: float) -> Channel | None:
+        return super().accept(min(seconds, 0.02))
+
+
+class QuickListener(socket.socket):
+    """The same for members."""
+
+    def settimeout(self, value: float | None) -> None:
+        super().settimeout(0.02 if value else value)
+
+
+class LocalNode:
+    """A vault in this process. Its slots outlive it, as those of a vault process do."""
+
+    def __init__(self, network: FakeNetwork, number: int, directory: Path) -> None:
+        self.network, self.number, self.directory = network, number, directory
+        self.clients: list[VaultClient] = []
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.starts += 1
+        self.socket_path = str(self.directory.parent / f"vault{self.number}-{self.starts}.sock")
+        self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.listener.bind(self.socket_path)
+        self.listener.listen()
+        self.network.transport("fake", self.number, 5.0)
+        transport = QuickTransport(self.network, ("fake", self.number), 5.0)
+        self.vault = Vault(self.number, self.directory, SETTINGS, transport, self.listener)
+        self.vault.start()
+        self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
+        self.end.start()
+
+    def stop(self) -> None:
+        """The vault's process is gone, and with it every member's connection."""
+        for client in self.clients:
+            client.close()
+        self.clients.clear()
+        self.vault.stop()
+        self.end.join(10)
+        self.listener.close()
+
+    def die(self) -> None:
+        self.stop()
+        shutil.rmtree(self.directory)
+
+    def seals(self) -> list[tuple[Segment, int, str]]:
+        """All sealed shard parts, steps included, in a fixed order."""
+        found = []
+        for path in sorted(self.directory.glob("*.seg")):
+            segment = Segment.open(path)
+            names = [part.name for part in segment.layout.parts if "extras" not in part.name]
+            for slot, name in itertools.product(range(segment.layout.slots), names):
+                entry = segment.entry(slot, name)
+                if entry.state is PartState.SEALED and entry.nbytes:
+                    found.append((segment, slot, name))
+        return found
+
+
+class RoleMember(Member):
+    """A member on any node, of any scheme."""
+
+    def __init__(self, node: LocalNode, layout: RoleLayout, seat: Seat, epoch: int) -> None:
+        self.layout, self.role, self.seat = layout, layout.role, seat
+        self.client = VaultClient(node.socket_path, node.directory, seat, connect_seconds=5.0)
+        node.clients.append(self.client)
+        self.interrupt = os.eventfd(0, os.EFD_CLOEXEC)
+        self.waits = []
+        self.client.register(layout, epoch)
+        if self._step_names:
+            self.client.rehearsed(True)
+
+    @property
+    def _step_names(self) -> list[str]:
+        return [part.name for part in self.layout.parts if part.name.startswith("step@g")]
+
+    def write(self, generation: Generation, extras: bool = True) -> None:
+        self.write_as(generation, generation.lineage, [*SHARDS, *self._step_names, "extras@step"])
+
+    def write_as(self, generation: Generation, epoch: int, names: list[str]) -> None:
+        """Fill a slot with the bytes of the iteration."""
+        writer = self.client.begin(generation, epoch)
+        sizes = {}
+        for name in names:
+            target = writer.part(name)
+            sizes[name] = 700 if name.startswith("extras") else len(target)
+            target[: sizes[name]] = self.bytes_of(generation, name, sizes[name])
+        if any(name in names for name in self._step_names):
+            sizes["step@update"] = 40
+            writer.part("step@update")[:40] = self.bytes_of(generation, "step@update", 40)
+        writer.fill(sizes)
+
+    def bytes_of(self, generation: Generation, name: str, nbytes: int) -> bytes:
+        """What an iteration gives is the same in every lineage."""
+        return content(self.role, Generation(1, generation.iteration), name, nbytes)
+
+    def check(self, record: EpochRecord, written_as: Generation | None = None) -> None:
+        """Restore and compare every byte; hand over what has to be computed."""
+        generation = record.restore.generation
+        parts = self.restore(record)
+        recipe = record.restore.recipes.get(self.role)
+        replay = None if recipe is None else recipe.replay
+        if replay is None:
+            wanted = {name: (generation, name) for name in (*SHARDS, "extras@step")}
+        else:
+            wanted = self._chain(replay)
+            assert replay.steps[-1] == generation
+        self._compare(parts, wanted)
+        parts.close()
+        if replay is not None:
+            self.write_as(generation, record.epoch, list(SHARDS))
+
+    def _chain(self, replay: Replay) -> dict[str, tuple[Generation, str]]:
+        wanted = {key(replay.base, name): (replay.base, name) for name in SHARDS}
+        for step in replay.steps:
+            for name in (*self._step_names, "step@update"):
+                wanted[key(step, name)] = (step, name)
+        return wanted
+
+    def _compare(self, parts: RestoredParts, wanted: Mapping[str, tuple[Generation, str]]) -> None:
+        assert set(wanted) <= set(parts.names)
+        for shown, (generation, name) in wanted.items():
+            view = parts.part(shown)
+            assert bytes(view) == self.bytes_of(generation, name, len(view)), shown
+
+
+@dataclass(frozen=True)
+class Case:
+    """``seats``: role -> node. ``torn``: how many roles get to write one generation more.
+    ``restarted``: nodes whose vault process dies. ``damaged``: which of the sealed parts of which
+    node get a wrong byte, counted round."""
+
+    scheme: str
+    seats: tuple[int, ...]
+    sizes: tuple[int, ...]
+    racks: tuple[int, ...]
+    iterations: int
+    torn: int
+    lost: frozenset[int]
+    restarted: frozenset[int]
+    damaged: tuple[tuple[int, int], ...]
+
+
+@st.composite
+def cases(draw: st.DrawFn, damage: bool) -> Case:
+    scheme = draw(st.sampled_from(sorted(SCHEMES)))
+    survives = SCHEMES[scheme][1]
+    count = draw(st.integers(SEATED, 2 * SEATED))
+    others = draw(st.lists(st.integers(0, SEATED - 1), min_size=count, max_size=count))
+    seats = draw(st.permutations([*range(SEATED), *others[SEATED:]]))
+    most = SPARES if damage else survives
+    every = [st.just(number) for number in range(SEATED + SPARES)]
+    together = st.tuples(*(st.integers(0, 2) for _ in every))
+    return Case(
+        scheme,
+        tuple(seats),
+        tuple(draw(st.lists(st.integers(1, 9000), min_size=count, max_size=count))),
+        draw(st.one_of(st.tuples(*every), together)),
+        draw(st.integers(1, 5)),
+        draw(st.integers(0, count)),
+        frozenset(draw(st.sets(st.integers(0, SEATED - 1), max_size=most))),
+        frozenset(draw(st.sets(st.integers(0, SEATED - 1), max_size=SEATED))),
+        tuple(draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=4)))
+        if damage
+        else (),
+    )
+
+
+class Nodes:
+    """The nodes of a case, and what agents and the coordinator would do with them."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        self.case = case
+        self.plan, self.replicas = SCHEMES[case.scheme]
+        self.network = FakeNetwork()
+        self.live = {
+            number: LocalNode(self.network, number, directory / f"node{number}")
+            for number in range(SEATED + SPARES)
+        }
+        roles = range(len(case.seats))
+        self.layouts = {role: self._layout(role, case.sizes[role], tuple(roles)) for role in roles}
+        self.seats = {role: Seat(node, role, 0) for role, node in enumerate(case.seats)}
+        self.owners = self.seats
+        self.kept = {1: NO_LIMIT}
+        self.members: dict[int, RoleMember] = {}
+
+    def _layout(self, role: int, nbytes: int, roles: tuple[int, ...]) -> RoleLayout:
+        """Data-parallel groups of every other role, or of all where they are few."""
+        peers = roles[role % 2 :: 2] if len(roles) >= 6 else roles
+        plain = make_layout(role, nbytes, slots=2, peers=peers)
+        if self.case.scheme != "recompute":
+            return plain
+        shards = {one.name: one for one in plain.parts if one.name in SHARDS}
+        steps = step_parts({n: replace(one, nbytes=nbytes) for n, one in shards.items()}, 64, role)
+        assert gradients_part("shard") in {one.name for one in steps}
+        parts = (*plain.parts[:2], *steps, *plain.parts[2:])
+        return replace(plain, parts=parts, layout_hash=f"steps-{nbytes}")
+
+    def record(self, epoch: int, restore: Restore) -> EpochRecord:
+        domains = {number: f"rack{self.case.racks[number]}" for number in self.live}
+        used = {seat.node for seat in self.seats.values()}
+        at = {role: seat.node for role, seat in self.seats.items()}
+        return EpochRecord(
+            epoch=epoch,
+            seats=self.seats,
+            nodes={n: NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
+            restore=restore,
+            store_host="",
+            store_port=0,
+            replicas=self.replicas,
+            fewer_copies=missing_copies(at, domains, set(self.live) - used, self.replicas),
+            protection=self.plan,
+        )
+
+    def open(self, record: EpochRecord) -> None:
+        for node in self.live.values():
+            node.vault.adopt(record)
+
+    def seat(self, epoch: int) -> None:
+        """Members for all roles, where there is none yet."""
+        for role, seat in self.seats.items():
+            if role not in self.members:
+                layout = self.layouts[role]
+                self.members[role] = RoleMember(self.live[seat.node], layout, seat, epoch)
+
+    def train(self, lineage: int, iterations: range) -> None:
+        for iteration in iterations:
+            for member in self.members.values():
+                member.write(Generation(lineage, iteration))
+            for member in self.members.values():
+                assert member.wait(Generation(lineage, iteration)) in ("committed", "released")
+
+    def lose(self, nodes: frozenset[int]) -> None:
+        """These are gone; spares take their roles, else whoever lives."""
+        for number in nodes:
+            self.live.pop(number).die()
+        places = itertools.cycle(sorted(set(self.live) - set(self.case.seats)))
+        self.owners = self.seats
+        self.seats = {
+            role: Seat(next(places), role, 0) if seat.node in nodes else seat
+            for role, seat in self.seats.items()
+        }
+        self._forget_members_of(nodes)
+
+    def restart(self, nodes: frozenset[int]) -> None:
+        """These vault processes die and others take over their slots."""
+        for number in nodes & set(self.live):
+            self.live[number].stop()
+            self.live[number].start()
+        self._forget_members_of(nodes)
+
+    def _forget_members_of(self, nodes: frozenset[int]) -> None:
+        """A member of a vault that was restarted is made anew: its client has the old path."""
+        self.members = {r: m for r, m in self.members.items() if m.seat.node not in nodes}
+
+    def close(self, epoch: int) -> dict[int, Inventory]:
+        for node in self.live.values():
+            node.vault.close_epoch(epoch)
+        return self.inventories()
+
+    def inventories(self) -> dict[int, Inventory]:
+        return {n: node.vault._state.inventory() for n, node in self.live.items()}
+
+    def choose(self, inventories: Mapping[int, Inventory], epoch: int) -> Restore | NoRestore:
+        return choose_restore(
+            RestoreQuery(
+                epoch,
+                len(self.seats),
+                inventories,
+                self.seats,
+                self.owners,
+                self.kept,
+                layouts=self.layouts,
+            )
+        )
+
+    def stop(self) -> None:
+        for node in self.live.values():
+            node.stop()
+
+
+@contextmanager
+def nodes_of(case: Case) -> Iterator[Nodes]:
+    with tempfile.TemporaryDirectory() as directory:
+        nodes = Nodes(case, Path(directory))
+        try:
+            nodes.open(nodes.record(1, Restore("initial", Generation(1, 0))))
+            nodes.seat(1)
+            yield nodes
+        finally:
+            nodes.stop()
+
+
+def expect_any_loss_survived(nodes: Nodes, at_least: int, epoch: int) -> None:
+    """Rule 2: whichever nodes are lost, as many as the scheme survives. Closes the epoch before."""
+    inventories = nodes.close(epoch - 1)
+    for lost in itertools.combinations(inventories, nodes.replicas):
+        left = {n: one for n, one in inventories.items() if n not in lost}
+        chosen = nodes.choose(left, epoch)
+        assert isinstance(chosen, Restore), (lost, chosen)
+        assert chosen.generation.iteration >= at_least, lost
+
+
+def strike(nodes: Nodes) -> None:
+    """Write one generation of which not all roles get theirs, close, restart, lose, damage."""
+    case, newest = nodes.case, Generation(1, nodes.case.iterations)
+    for role in range(case.torn):
+        nodes.members[role].write(newest)
+    expect_any_loss_survived(nodes, case.iterations - 1, 2)
+    promised = nodes.inventories()
+    for member in nodes.members.values():
+        with pytest.raises(VaultError):
+            member.write(Generation(1, newest.iteration + 1))
+    assert nodes.inventories() == promised, "rule 3: what was promised stays as it is"
+    nodes.restart(case.restarted)
+    assert nodes.close(1) == promised, "rule 7: no process takes a sealed byte along"
+    nodes.lose(case.lost)
+    for which, number in case.damaged:
+        node = sorted(nodes.live)[which % len(nodes.live)]
+        if seals := nodes.live[node].seals():
+            segment, slot, name = seals[number % len(seals)]
+            segment.data(slot, name)[0] ^= 0x20
+
+
+def recover(nodes: Nodes) -> EpochRecord | None:
+    """As the coordinator does, epoch by epoch, until all roles have their state; None: never."""
+    for epoch in range(2, 20):
+        inventories = nodes.close(epoch - 1)
+        restore = nodes.choose(inventories, epoch)
+        if isinstance(restore, NoRestore):
+            return None
+        record = nodes.record(epoch, restore)
+        nodes.open(record)
+        nodes.seat(epoch)
+        try:
+            for member in nodes.members.values():
+                member.check(record)
+            for member in nodes.members.values():
+                assert member.wait(restore.generation) in ("committed", "released")
+        except (RestoreUnavailable, VaultError) as error:
+            event(f"again: {type(error).__name__}")
+            continue
+        nodes.kept = {epoch: NO_LIMIT, 1: restore.generation.iteration}
+        return record
+    raise AssertionError("no end")
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases(damage=False))
+def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
+    """Rules 2, 3 and 7, and again after the recovery."""
+    with nodes_of(case) as nodes:
+        nodes.train(1, range(case.iterations))
+        strike(nodes)
+        record = recover(nodes)
+        assert record is not None
+        reached = record.restore.generation.iteration
+        assert reached in (case.iterations - 1, case.iterations)
+        assert reached == case.iterations - 1 or case.torn == len(case.seats)
+        nodes.train(record.epoch, range(reached + 1, reached + 3))
+        nodes.owners = nodes.seats
+        if not record.fewer_copies:
+            expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(cases(damage=True))
+def test_damaged_bytes_are_never_restored(case: Case) -> None:
+    """Rule 4: another source, an older generation, or nothing."""
+    with nodes_of(case) as nodes:
+        nodes.train(1, range(case.iterations))
+        strike(nodes)
+        record = recover(nodes)
+        event("nothing left" if record is None else "restored")
+        if record is None:
+            assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(damage=False), st.integers(0, 20))
+def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
+    """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""
+    case = replace(case, torn=0, iterations=max(2, case.iterations))
+    with nodes_of(case) as nodes:
+        nodes.train(1, range(case.iterations))
+        strike(nodes)
+        newest = Generation(1, case.iterations - 1)
+        for node in nodes.live.values():
+            for segment, slot, name in node.seals():
+                one = segment.layout.role, segment.generation(slot)
+                if one == (which % len(case.seats), newest):
+                    segment.data(slot, name)[0] ^= 0x20
+        record = recover(nodes)
+        assert record is not None
+        found = record.restore.generation.iteration
+        assert found in (newest.iteration - 1, newest.iteration)
+        event(f"{case.scheme}: {newest.iteration - found} older")
