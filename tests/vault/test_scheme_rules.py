@@ -49,7 +49,7 @@ from tests.vault.harness import Member, content, make_layout
 
 SHARDS = ("shard", "tail")
 SEATED, SPARES = 4, 2
-SETTINGS = Settings(connect_seconds=5.0, restore_seconds=5.0, chunk_bytes=4096)
+SETTINGS = Settings(connect_seconds=5.0, restore_seconds=60.0, chunk_bytes=4096)
 
 
 def plan_of(*rules: tuple[str, Scheme]) -> ProtectionPlan:
@@ -420,7 +420,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
     """Rules 2, 3 and 7, and again after the recovery."""
@@ -451,7 +451,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""
