@@ -12,16 +12,63 @@ run, or torn, and then neither fallen back to nor pruned.
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, write_json
+from deadpool_megatron.cluster.run_directory import (
+    ENVIRONMENT_DIRECTORY,
+    RunDirectory,
+    read_json,
+    write_json,
+)
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.settings import Settings
 
 
 class DurableError(Exception):
     """The checkpoint did not become valid; one clear line."""
+
+
+def export_directory(settings: Settings, run: RunDirectory) -> Path:
+    """Where the exports of a run go, unless somebody who asks for one names another place."""
+    return Path(settings.persist_directory) if settings.persist_directory else run.exports
+
+
+def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
+    """Why the run that a process with this environment belongs to cannot save to ``saves``, one
+    line; empty if it can, or if this is no process of a run."""
+    run_directory = environ.get(ENVIRONMENT_DIRECTORY)
+    if not saves or run_directory is None:
+        return ""
+    run = RunDirectory(Path(run_directory))
+    return overlap(Path(saves), export_directory(Settings.from_environment(environ), run))
+
+
+def overlap(saves: Path, exports: Path) -> str:
+    """Why saves and exports cannot have these directories, one line; empty if they can.
+
+    Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. One may lie
+    in the other, but not within one of its checkpoints, which is removed as a whole. Looks at the
+    file system: links and mounts may make one directory of two names.
+    """
+    saves, exports = saves.absolute(), exports.absolute()
+    advice = "give exports a directory of their own (--deadpool-persist-directory)"
+    try:
+        same = saves.samefile(exports)
+    except OSError:  # one is not there yet
+        same = False
+    real_saves, real_exports = saves.resolve(), exports.resolve()
+    if same or real_saves == real_exports:
+        return f"--save {saves} is where the run's exports go ({exports}): {advice}"
+    for inner, outer in ((real_saves, real_exports), (real_exports, real_saves)):
+        if inner.is_relative_to(outer) and _CHECKPOINT.match(inner.relative_to(outer).parts[0]):
+            return (
+                f"--save {saves} and the directory of the run's exports ({exports}): one lies in a"
+                f" checkpoint of the other; {advice}"
+            )
+    return ""
 
 
 def make_valid(
@@ -148,6 +195,8 @@ def remember_and_prune(
 # Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
 _SAVED = "saved"
 _EXPORTED = "exported"
+# What either may remove as a whole: a checkpoint, whole or unfinished.
+_CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
 _TRACKER = "latest_checkpointed_iteration.txt"
 _EXPORT_PREFIX = ".export-"
 

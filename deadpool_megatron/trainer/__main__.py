@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from deadpool_megatron.cluster.durable import saves_refusal
 from deadpool_megatron.hooks import Emit, Program, Session
 from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
@@ -58,6 +59,10 @@ def main(argv: Sequence[str]) -> int:
     """Play a role, or wait as a spare, until the run is over."""
     world_size = os.environ.get("DEADPOOL_WORLD_SIZE")
     config = parse_args(argv, None if world_size is None else int(world_size))
+    refusal = saves_refusal(config.save, os.environ)
+    if refusal:
+        print(f"trainer: {refusal}", file=sys.stderr, flush=True)
+        return 2
     torch.set_num_threads(1)
     select_platform().install()
     try:

@@ -165,6 +165,18 @@ def test_defaults_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given.deadpool_replicas == 3
 
 
+def test_saves_must_not_go_where_exports_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path / "run"))
+    settings = Settings(persist_directory=str(tmp_path / "saves"))
+    monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
+    monkeypatch.setattr(flags, "REFUSED", ())
+    assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
+    flags.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")))
+    flags.refuse(argparse.Namespace(deadpool=True, save=None))
+
+
 def test_nothing_is_refused_without_deadpool() -> None:
     flags.refuse(argparse.Namespace())
     flags.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True))

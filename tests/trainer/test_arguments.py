@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.trainer.__main__ import main
 from deadpool_megatron.trainer.arguments import BadArgumentsError, parse_args
 from tests.trainer.layouts import LAYOUTS, repository
 
@@ -118,3 +119,12 @@ def test_help_teaches_and_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
     for word in ("--tensor-model-parallel-size", "@configs/tiny.args", "default: 1234"):
         assert word in done.stdout
+
+
+def test_saves_must_not_go_where_exports_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path))
+    assert main(["--save", str(tmp_path / "exports")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"trainer: --save {tmp_path}/exports is where the run's exports go")

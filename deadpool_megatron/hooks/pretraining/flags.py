@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from deadpool_megatron import arguments
+from deadpool_megatron.cluster.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.refusals import REFUSED, complaint
 from deadpool_megatron.settings import Settings
@@ -37,6 +38,7 @@ def refuse(args: argparse.Namespace) -> None:
     if not getattr(args, "deadpool", False):
         return
     line = complaint(row for row in REFUSED if row.applies(args))
+    line = line or saves_refusal(getattr(args, "save", None), os.environ)
     if line:
         raise FlagsRefused(line)
 
