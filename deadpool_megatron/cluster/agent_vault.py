@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.children import start_child
 from deadpool_megatron.cluster.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.pacing import is_told
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
+from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.taking import Taken
@@ -94,27 +94,18 @@ class VaultKeeper:
     def start(self) -> None:
         """Start the first vault."""
         log = self._run.log(f"node{self._node}-vault")
-        command = [sys.executable, "-m", "deadpool_megatron.vault"]
+        unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
-        sockets = ["--unix-fd", str(self._unix.fileno()), "--tcp-fd", str(self._tcp.fileno())]
-        with open(log, "ab") as output:
-            process = subprocess.Popen(
-                [*command, "--node", str(self._node), *places, *sockets],
-                pass_fds=(self._unix.fileno(), self._tcp.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-                env={
-                    **os.environ,
-                    "DEADPOOL_RUN_DIR": str(self._run.path),
-                    "DEADPOOL_RUN_ID": self._info.run_id,
-                    "DEADPOOL_SETTINGS": self._settings.to_json(),
-                },
-            )
-        self._watch = ChildWatch(process.pid, self._ended)
-        # Reaped by its pid: this object must not try to as well.
-        process.returncode = 0
+        sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
+        self._watch = start_child(
+            ["deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
+            self._run,
+            self._info.run_id,
+            log,
+            self._ended,
+            {ENVIRONMENT_NAME: self._settings.to_json()},
+            (unix, tcp),
+        )
 
     async def supervise(self) -> None:
         """Connect to each vault, bring it up to date, watch it, start the next one; for ever."""
