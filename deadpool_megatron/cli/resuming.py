@@ -42,7 +42,10 @@ def resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, An
     if whole is not None and (
         durable is None or whole.generation.iteration > durable.generation.iteration
     ):
-        print(f"goes on from generation {_named(whole)} in the dump {whole.path}", flush=True)
+        newer = f"; {'; '.join(why_not[:3])}" if why_not else ""
+        print(
+            f"goes on from generation {_named(whole)} in the dump {whole.path}{newer}", flush=True
+        )
         return whole.to_dict()
     assert durable is not None
     if why_not:

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deadpool_megatron.layout.parity import MEMBERS, is_parity_role, parity_numbers
-from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
+from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source, extras_part
 from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, chain, gradients_part
 from deadpool_megatron.vault.blocks import FileSupply, Supplier
 from deadpool_megatron.vault.dumping import dump_files
-from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, dump_name, parse_name
+from deadpool_megatron.vault.taking import Taken
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,44 @@ def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Gen
             }
             found.setdefault(one, set()).update(sealed)
     return found
+
+
+def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Taken:
+    """Where each byte of a role lies in the files of a dump, for an export of it.
+
+    Reads descriptions and headers only. Raises VaultError for a part of which there are no bytes,
+    but parity blocks or gradients to compute them from.
+    """
+    files = [one for one in dump_files(directory, role) if one.generation(0) == generation]
+    if not files:
+        raise VaultError(f"there is nothing of role {role} in {directory}")
+    layout = files[0].layout
+    replicas = {part.name: (part.nbytes, part.replicas) for part in layout.parts}
+    parts: dict[str, tuple[int, int, int]] = {}
+    elsewhere: dict[str, str] = {}
+    for name in (*layout.shard_parts, extras_part(boundary)):
+        nbytes, same = replicas[name]
+        found = [one for one in files if one.layout.layout_hash == layout.layout_hash]
+        for other in sorted(set(same) - {role}):
+            others = dump_files(directory, other)
+            found += (one for one in others if part_bytes(one.layout, name) == nbytes)
+        held = next((one for one in found if _holds(one, name, generation.iteration)), None)
+        if held is None:
+            raise VaultError(
+                f"part {name} of role {role} does not lie in {directory} as bytes: a run that goes"
+                " on from there computes it"
+            )
+        entry = held.entry(0, name)
+        parts[name] = (held.offset(0, name), entry.nbytes, entry.checksum)
+        if held.path != files[0].path:
+            elsewhere[name] = str(held.path)
+    path = str(files[0].path)
+    return Taken(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
+
+
+def part_bytes(layout: RoleLayout, name: str) -> int | None:
+    """Most bytes that a part of the layout may have; None for a part that it does not have."""
+    return {part.name: part.nbytes for part in layout.parts}.get(name)
 
 
 def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:

@@ -32,6 +32,7 @@ from deadpool_megatron.vault.decoding import Decoder
 from deadpool_megatron.vault.dumped import (
     dumped_decodings,
     dumped_parts,
+    part_bytes,
     recomputed_from,
     slots_of,
     supplier,
@@ -294,7 +295,7 @@ class Obtainer:
         if dumped.layout.role == layout.role:
             if dumped.layout.layout_hash != layout.layout_hash:
                 return None, "other layout"
-        elif _size(dumped.layout, wanted.name) != _size(layout, wanted.name):
+        elif part_bytes(dumped.layout, wanted.name) != part_bytes(layout, wanted.name):
             return None, "other size"
         for slot, generation in slots_of(dumped, self._record.restore.generation):
             entry = dumped.entry(slot, wanted.name)
@@ -373,7 +374,3 @@ class Obtainer:
         channel = self._channels.pop(node, None)
         if channel is not None:
             channel.close()
-
-
-def _size(layout: RoleLayout, name: str) -> int | None:
-    return {part.name: part.nbytes for part in layout.parts}.get(name)

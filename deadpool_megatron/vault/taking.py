@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ _PREFIX = "taken-"
 @dataclass(frozen=True)
 class Taken:
     """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
-    are those of ``boundary``, the last moment before the next iteration."""
+    are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
+    of parts that do not lie in ``path``."""
 
     role: int
     layout_hash: str
@@ -40,6 +41,7 @@ class Taken:
     boundary: str
     path: str
     parts: Mapping[str, tuple[int, int, int]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -50,6 +52,7 @@ class Taken:
             "boundary": self.boundary,
             "path": self.path,
             "parts": {name: list(place) for name, place in self.parts.items()},
+            "elsewhere": dict(self.elsewhere),
         }
 
     @staticmethod
@@ -62,6 +65,7 @@ class Taken:
             str(values["boundary"]),
             str(values["path"]),
             {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in values["parts"].items()},
+            {str(name): str(path) for name, path in values["elsewhere"].items()},
         )
 
 

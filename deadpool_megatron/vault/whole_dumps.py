@@ -14,7 +14,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     extras_part,
 )
-from deadpool_megatron.vault.dumped import dumped_decodings
+from deadpool_megatron.vault.dumped import dumped_decodings, dumped_parts, recomputed_from
 from deadpool_megatron.vault.dumping import dump_files
 from deadpool_megatron.vault.segment import PartState
 
@@ -24,15 +24,16 @@ _NAME = re.compile(r"(\d+)-(\d+)")
 def newest_whole(
     base: Path, world_size: int, kept: Mapping[int, int]
 ) -> tuple[Restore | None, list[str]]:
-    """The newest generation below ``base`` of which every role's parts are there, and why newer
-    ones are not whole. ``kept``: the line of descent, see layout.decision.keep_line; what was
-    abandoned does not count. Checksums are compared when the parts are loaded.
+    """The newest generation below ``base`` of which every role's parts are there, or what they are
+    decoded or recomputed from; and why newer ones are not whole. ``kept``: the line of descent, see
+    layout.decision.keep_line; what was abandoned does not count. Checksums are compared when the
+    parts are loaded.
     """
     refusals: list[str] = []
     for generation, directory in dumped_generations(base):
         if not is_kept(kept, generation):
             continue
-        boundary, lacking = _boundary(directory, generation.iteration, world_size)
+        boundary, lacking = _boundary(directory, generation, world_size)
         if boundary is not None:
             return Restore("dump", generation, boundary, str(directory)), refusals
         refusals.append(f"generation {generation.lineage}:{generation.iteration} lacks {lacking}")
@@ -49,8 +50,9 @@ def dumped_generations(base: Path) -> list[tuple[Generation, Path]]:
     return sorted(found, reverse=True)
 
 
-def _boundary(directory: Path, iteration: int, world_size: int) -> tuple[str | None, str]:
+def _boundary(directory: Path, generation: Generation, world_size: int) -> tuple[str | None, str]:
     """The last boundary that all roles have reached, or None and what is missing."""
+    iteration = generation.iteration
     layouts: dict[int, RoleLayout] = {}
     parts: dict[int, set[str]] = {}
     for role in range(world_size):
@@ -63,12 +65,17 @@ def _boundary(directory: Path, iteration: int, world_size: int) -> tuple[str | N
             return None, f"role {role}"
     for role, layout in layouts.items():
         shards = set(layout.shard_parts)
+        # What every role recomputes it begins at one whole copy, as in any restore.
+        chains = recomputed_from(dumped_parts(directory, role, generation), generation, layout)
+        if len({line[0][0] for line in chains.values()}) > 1:
+            return None, f"one whole copy of role {role} to recompute all its parts from"
         for part in layout.parts:
             held = any(part.name in parts.get(other, ()) for other in (role, *part.replicas))
             if part.name not in shards or held:
                 continue
-            if not dumped_decodings(directory, role, part.name, iteration):
-                return None, f"part {part.name} of role {role}"
+            if part.name in chains or dumped_decodings(directory, role, part.name, iteration):
+                continue
+            return None, f"part {part.name} of role {role}"
     lacking = ""
     for boundary in reversed(BOUNDARIES):
         name = extras_part(boundary)

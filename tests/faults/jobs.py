@@ -152,7 +152,8 @@ def run_program(
         start_new_session=True,
     )
     if when_stepping is not None:
-        _await_step(directory / "events.jsonl", when_stepping[0], seconds)
+        number = when_stepping[0]
+        await_event(directory, lambda e: e.kind == "step" and e.iteration == number, seconds)
         when_stepping[1]()
     try:
         output, _ = process.communicate(timeout=seconds)
@@ -172,16 +173,16 @@ def run_program(
     )
 
 
-def _await_step(log: Path, iteration: int, seconds: float) -> None:
-    """Follow the event file until that iteration is reported."""
-    limit = time.monotonic() + seconds
+def await_event(
+    directory: Path, wanted: Callable[[Event], bool], seconds: float = JOB_SECONDS
+) -> None:
+    """Follow the event file of a run until there is such an event."""
+    log, limit = directory / "events.jsonl", time.monotonic() + seconds
     while time.monotonic() < limit:
-        if log.exists() and any(
-            event.kind == "step" and event.iteration == iteration for event in read_events(log)
-        ):
+        if log.exists() and any(map(wanted, read_events(log))):
             return
         time.sleep(0.05)
-    raise AssertionError(f"iteration {iteration} was not reported within {seconds:g} s")
+    raise AssertionError(f"{log} has no such event after {seconds:g} s")
 
 
 @functools.cache

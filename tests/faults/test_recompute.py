@@ -9,8 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import assert_unnoticed, fault, reference, restart_kinds, run_job
+from deadpool_megatron.cluster.run_directory import RunDirectory, segment_root
+from tests.faults.jobs import (
+    Program,
+    assert_unnoticed,
+    await_event,
+    fault,
+    reference,
+    restart_kinds,
+    run_job,
+    run_program,
+    trainer,
+)
 from tests.faults.layouts import EXPERTS, PP2_DP2
+from tests.faults.test_restart import take_all_down
+from tests.persist.test_runs import HELD_TRAINER
 
 SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
 
@@ -92,4 +105,28 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
     resumed = run_job(tmp_path / "resumed", PP2_DP2, 6, settings=SETTINGS, arguments=resume)
     assert resumed.status == 0, resumed.story()
     assert_unnoticed(resumed, reference(PP2_DP2, 6), [])
+    assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
+
+
+@pytest.mark.slow
+def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path: Path) -> None:
+    """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
+    the chain that its buddy's vault kept, and what the others held as bytes."""
+    directory = tmp_path / "run"
+    command = trainer(PP2_DP2, 12).command
+    held = Program((HELD_TRAINER, f"8={tmp_path}/never", *command[2:]), 4)
+
+    def end_it() -> None:
+        await_event(directory, lambda e: e.kind == "committed" and (e.role, e.iteration) == (1, 7))
+        take_all_down(directory)
+
+    run_program(directory, held, settings=SETTINGS, when_stepping=(7, end_it))
+    slots = segment_root(RunDirectory(directory).read_run().run_id)
+    (own,) = slots.glob("node*/own-1-*.seg")
+    own.unlink()
+    resumed = run_job(
+        tmp_path / "resumed", PP2_DP2, 12, settings=SETTINGS, arguments=("--resume", str(directory))
+    )
+    assert "goes on from generation 1:7 in the dump" in resumed.output, resumed.story()
+    assert_unnoticed(resumed, reference(PP2_DP2, 12), [])
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
