@@ -300,6 +300,11 @@ class Settings:
                 )
 
     @property
+    def exports(self) -> bool:
+        """Whether a run that has to end exports its state, and not only when somebody asks."""
+        return bool(self.persist_interval or self.persist_directory)
+
+    @property
     def memory_bytes(self) -> int:
         """Limit of a node's generations in bytes; 0: none."""
         return int(self.memory_gb * 1e9)

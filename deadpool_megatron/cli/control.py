@@ -86,6 +86,14 @@ def add_parser(subparsers: Any) -> None:
         help="save the state first, for --resume (exit status 75 of the run)",
     )
     stop.add_argument(
+        "--within",
+        type=float,
+        metavar="SECONDS",
+        help="with --dump: how long the run has until something ends it; where exports are"
+        " configured it trains on and writes a last checkpoint before the dump, for half that time"
+        " at most",
+    )
+    stop.add_argument(
         "--wait",
         type=float,
         metavar="SECONDS",
@@ -223,14 +231,18 @@ def _protect(args: argparse.Namespace) -> int:
 
 def _stop(args: argparse.Namespace) -> int:
     run = RunDirectory(args.run_dir)
+    began = time.monotonic()
+    if args.within is not None and not (args.dump and args.within > 0):
+        raise CommandError("--within needs --dump, and seconds above 0")
     if args.wait is None:
-        _order_stop(run, args.dump)
+        _order_stop(run, args.dump, args.within)
         print("the run ends")
         return 0
-    limit = time.monotonic() + args.wait
+    limit = began + args.wait
     while not run.final.exists():
         try:
-            _order_stop(run, args.dump)
+            left = args.within and max(0.0, args.within - (time.monotonic() - began))
+            _order_stop(run, args.dump, left)
         except RunNotReachable:
             pass  # a standby takes over, and has not heard of the order
         again = time.monotonic() + _REPEAT_SECONDS
@@ -242,10 +254,11 @@ def _stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _order_stop(run: RunDirectory, dump: bool) -> None:
+def _order_stop(run: RunDirectory, dump: bool, seconds: float | None) -> None:
+    """``seconds``: how long the run may take to end, None to end at once."""
     how = "deadpool stop --dump" if dump else "deadpool stop"
     order = {"command": "dump" if dump else "stop", "reason": f"stopped by '{how}'"}
-    ask(run, order)
+    ask(run, order if seconds is None else {**order, "seconds": seconds})
 
 
 def _kill(args: argparse.Namespace) -> int:

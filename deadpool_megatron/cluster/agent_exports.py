@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deadpool_megatron.cluster.children import start_child
 from deadpool_megatron.cluster.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.vault.errors import VaultError
@@ -56,9 +55,14 @@ class NodeExports:
         drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
-        """An order of the coordinator: ``export-take``, ``export-write`` or ``export-drop``."""
+        """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
+        for what was dumped to a disk, or ``export-drop``."""
         name = str(message["name"])
-        if message["t"] == "export-take":
+        if message["t"] == "export-dump":
+            self.drop()
+            self._name = name
+            self._start_writing(message)
+        elif message["t"] == "export-take":
             self.drop()
             self._name = name
             task = asyncio.get_running_loop().create_task(self._take(name, message["iteration"]))
@@ -67,11 +71,7 @@ class NodeExports:
         elif name != self._name:
             return  # of an export that is over here
         elif message["t"] == "export-write":
-            try:
-                self._write(message)
-            except OSError as error:  # a full disk, a log that cannot be opened, no more processes
-                self._tell(name, "failed", text=f"the exporter was not started: {error}")
-                self.drop()
+            self._start_writing(message)
         else:
             self.drop()
 
@@ -112,40 +112,42 @@ class NodeExports:
         places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
         self._tell(name, "taken", roles=places)
 
+    def _start_writing(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._write(message)
+        except OSError as error:  # a full disk, a log that cannot be opened, no more processes
+            self._tell(self._name, "failed", text=f"the exporter was not started: {error}")
+            self.drop()
+
     def _write(self, message: Mapping[str, Any]) -> None:
         name, log = self._name, self._run.log(f"node{self._node}-persist")
         job = self._segments / "export.json"
+        dump = message.get("dump")
+        # Of roles that are lost with their nodes only the shared disk has the skeletons.
+        skeletons = self._segments if dump is None else self._run.skeletons
+        roles = [one.role for one in self._taken] if dump is None else dump["roles"]
         facts = {
             "node": self._node,
             "run_dir": str(self._run.path),
             "directory": message["directory"],
             "iteration": message["iteration"],
-            "skeletons": str(self._segments),
+            "skeletons": str(skeletons),
             "taken": [one.to_dict() for one in self._taken],
+            "dump": dump,
             "world_size": self._info.world_size,
-            "joins": any(one.role == 0 for one in self._taken),
+            "joins": 0 in roles,
             "deadline_seconds": self._info.settings.persist_seconds,
         }
         job.write_text(json.dumps(facts))
-        command = [sys.executable, "-m", "deadpool_megatron.persist", str(job)]
-        with open(log, "ab") as output:
-            process = subprocess.Popen(
-                [*command, "--parent", str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-                env={
-                    **os.environ,
-                    "DEADPOOL_RUN_DIR": str(self._run.path),
-                    "DEADPOOL_RUN_ID": self._info.run_id,
-                    # It computes nothing on devices, and must not take memory there.
-                    "CUDA_VISIBLE_DEVICES": "",
-                },
-            )
-        self._writer = ChildWatch(process.pid, lambda ending: self._written(name, log, ending))
-        # Reaped by its pid: this object must not try to as well.
-        process.returncode = 0
+        self._writer = start_child(
+            ["deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
+            self._run,
+            self._info.run_id,
+            log,
+            lambda ending: self._written(name, log, ending),
+            # It computes nothing on devices, and must not take memory there.
+            {"CUDA_VISIBLE_DEVICES": ""},
+        )
 
     def _written(self, name: str, log: Path, ending: Ending) -> None:
         if name != self._name:

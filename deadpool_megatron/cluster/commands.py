@@ -19,8 +19,8 @@ _KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "prote
 
 class Commands:
     """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
-    takes what a command asks of the machine, ``persist`` where to export to. Used from the
-    coordinator's loop only.
+    takes what a command asks of the machine, ``persist`` where to export to, ``dump`` why the run
+    has to end, and in how many seconds. Used from the coordinator's loop only.
     """
 
     def __init__(
@@ -30,8 +30,10 @@ class Commands:
         status: Callable[[], dict[str, Any]],
         feed: Callable[[inputs.Input], None],
         persist: Callable[[str], dict[str, Any]],
+        dump: Callable[[str, float | None], None],
     ) -> None:
         self._persist = persist
+        self._dump = dump
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
@@ -57,7 +59,8 @@ class Commands:
                 self._feed(inputs.UserStop(reason))
                 return {"ok": True}
             case "dump":
-                self._feed(inputs.DumpRequested(str(message["reason"])))
+                seconds = message.get("seconds")
+                self._dump(str(message["reason"]), None if seconds is None else float(seconds))
                 return {"ok": True}
             case "persist":
                 return self._persist(str(message.get("directory", "")))

@@ -116,6 +116,7 @@ class Coordinator:
             ),
             feed=self.feed,
             persist=self._exports.request,
+            dump=self._exports.end_run,
         )
         began = time.monotonic()
         self._state: State = first_state(self._machine, self._journal, self._chronicle, began)
@@ -219,6 +220,8 @@ class Coordinator:
                 self._spawn(self._write_record(record))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
+            case actions.ExportDump():
+                self._exports.export_dump(action)
             case actions.Finish():
                 self._finish(action)
             case actions.Exit(exit_status):

@@ -4,6 +4,10 @@ An export goes through three steps: *taking* (every vault with a role sets the g
 says so once it is committed), *writing* (one exporter on each of these nodes; the one with role 0
 makes a checkpoint of all files), *publishing* (rename, pointers, pruning). Any failure on the way
 ends it, and the next one is tried when it is due; neither training nor a recovery waits for one.
+
+A run that has to end exports once more where exports are configured: before a time limit beside the
+training, and the dump comes after it, or at half the time that was announced; after a loss that no
+spare makes good from the dump, which is on the disk by then. So nothing is saved less than without.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +26,73 @@ from deadpool_megatron.cluster import machine_events as inputs
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
 from deadpool_megatron.cluster.durable import (
     DurableError,
+    export_directory,
     publish_export,
     remember_and_prune,
     unfinished_export,
 )
+from deadpool_megatron.cluster.machine_actions import ExportDump
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Phase, State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 
 # Iterations between an order and the one it is about; more where iterations are too fast for that.
 _FIRST_MARGIN = 2
 _LONGEST_MARGIN = 64
+# Of the time that is left to a run: the rest is for the dump that follows.
+_SHARE_OF_EXPORT = 0.5
+
+
+class Purpose(StrEnum):
+    """Why there is an export: the interval, somebody asked, a time limit is near, or the run ends
+    for want of a spare and its state was dumped."""
+
+    INTERVAL = "interval"
+    ASKED = "asked"
+    TIME_LIMIT = "time limit"
+    DUMPED = "dumped"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One that is to begin as soon as it can."""
+
+    directory: Path
+    purpose: Purpose
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The run is to be dumped and to end when its last export is over, or at ``until``."""
+
+    reason: str
+    until: float
 
 
 @dataclass
 class Export:
-    """One that is under way; ``on_demand``: somebody asked for it."""
+    """One that is under way; ``boundary``: the last moment after the iteration that it includes."""
 
     run_id: str
     name: str
     epoch: int
     iteration: int
     directory: Path
-    on_demand: bool
+    purpose: Purpose
     limit: float
     awaited: set[int]
     nodes: frozenset[int]
     step: str = "taking"
+    boundary: str = "save"
     generation: Generation | None = None
     said: dict[int, tuple[Generation, str]] = field(default_factory=dict)
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether all of it is written; nothing stops it from here on."""
+        return self.step == "publishing"
 
     @property
     def unfinished(self) -> Path:
@@ -95,7 +136,9 @@ class Exports:
         self._feed = feed
         self._count = 0
         self._tried = 0
-        self._wish: Path | None = None
+        self._wish: Wish | None = None
+        self._leaving: Leaving | None = None
+        self._dumped: ExportDump | None = None
         self._margin = _FIRST_MARGIN
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
@@ -103,22 +146,56 @@ class Exports:
     def request(self, directory: str) -> dict[str, Any]:
         """Answer ``deadpool persist``; an empty directory means the usual one."""
         state = self._state()
-        if self._wish is not None or (self._export is not None and self._export.on_demand):
+        if self._leaving is not None:
+            return {"ok": False, "error": "the run is about to end, and exports once more itself"}
+        if self._is_asked():
             return {"ok": False, "error": "an export that was asked for is still under way"}
         if state.phase is not Phase.RUNNING:
             return {"ok": False, "error": f"the run is {state.phase}: ask again when it trains"}
         if directory and not Path(directory).is_absolute():
             return {"ok": False, "error": f"{directory} is no absolute path"}
-        self._wish = Path(directory) if directory else self._directory
+        self._wish = Wish(Path(directory) if directory else self._directory, Purpose.ASKED)
         self._margin = _FIRST_MARGIN
-        return {"ok": True, "directory": str(self._wish)}
+        return {"ok": True, "directory": str(self._wish.directory)}
+
+    def end_run(self, reason: str, seconds: float | None) -> None:
+        """Have the run end with a dump; answer to ``deadpool stop --dump``.
+
+        ``seconds``: how long it may take. Where exports are configured the run trains on meanwhile
+        and exports once more, for half that time at most. None: dump at once. Orders are repeated;
+        the earliest end counts.
+        """
+        trains = self._state().phase is Phase.RUNNING
+        if seconds is None or not self._settings.exports or not trains:
+            self._leave(reason)
+            return
+        until = time.monotonic() + _SHARE_OF_EXPORT * seconds
+        if self._leaving is not None:
+            self._leaving = Leaving(reason, min(until, self._leaving.until))
+            return
+        self._leaving = Leaving(reason, until)
+        export = self._export
+        if export is None or export.directory != self._directory:
+            self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
+            self._margin = _FIRST_MARGIN
+        self._say(
+            "info",
+            f"{reason}: the run ends within {seconds:g} s; a last checkpoint is written in the"
+            f" background, for {_SHARE_OF_EXPORT * seconds:g} s at most, then the state is dumped",
+        )
+
+    def export_dump(self, order: ExportDump) -> None:
+        """Make a checkpoint of what the vaults have just dumped, from the next tick on. Its end
+        comes back as an input."""
+        self._dumped = order
+        if self._export is not None and not self._export.is_publishing:
+            self._abandon("the run ends")
 
     def status(self) -> dict[str, Any]:
         """For people: ``now`` (what is under way), ``last`` (how the last one ended)."""
         export = self._export
         now = {} if export is None else {"iteration": export.iteration, "step": export.step}
-        asked = self._wish is not None or (export is not None and export.on_demand)
-        return {"now": now, "last": self._last, "asked": asked}
+        return {"now": now, "last": self._last, "asked": self._is_asked()}
 
     def heard(self, node: int, message: Mapping[str, Any]) -> None:
         """A report of an agent. Raises LookupError, TypeError or ValueError for malformed ones."""
@@ -140,13 +217,18 @@ class Exports:
     def tick(self) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
         export, state = self._export, self._state()
-        if export is None:
+        is_late = self._leaving is not None and time.monotonic() > self._leaving.until
+        if self._leaving is not None and is_late and (export is None or export.is_publishing):
+            self._leave(self._leaving.reason)  # whatever the disk waits for
+        elif export is None:
             self._begin_if_due(state)
-            return
-        if export.step == "publishing":
-            return
+        elif not export.is_publishing:
+            self._look_after(export, state, is_late)
+
+    def _look_after(self, export: Export, state: State, is_late: bool) -> None:
         lost = sorted(export.nodes - set(state.nodes))
-        if state.phase in LAST_PHASES:
+        phase = Phase.DUMPING if export.purpose is Purpose.DUMPED else Phase.RUNNING
+        if state.phase in LAST_PHASES and state.phase is not phase:
             self._abandon("the run is over")
         elif lost:
             self._abandon(f"node {lost[0]} was lost")
@@ -154,55 +236,82 @@ class Exports:
             waits = ", ".join(map(str, sorted(export.awaited)))
             limit = self._settings.persist_seconds
             self._abandon(f"{export.step} took more than {limit:g} s on node {waits}")
+        elif is_late:
+            self._abandon("the rest of the time is needed for the dump")
         elif export.generation is None:
             if state.open_epoch != export.epoch:
                 self._abandon(f"epoch {export.epoch} was closed")
         elif not is_kept(state.kept, export.generation):
             # Rule 5: it belongs to a line of this run that was left.
             self._abandon("training has gone on from before it")
-        elif export.step == "writing" and not export.awaited and state.phase is Phase.RUNNING:
+        elif export.step == "writing" and not export.awaited and state.phase is phase:
             export.step = "publishing"
             self._spawn(self._publish(export, export.generation))
 
     @property
     def _directory(self) -> Path:
-        named = self._settings.persist_directory
-        return Path(named) if named else self._run.exports
+        return export_directory(self._settings, self._run)
+
+    def _is_asked(self) -> bool:
+        purpose = None if self._export is None else self._export.purpose
+        return Purpose.ASKED in (purpose, self._wish.purpose if self._wish else None)
 
     def _begin_if_due(self, state: State) -> None:
         interval = self._settings.persist_interval
+        if self._dumped is not None and state.phase is Phase.DUMPING:
+            self._begin_dump(self._dumped)
+            return
         if state.phase is not Phase.RUNNING or state.record is None:
+            if self._leaving is not None:
+                self._leave(self._leaving.reason)  # a recovery began before its last export did
             return
         newest = max(state.newest, state.record.restore.generation.iteration)
         # With a cadence there are generations of every n-th iteration only.
         every = state.record.protection.every
         if self._wish is not None:
-            due = next_due(newest + self._margin, every)
-            self._begin(state, due, self._wish, on_demand=True)
+            self._begin(state.record, next_due(newest + self._margin, every), self._wish)
             self._wish = None
         elif interval:
             due = next_due(next_due(newest + _FIRST_MARGIN, interval), every)
             if due > self._tried:
-                self._begin(state, due, self._directory, on_demand=False)
+                self._begin(state.record, due, Wish(self._directory, Purpose.INTERVAL))
 
-    def _begin(self, state: State, iteration: int, directory: Path, *, on_demand: bool) -> None:
-        assert state.record is not None
-        self._count += 1
+    def _begin(self, record: EpochRecord, iteration: int, wish: Wish) -> None:
         self._tried = iteration
-        nodes = frozenset(seat.node for seat in state.record.seats.values())
-        export = Export(
+        nodes = frozenset(seat.node for seat in record.seats.values())
+        self._export = self._new(iteration, record.epoch, wish, nodes)
+        self._order(self._export, "export-take")
+
+    def _begin_dump(self, order: ExportDump) -> None:
+        restore, wish = order.restore, Wish(self._directory, Purpose.DUMPED)
+        iteration, lineage = restore.generation.iteration, restore.generation.lineage
+        export = self._new(iteration, lineage, wish, frozenset(order.roles.values()))
+        export.step, export.boundary = "writing", restore.boundary
+        export.generation = restore.generation
+        self._export, self._dumped = export, None
+        dump = {
+            "path": restore.path,
+            "generation": restore.generation.to_list(),
+            "boundary": restore.boundary,
+        }
+        for node in sorted(export.nodes):
+            roles = sorted(role for role, writer in order.roles.items() if writer == node)
+            where = {"directory": str(export.unfinished), "dump": {**dump, "roles": roles}}
+            self._order(export, "export-dump", only=node, **where)
+
+    def _new(self, iteration: int, epoch: int, wish: Wish, nodes: frozenset[int]) -> Export:
+        self._count += 1
+        return Export(
             run_id=self._run_id,
             name=f"{self._term}.{self._count}",
-            epoch=state.record.epoch,
+            epoch=epoch,
             iteration=iteration,
-            directory=directory,
-            on_demand=on_demand,
+            directory=wish.directory,
+            purpose=wish.purpose,
             limit=time.monotonic() + self._settings.persist_seconds,
             awaited=set(nodes),
             nodes=nodes,
         )
-        self._export = export
-        self._order(export, "export-take")
 
     def _begin_writing(self, export: Export) -> None:
         generation = export.common_generation(self._world_size)
@@ -218,8 +327,7 @@ class Exports:
 
     async def _publish(self, export: Export, generation: Generation) -> None:
         loop = asyncio.get_running_loop()
-        # After everything that belongs to the iteration: its evaluation was done, too.
-        restore = Restore("durable", generation, "save", str(export.final))
+        restore = Restore("durable", generation, export.boundary, str(export.final))
         place = (export.unfinished, export.final, restore, self._run, self._run_id)
 
         def counts() -> bool:
@@ -238,10 +346,10 @@ class Exports:
         durable = self._state().durable
         # The run itself may have saved a later iteration meanwhile.
         if durable is None or durable.generation.iteration < export.iteration:
-            self._feed(inputs.DurableValid(export.iteration, path))
-        if not export.on_demand:
+            self._feed(inputs.DurableValid(export.iteration, path, export.boundary))
+        if export.purpose is not Purpose.ASKED:
             await self._prune(export)
-        self._export = None
+        self._conclude(export, path)
 
     async def _prune(self, export: Export) -> None:
         state = self._state()
@@ -252,27 +360,46 @@ class Exports:
         try:
             await asyncio.get_running_loop().run_in_executor(None, remember_and_prune, *what)
         except DurableError as error:
-            data = {"level": "warning", "text": f"old checkpoints are not removed: {error}"}
-            self._emit(Event(Kind.LOG, export.epoch, data=data))
+            self._say("warning", f"old checkpoints are not removed: {error}", export.epoch)
 
     def _abandon(self, why: str) -> None:
-        """Nothing of it is left; somebody who asked gets another try if it was too late."""
+        """Nothing of it is left; what was not due by an interval is tried again if it was too
+        late."""
         export = self._export
         assert export is not None
-        self._export = None
         self._order(export, "export-drop")
-        again = export.on_demand and "too late" in why and self._margin < _LONGEST_MARGIN
-        if again:
+        is_wanted = export.purpose is not Purpose.INTERVAL or self._leaving is not None
+        if is_wanted and "too late" in why and self._margin < _LONGEST_MARGIN:
             self._margin *= 2
-            self._wish = export.directory
-        text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
+            self._wish = self._wish or Wish(export.directory, export.purpose)
         self._last = {"iteration": export.iteration, "path": "", "error": why}
-        self._emit(Event(Kind.LOG, export.epoch, data={"level": "warning", "text": text}))
+        text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
+        self._say("warning", text, export.epoch)
         self._spawn(_remove(export.unfinished))
+        self._conclude(export, "")
 
-    def _order(self, export: Export, kind: str, **content: Any) -> None:
+    def _conclude(self, export: Export, path: str) -> None:
+        """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
+        self._export = None
+        if export.purpose is Purpose.DUMPED:
+            assert export.generation is not None
+            self._feed(inputs.DumpExported(export.generation, path))
+        elif self._leaving is not None and self._wish is None:
+            self._leave(self._leaving.reason)
+
+    def _leave(self, reason: str) -> None:
+        self._leaving = self._wish = None
+        self._feed(inputs.DumpRequested(reason))
+
+    def _say(self, level: str, text: str, epoch: int | None = None) -> None:
+        record = self._state().record
+        known = 0 if record is None else record.epoch
+        data = {"level": level, "text": text}
+        self._emit(Event(Kind.LOG, known if epoch is None else epoch, data=data))
+
+    def _order(self, export: Export, kind: str, only: int | None = None, **content: Any) -> None:
         order = {"t": kind, "name": export.name, "iteration": export.iteration, **content}
-        for node in sorted(export.nodes):
+        for node in sorted(export.nodes) if only is None else [only]:
             self._send(node, order)
 
 

@@ -163,6 +163,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
                 machine_end.finish(turn, 1, f"epoch {epoch} cannot be journalled: {text}")
         case ev.Dumped():
             _dumped(turn, event)
+        case ev.DumpExported(generation, path):
+            machine_end.dump_exported(turn, generation, path)
         case ev.Diverged(text):
             machine_end.finish(turn, 3, text)
         case ev.DumpRequested(reason):
@@ -319,6 +321,9 @@ def _drain(turn: Turn, node: int) -> None:
 def _dump_requested(turn: Turn, reason: str) -> None:
     """Whatever the phase, lead to a dump; the iteration under way is computed by the next run."""
     state = turn.state
+    if state.dump is not None and state.dump.exporting:
+        # It is on the disk already, and who asks has no time to lose.
+        machine_end.dump_exported(turn, state.dump.restore.generation, "")
     if state.phase in LAST_PHASES or state.dump_wanted:
         return
     turn.set(dump_wanted=reason)

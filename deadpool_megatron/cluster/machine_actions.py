@@ -95,6 +95,15 @@ class Dump:
 
 
 @dataclass(frozen=True)
+class ExportDump:
+    """Make a standard checkpoint of a generation that was dumped whole, then give DumpExported
+    back. ``roles``: role -> node that writes its part."""
+
+    restore: Restore
+    roles: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
@@ -142,6 +151,7 @@ Action = (
     | CloseEpoch
     | Pause
     | Dump
+    | ExportDump
     | Finish
     | Exit
     | EmitEvent

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine_actions import Dump, Exit, Finish
+from deadpool_megatron.cluster.machine_actions import Dump, Exit, ExportDump, Finish
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     DumpOrder,
@@ -164,12 +164,50 @@ def check_dumped(turn: Turn) -> None:
     if order.last is not None:
         _finish_held(turn, order, order.last)
         return
+    if order.exporting:
+        return  # its end is awaited
     turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
+    # Before a time limit the run has exported what could be done in time, while it trained.
+    writers = _writers(turn, order)
+    if turn.config.settings.exports and not turn.state.dump_wanted and writers:
+        limit = turn.config.settings.persist_seconds + turn.config.settings.close_seconds
+        turn.set(deadline=turn.now + limit, dump=replace(order, exporting=True))
+        turn.act(ExportDump(order.restore, writers))
+    else:
+        _finish_dumped(turn, order, "")
+
+
+def _writers(turn: Turn, order: DumpOrder) -> dict[int, int]:
+    """Role -> the node that makes its part of a checkpoint: its own, those of lost ones by turns.
+
+    What a node has dumped is on a disk that all of them share. Empty when no node is left.
+    """
+    seated = {role: seat.node for role, seat in turn.state.seats.items()}
+    nodes = sorted(node for node in order.finished if node in turn.state.nodes)
+    if not nodes:
+        return {}
+    return {
+        role: node if node in nodes else nodes[role % len(nodes)]
+        for role, node in sorted(seated.items())
+    }
+
+
+def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
+    """What was dumped is a checkpoint at ``path``, too, or could not become one (empty): end."""
+    order = turn.state.dump
+    wanted = turn.state.phase is Phase.DUMPING and order is not None and order.exporting
+    if wanted and order is not None and generation == order.restore.generation:
+        _finish_dumped(turn, order, path)
+
+
+def _finish_dumped(turn: Turn, order: DumpOrder, checkpoint: str) -> None:
     run = PurePath(order.restore.path).parent.parent
     reason = (
         f"{_why_dumped(turn)}; state dumped to {order.restore.path}:"
         f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
     )
+    if checkpoint:
+        reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
     finish(turn, 75, reason, order.restore)
 
 

@@ -286,6 +286,14 @@ class Dumped:
 
 
 @dataclass(frozen=True)
+class DumpExported:
+    """The generation that was dumped is a checkpoint at ``path``; empty: it came to nothing."""
+
+    generation: Generation
+    path: str
+
+
+@dataclass(frozen=True)
 class Diverged:
     """A replayed step gave other numbers than the first time."""
 
@@ -336,6 +344,7 @@ Input = (
     | JournalWritten
     | JournalFailed
     | Dumped
+    | DumpExported
     | Diverged
     | DumpRequested
     | UserStop

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from deadpool_megatron.cluster import machine_takeover
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_failed, finish
+from deadpool_megatron.cluster.machine_end import (
+    check_ended,
+    dump,
+    dump_exported,
+    dump_failed,
+    finish,
+)
 from deadpool_megatron.cluster.machine_moves import (
     check_paused,
     close,
@@ -113,6 +119,8 @@ def _overdue(turn: Turn) -> None:
             _open_again(turn)
         case Phase.PAUSING:
             check_paused(turn, overdue=True)
+        case Phase.DUMPING if state.dump is not None and state.dump.exporting:
+            dump_exported(turn, state.dump.restore.generation, "")
         case Phase.DUMPING:
             for node in sorted(state.dump.awaited if state.dump else ()):
                 dump_failed(turn, node, "not done in time")

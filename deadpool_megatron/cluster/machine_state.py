@@ -175,7 +175,8 @@ class DumpOrder:
     """What is being written to disk, and which nodes have finished. ``chains``: generations that
     are written in part, for roles that recompute their shard parts from them. ``last``: all that
     the nodes hold is written, as no generation is whole, else the one of ``restore``. ``failed``:
-    nodes that could not write, now or when another generation was tried before.
+    nodes that could not write, now or when another generation was tried before. ``exporting``: all
+    of it is written, and a checkpoint is being made of it.
     """
 
     restore: Restore
@@ -184,6 +185,7 @@ class DumpOrder:
     chains: frozenset[Generation] = frozenset()
     last: LastWords | None = None
     failed: frozenset[int] = frozenset()
+    exporting: bool = False
 
 
 @dataclass(frozen=True)
@@ -315,6 +317,8 @@ class State:
             case Phase.PAUSING:
                 still = self.pause.paused if self.pause else frozenset[int]()
                 return f"roles {sorted(roles - still - self.done)} to pause"
+            case Phase.DUMPING if self.dump is not None and self.dump.exporting:
+                return f"the checkpoint of what was dumped to {self.dump.restore.path}"
             case Phase.DUMPING:
                 return f"dumps of nodes {sorted(self.dump.awaited) if self.dump else []}"
             case Phase.ENDING:

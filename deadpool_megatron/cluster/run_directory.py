@@ -4,7 +4,7 @@ Layout (contract between all processes of a run)::
 
     check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
-    launcher.lock
+    skeletons/  launcher.lock
 """
 
 from __future__ import annotations
@@ -114,6 +114,11 @@ class RunDirectory:
     def exports(self) -> Path:
         """Directory of checkpoints written in the background, unless a setting names another."""
         return self.path / "exports"
+
+    @property
+    def skeletons(self) -> Path:
+        """What each role writes to a checkpoint, for exports after its node is lost."""
+        return self.path / "skeletons"
 
     @property
     def exported(self) -> Path:

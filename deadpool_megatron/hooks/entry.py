@@ -34,13 +34,12 @@ from deadpool_megatron.hooks.protection import Protection
 from deadpool_megatron.hooks.recomputing import ReplayRefused, load_shards
 from deadpool_megatron.hooks.replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.hooks.skeletons import make_skeleton
+from deadpool_megatron.hooks.skeletons import leave_skeleton, make_skeleton
 from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.hooks.tensor import TensorHook
-from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, extras_part
+from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
-from deadpool_megatron.persist.skeleton import SkeletonError, write_skeleton
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
@@ -379,7 +378,7 @@ class EpochEntry(Stages):
             self._loop.stage_class(),
             () if steps is None else steps.layout_parts(self.role),
         )
-        self._leave_skeleton(layout)
+        leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
         self._protection = Protection(
             vault=self._vault,
             platform=self._platform,
@@ -400,13 +399,6 @@ class EpochEntry(Stages):
             PipelineHook(self._loop),
             DataHook(self._loop),
         )
-
-    def _leave_skeleton(self, layout: RoleLayout) -> None:
-        """For exports of this node. Raises SkeletonError where some are wanted and cannot be."""
-        skeleton = make_skeleton(self.loop, self._shard_state.parts, layout)
-        if skeleton.refusal and self._settings.persist_interval:
-            raise SkeletonError(f"--deadpool-persist-interval: {skeleton.refusal}")
-        write_skeleton(Path(os.environ["DEADPOOL_SEGMENT_DIR"]), skeleton)
 
     def _drop(self) -> None:
         """Let go of the objects of another role before the new ones take memory."""

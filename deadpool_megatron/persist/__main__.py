@@ -1,7 +1,8 @@
 """``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
 
 ``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
-directory of this node), ``taken`` (see :class:`~deadpool_megatron.vault.taking.Taken`),
+directory), ``taken`` (see :class:`~deadpool_megatron.vault.taking.Taken`), ``dump`` (null, or
+``path``, ``generation``, ``boundary`` of a dump, and the ``roles`` to write of it),
 ``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have
 written), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the last
 line of standard error.
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,12 @@ import torch
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.posix import die_with_parent, set_process_name
+from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
 from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
+from deadpool_megatron.vault.dumped import taken_of_dump
+from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.taking import Taken
 
 _LEAST_PRIORITY = 19
@@ -46,7 +50,7 @@ def main() -> int:
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])
     try:
         _carry_out(job)
-    except (WritingError, SkeletonError, OSError) as error:
+    except (WritingError, SkeletonError, VaultError, OSError) as error:
         print(f"node {job['node']}: {error}", file=sys.stderr)
         return 1
     return 0
@@ -56,8 +60,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     directory = Path(job["directory"])
     directory.mkdir(parents=True, exist_ok=True)
     common: Any = None
-    for one in job["taken"]:
-        taken = Taken.from_dict(one)
+    for taken in _sources(job):
         skeleton = read_skeleton(Path(job["skeletons"]), taken.role, taken.layout_hash)
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
         source = Source(taken)
@@ -71,6 +74,15 @@ def _carry_out(job: Mapping[str, Any]) -> None:
         join(directory, told_by_all, common)
         for role in range(int(job["world_size"])):
             _told_path(directory, role).unlink()
+
+
+def _sources(job: Mapping[str, Any]) -> Iterator[Taken]:
+    """Where the bytes of each role are; one after the other, as there may be many files."""
+    yield from map(Taken.from_dict, job["taken"])
+    dump = job["dump"]
+    for role in [] if dump is None else dump["roles"]:
+        generation = Generation.from_list(dump["generation"])
+        yield taken_of_dump(Path(dump["path"]), role, generation, dump["boundary"])
 
 
 def _told_path(directory: Path, role: int) -> Path:

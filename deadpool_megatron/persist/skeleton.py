@@ -2,13 +2,15 @@
 
 A skeleton names every box of every tensor that the role writes and where the bytes of it lie in a
 generation, and holds the other values of the checkpoint with marks in place of those that an
-iteration changes. It is a file of its node, readable by its user alone, and never travels.
+iteration changes. It is a file of its node, readable by its user alone; where a run that has to
+end exports its state, its run directory has a copy, for the node may be lost then.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,13 +66,28 @@ def skeleton_path(directory: Path, role: int) -> Path:
 
 def write_skeleton(directory: Path, skeleton: Skeleton) -> None:
     """Replace the role's skeleton; readers see the old or the new one, other users none."""
-    path = skeleton_path(directory, skeleton.role)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
+    content = io.BytesIO()
+    torch.save(skeleton, content)
+    _replace(skeleton_path(directory, skeleton.role), content.getbuffer())
+
+
+def share_skeleton(directory: Path, role: int, shared: Path) -> None:
+    """Copy what :func:`write_skeleton` has left to a directory of all nodes. Raises OSError.
+
+    Safe in a thread of its own: the file system of all nodes may be slow, or away for a while.
+    """
+    content = skeleton_path(directory, role).read_bytes()
+    shared.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _replace(skeleton_path(shared, role), content)
+
+
+def _replace(path: Path, content: bytes | memoryview) -> None:
+    # Another name on each host: a process of the same number may write there.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.save(skeleton, file)
+            file.write(content)
         temporary.rename(path)
     except BaseException:
         temporary.unlink(missing_ok=True)

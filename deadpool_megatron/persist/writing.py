@@ -38,12 +38,13 @@ class Source:
 
     def __init__(self, taken: Taken) -> None:
         self._parts: dict[str, memoryview] = {}
-        with open(taken.path, "rb") as file:
-            # Private, not read-only: torch warns of tensors in memory that cannot be written.
-            self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-        whole = memoryview(self._map)
+        files: dict[str, memoryview] = {}
+        for path in {taken.path, *taken.elsewhere.values()}:
+            with open(path, "rb") as file:
+                # Private, not read-only: torch warns of tensors in memory that cannot be written.
+                files[path] = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE))
         for name, (offset, nbytes, digest) in taken.parts.items():
-            part = whole[offset : offset + nbytes]
+            part = files[taken.elsewhere.get(name, taken.path)][offset : offset + nbytes]
             if checksum(part) != digest:
                 raise WritingError(f"part {name} of role {taken.role} was damaged in memory")
             self._parts[name] = part

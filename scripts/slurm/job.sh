@@ -103,7 +103,7 @@ nodes_are_there() { squeue -h -s -j "$SLURM_JOB_ID" -o %i | grep -q '\.[0-9]'; }
 
 time_is_nearly_over() {
     say "the time limit is near: the state is saved, and the run ends"
-    deadpool stop --dump --wait "$NOTICE_SECONDS" "$1" || true
+    deadpool stop --dump --within "$NOTICE_SECONDS" --wait "$NOTICE_SECONDS" "$1" || true
 }
 
 # Exits with the run's own status, and ends the chain where another job would only repeat it.

@@ -34,7 +34,15 @@ save_in_time() {
     # One after the other: the first one's order is enough. The batch script's notice comes first.
     left=$((end - notice + 5 + SLURM_PROCID - $(date +%s)))
     [ "$left" -le 0 ] || sleep "$left"
-    is_over || deadpool stop --dump "$run"
+    is_over && return 0
+    left=$((end - $(date +%s)))
+    [ "$left" -gt 0 ] || left=1
+    # The first ones repeat the order, should a coordinator be lost that has heard it.
+    if [ "${SLURM_PROCID:-0}" -lt 4 ]; then
+        deadpool stop --dump --within "$left" --wait "$left" "$run"
+    else
+        deadpool stop --dump --within "$left" "$run"
+    fi
 }
 
 batch_host_lives() {

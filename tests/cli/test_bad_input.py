@@ -224,6 +224,14 @@ def test_commands_about_a_run_that_is_not_there(
     assert "is not a run directory" in line
 
 
+@pytest.mark.parametrize("arguments", [("--within", "5"), ("--dump", "--within", "0")])
+def test_a_time_limit_without_a_dump_or_without_time(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complain(capsys, "stop", str(old_run(tmp_path / "old").path), *arguments)
+    assert "--within needs --dump" in line
+
+
 def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = old_run(tmp_path / "old")
     (run.path / "secret").write_text("s" * 32)

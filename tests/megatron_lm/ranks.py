@@ -62,8 +62,11 @@ class RankParent:
         )
         self.facts = self._answer(IMPORT_SECONDS)
 
-    def train(self, world_size: int, arguments: Sequence[str]) -> list[Trained]:
-        """One run; answers what each rank saw.
+    def train(
+        self, world_size: int, arguments: Sequence[str], *, exact: bool = True
+    ) -> list[Trained]:
+        """One run; answers what each rank saw. ``exact``: checkpoints are loaded as a protected run
+        does it; else nothing of Megatron-LM's own loading is changed.
 
         Raises AssertionError with the output of the first rank that failed.
         """
@@ -73,6 +76,7 @@ class RankParent:
         request = {
             "world_size": world_size,
             "arguments": list(arguments),
+            "exact": exact,
             "folder": str(folder),
         }
         assert self._process.stdin is not None
@@ -179,7 +183,7 @@ def _rank(checkout: Path, request: dict[str, Any], rank: int, port: int) -> None
             GLOO_SOCKET_IFNAME="lo",
         )
         seen = Trained()
-        _record(seen)
+        _record(seen, exact=request["exact"])
         _train(checkout, request["arguments"])
         sys.stdout.flush()
         seen.output = log.read_text()
@@ -205,8 +209,8 @@ def _train(checkout: Path, arguments: list[str]) -> None:
             raise
 
 
-def _record(seen: Trained) -> None:
-    """Have this rank note what it trains, and load checkpoints exactly."""
+def _record(seen: Trained, *, exact: bool) -> None:
+    """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
     from megatron.training import training
 
     from deadpool_megatron.hooks.pretraining.exact_load import load_exactly
@@ -240,7 +244,8 @@ def _record(seen: Trained) -> None:
     os.fork = recorded_fork
     training.train_step = recorded_step
     training.train = recorded_train
-    training.load_checkpoint = lambda *args, **kwargs: load_exactly(load, *args, **kwargs)
+    if exact:
+        training.load_checkpoint = lambda *args, **kwargs: load_exactly(load, *args, **kwargs)
 
 
 def _hashes(models: list[Any], optimizer: Any) -> tuple[str, dict[str, str]]:

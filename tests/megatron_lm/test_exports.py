@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.faults.jobs import Program, run_program
 from tests.megatron_lm.arguments import small
+from tests.megatron_lm.ranks import RankParent, Trained
 from tests.megatron_lm.runs import PP2_DP2, tree
 from tests.persist.checkpoints import differences
 
@@ -29,6 +31,18 @@ def held_tree(directory: Path) -> Path:
     return script
 
 
+def resumed(folder: Path, saves: Path, segments: dict[str, object]) -> list[Trained]:
+    """What the ranks of the unpatched checkout see that go on from iteration 4, without --deadpool
+    and with no part of this package but the stand-ins for a GPU."""
+    (saves / "latest_checkpointed_iteration.txt").write_text("4")
+    flags = {**PP2_DP2, **segments, "save_interval": None, "load": saves, "train_iters": 8}
+    parent = RankParent(tree(), Path(tempfile.mkdtemp(dir=folder)))
+    try:
+        return parent.train(4, small(**flags), exact=False)
+    finally:
+        parent.close()
+
+
 def test_an_export_is_what_megatron_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     exported = run / "exports" / "iter_0000004"
@@ -43,3 +57,7 @@ def test_an_export_is_what_megatron_saves(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert outcome.status == 0, outcome.story()
     assert differences(run / "saves" / "iter_0000004", exported) == []
+    went_on = [resumed(tmp_path, folder, segments) for folder in (run / "saves", run / "exports")]
+    assert went_on[0] == went_on[1]
+    steps = {str(step["iteration"]): step["loss"] for step in outcome.final["steps"]}
+    assert went_on[1][-1].losses == {str(number): steps[str(number)] for number in range(5, 9)}

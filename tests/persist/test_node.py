@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,23 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path)
         assert not list(tmp_path.glob("taken-*"))
 
     asyncio.run(story())
+
+
+def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    run = RunDirectory(tmp_path / "away")
+    vault = SlowVault(tmp_path)
+
+    async def story() -> None:
+        exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+        dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
+        exports.order({**order("dump", "1.1"), "directory": "unfinished", "dump": dump})
+
+    asyncio.run(story())
+    (failed,) = said
+    assert (failed["name"], failed["step"]) == ("1.1", "failed")
+    assert "away" in failed["text"]
+    job = json.loads((tmp_path / "export.json").read_text())
+    assert job["skeletons"] == str(run.skeletons)
+    assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])

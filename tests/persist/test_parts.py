@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 from deadpool_megatron.cluster.durable import (
     DurableError,
     make_valid,
+    overlap,
     publish_export,
     remember_and_prune,
+    saves_refusal,
     to_prune,
     unfinished_export,
 )
@@ -44,6 +46,7 @@ from deadpool_megatron.persist.skeleton import (
     Skeleton,
     SkeletonError,
     read_skeleton,
+    share_skeleton,
     skeleton_path,
     write_skeleton,
 )
@@ -282,3 +285,52 @@ def test_a_save_does_not_fall_back_to_the_checkpoint_of_another_run(tmp_path: Pa
     assert [path.name for path in final.iterdir()] == ["own1"]
     assert (folder / "iter_0000004.before-r2" / "of another run").exists()
     assert not list(folder.glob(".iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("saves", "exports", "said"),
+    [
+        ("a", "a", "is where the run's exports go"),
+        ("a/../b", "b", "is where the run's exports go"),
+        ("link", "a", "is where the run's exports go"),
+        ("a/iter_0000004/exports", "a", "one lies in a checkpoint of the other"),
+        ("a", "a/iter_0000004/exports", "one lies in a checkpoint of the other"),
+        ("a", "b", ""),
+        ("a", "a/exports", ""),
+        ("a/saves", "a", ""),
+    ],
+)
+def test_saves_and_exports_have_directories_of_their_own(
+    tmp_path: Path, saves: str, exports: str, said: str
+) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    line = overlap(tmp_path / saves, tmp_path / exports)
+    assert said in line
+    assert bool(line) is bool(said)
+    assert "\n" not in line
+
+
+def test_a_process_of_a_run_knows_where_its_exports_go(tmp_path: Path) -> None:
+    exports = tmp_path / "run" / "exports"
+    assert saves_refusal(exports, {}) == ""
+    run = {"DEADPOOL_RUN_DIR": str(tmp_path / "run")}
+    assert saves_refusal(None, run) == ""
+    assert "--deadpool-persist-directory" in saves_refusal(exports, run)
+    named = {**run, "DEADPOOL_SETTINGS": f'{{"persist_directory": "{tmp_path}"}}'}
+    assert saves_refusal(exports, named) == ""
+    assert saves_refusal(tmp_path, named)
+
+
+def test_a_skeleton_for_all_nodes_is_the_one_of_its_own(tmp_path: Path) -> None:
+    shared = tmp_path / "run" / "skeletons"
+    with pytest.raises(FileNotFoundError):
+        share_skeleton(tmp_path, 3, shared)
+    write_skeleton(tmp_path, Skeleton(3, "hash"))
+    share_skeleton(tmp_path, 3, shared)
+    assert read_skeleton(shared, 3, "hash") == Skeleton(3, "hash")
+    assert skeleton_path(shared, 3).stat().st_mode & 0o777 == 0o600
+    write_skeleton(tmp_path, Skeleton(3, "another"))
+    share_skeleton(tmp_path, 3, shared)
+    assert read_skeleton(shared, 3, "another").layout_hash == "another"
+    assert [path.name for path in shared.iterdir()] == [skeleton_path(shared, 3).name]

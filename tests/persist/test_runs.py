@@ -57,13 +57,14 @@ def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
 def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> None:
     """The first export loses a node, the second finds no room; then two come through, the second
     because somebody asks. Training takes no notice of any of them."""
-    run, asked = tmp_path / "run", tmp_path / "asked"
+    run, asked, ordered = tmp_path / "run", tmp_path / "asked", tmp_path / "ordered"
     killed = fault("killed", "persist.write", when_node=1, target="node")
     # Node 0 seats two roles: its first export asks twice.
     full = fault("full", "persist.reserve", when_node=0, nth=3, action="mark")
     fired = f"{run.with_suffix('.faults')}.fired"
     exported = f"{run}/exports/iter_*"
-    held = {7: f"{fired}/killed", 21: f"{fired}/full", 31: exported, 41: f"{asked}/iter_*"}
+    held = {7: f"{fired}/killed", 21: f"{fired}/full", 31: exported, 32: str(ordered)}
+    held[41] = f"{asked}/iter_*"
     job = program(f"{text}", 44, held)
     command = [sys.executable, "-m", "deadpool_megatron", "persist", str(run), str(asked)]
 
@@ -71,6 +72,7 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
         assert answer.returncode == 0, answer.stderr
         assert answer.stdout.startswith(f"a checkpoint will be written to {asked}")
+        ordered.touch()
 
     outcome = run_program(
         run,
@@ -93,6 +95,45 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 44 --load {asked}"
     hashes = run_ranks(4, train, loaded)[0]["hashes"]
     assert hashes == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
+
+
+def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> None:
+    """Before a time limit beside the training; the run that goes on loses a node and has no spare:
+    it makes a checkpoint of its dump. Both are loaded as any is, and lead to the same end."""
+    run, exports, ordered = tmp_path / "run", tmp_path / "exports", tmp_path / "ordered"
+    where = f"--deadpool-persist-directory {exports}"
+    job = program(text, 24, {5: str(ordered), 15: f"{exports}/iter_*"})
+    command = [sys.executable, "-m", "deadpool_megatron", "stop", "--dump", "--within", "100"]
+
+    def order() -> None:
+        answer = subprocess.run([*command, str(run)], capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stderr
+        ordered.touch()
+
+    outcome = run_program(run, job, settings=where, when_stepping=(4, order))
+    assert outcome.status == 75, outcome.story()
+    (first,) = exports.glob("iter_*")
+    assert "state dumped to" in outcome.final["reason"]
+    assert len(list((run / "dump").iterdir())) == 1, "what came after it is saved, too"
+
+    lost = fault("lost", "optimizer.inside", when_role=1, when_iteration=20, target="node")
+    resumed = run_program(
+        tmp_path / "resumed",
+        program(text, 24, {}),
+        [lost],
+        settings=f"{where} --deadpool-spare-timeout 0.5",
+        arguments=("--resume", str(run)),
+    )
+    assert resumed.status == 75, resumed.story()
+    (second,) = set(exports.glob("iter_*")) - {first}
+    assert resumed.final["reason"].endswith(f"Megatron's --load in {second}"), resumed.story()
+    loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 24 --load {exports}"
+    tracker = exports / "latest_checkpointed_iteration.txt"
+    ends = []
+    for one in (first, second):
+        tracker.write_text(str(int(one.name.removeprefix("iter_"))))
+        ends.append(run_ranks(4, train, loaded)[0]["hashes"])
+    assert ends[0] == ends[1]
 
 
 def test_a_run_that_cannot_export_is_refused_at_its_start(text: str, tmp_path: Path) -> None:

@@ -1,0 +1,242 @@
+"""The last export of a run that has to end: never at the cost of its dump."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.machine_actions import ExportDump
+from deadpool_megatron.cluster.machine_events import DumpExported, DumpRequested, DurableValid
+from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.layout.records import Generation, Restore
+from tests.persist.world import DROP, TAKE, World
+
+WHY = "the time is over"
+DUMP = DumpRequested(WHY)
+
+
+def leaving(directory: Path, **settings: object) -> World:
+    """A run that has 100 seconds left, and orders its last export."""
+    exports = str(directory / "exports")
+    world = World(directory, **{"persist_directory": exports, **settings})
+    world.exports.end_run(WHY, 100.0)
+    assert not world.fed, "training goes on"
+    world.exports.tick()
+    return world
+
+
+def finished(world: World, iteration: int) -> str:
+    """The export under way comes to its end; answers where it is."""
+    world.taken(iteration)
+    world.written()
+    world.exports.tick()
+    world.work()
+    return str(world.run.path / "exports" / f"iter_{iteration:07d}")
+
+
+def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    assert world.orders() == TAKE
+    assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
+    assert "exports once more itself" in world.exports.request("")["error"]
+    path = finished(world, 2)
+    assert world.fed == [DurableValid(2, path), DUMP]
+    assert Path(path).is_dir()
+    world.orders()
+    world.exports.tick()
+    assert world.orders() == [], "there is one last export"
+
+
+@pytest.mark.parametrize("seconds", [None, 100.0])
+def test_without_a_place_for_exports_or_without_time_the_dump_comes_at_once(
+    tmp_path: Path, seconds: float | None
+) -> None:
+    settings = {"persist_interval": 4} if seconds is None else {}
+    world = World(tmp_path, **settings)
+    world.exports.end_run(WHY, seconds)
+    assert world.fed == [DUMP]
+    assert world.orders() == []
+
+
+def test_a_recovery_under_way_is_not_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.state.phase = Phase.OPENING
+    world.exports.end_run(WHY, 100.0)
+    assert world.fed == [DUMP]
+
+
+def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.end_run(WHY, 100.0)
+    world.state.phase = Phase.CLOSING
+    world.exports.tick()
+    assert world.fed == [DUMP]
+    assert world.orders() == []
+
+
+def lose_a_node(world: World) -> None:
+    del world.state.nodes[1]
+
+
+def no_room(world: World) -> None:
+    world.hear(1, "failed", text="no room")
+
+
+def too_little_time(world: World) -> None:
+    world.exports.end_run(WHY, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (lose_a_node, "node 1 was lost"),
+        (no_room, "no room"),
+        (too_little_time, "the rest of the time is needed for the dump"),
+    ],
+)
+def test_an_export_that_comes_to_nothing_costs_no_dump(
+    tmp_path: Path, happens: Callable[[World], None], said: str
+) -> None:
+    world = leaving(tmp_path)
+    world.orders()
+    happens(world)
+    world.exports.tick()
+    assert world.fed == [DUMP]
+    assert said in world.complaint()
+    assert world.orders()[:2] == DROP
+    world.work()
+
+
+def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.taken(2)
+    world.written()
+    world.exports.tick()
+    world.exports.end_run(WHY, 0.0)
+    world.exports.tick()
+    assert world.fed == [DUMP], "the files are being synced"
+    world.work()
+    assert [type(one) for one in world.fed] == [DumpRequested, DurableValid]
+
+
+def test_one_that_was_too_late_is_tried_again(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.orders()
+    world.hear(0, "failed", text="too late: the slot was overwritten")
+    assert not world.fed
+    world.exports.tick()
+    assert world.orders() == [*DROP, *TAKE]
+    world.work()
+    assert world.fed == []
+    path = finished(world, 4)
+    assert world.fed == [DurableValid(4, path), DUMP]
+
+
+def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.orders()
+    world.exports.end_run(WHY, 100.0)
+    world.exports.tick()
+    assert world.orders() == []
+    path = finished(world, 4)
+    assert world.fed == [DurableValid(4, path), DUMP]
+
+
+def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=40)
+    assert world.exports.request(str(tmp_path / "elsewhere"))["ok"]
+    world.exports.tick()
+    world.exports.end_run(WHY, 100.0)
+    world.taken(2)
+    world.written()
+    world.exports.tick()
+    world.work()
+    assert world.fed == [DurableValid(2, str(tmp_path / "elsewhere" / "iter_0000002"))]
+    world.state.newest = 2
+    world.sent.clear()
+    world.exports.tick()
+    assert world.orders() == TAKE
+    path = finished(world, 4)
+    assert world.fed[1:] == [DurableValid(4, path), DUMP]
+
+
+G7 = Generation(1, 7)
+DUMPED = ExportDump(Restore("dump", G7, "step", "/dump/1-7"), {0: 0, 1: 0})
+
+
+def dumping(directory: Path) -> World:
+    """Node 0 has dumped both roles; node 1 is lost."""
+    world = World(directory, persist_interval=40)
+    world.exports.tick()
+    world.orders()
+    del world.state.nodes[1]
+    world.state.phase, world.state.open_epoch = Phase.DUMPING, None
+    world.exports.export_dump(DUMPED)
+    assert world.orders() == DROP, "of the interval"
+    world.work()
+    world.exports.tick()
+    return world
+
+
+def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
+    world = dumping(tmp_path)
+    ((node, kind, message),) = world.sent
+    assert (node, kind, message["iteration"]) == (0, "export-dump", 7)
+    assert message["dump"] == {
+        "path": "/dump/1-7",
+        "generation": [1, 7],
+        "boundary": "step",
+        "roles": [0, 1],
+    }
+    place = Path(message["directory"])
+    place.mkdir(parents=True)
+    world.hear(0, "written")
+    world.exports.tick()
+    world.work()
+    path = str(tmp_path / "exports" / "iter_0000007")
+    assert world.fed == [DurableValid(7, path, "step"), DumpExported(G7, path)]
+    assert Path(path).is_dir()
+
+
+def forget_the_other_node(world: World) -> None:
+    world.state.nodes.clear()
+
+
+def no_bytes(world: World) -> None:
+    world.hear(0, "failed", text="part main of role 1 does not lie there as bytes")
+
+
+def end(world: World) -> None:
+    world.state.phase = Phase.ENDING
+
+
+@pytest.mark.parametrize("happens", [forget_the_other_node, no_bytes, end])
+def test_a_dump_that_cannot_become_a_checkpoint_is_answered(
+    tmp_path: Path, happens: Callable[[World], None]
+) -> None:
+    world = dumping(tmp_path)
+    happens(world)
+    world.exports.tick()
+    world.exports.tick()
+    assert world.fed == [DumpExported(G7, "")]
+    world.work()
+
+
+def test_a_checkpoint_that_is_being_published_is_not_disturbed(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=4)
+    world.exports.tick()
+    world.taken(4)
+    world.written()
+    world.exports.tick()
+    world.state.phase = Phase.DUMPING
+    world.orders()
+    world.exports.export_dump(DUMPED)
+    world.exports.tick()
+    assert world.orders() == []
+    world.work()
+    assert world.fed == [DurableValid(4, str(tmp_path / "exports" / "iter_0000004"))]
+    world.exports.tick()
+    assert world.orders() == [(0, "export-dump")]

@@ -1,0 +1,89 @@
+"""A made-up run for the coordinator's part of exports: what it orders, says and hears."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deadpool_megatron.cluster.exports import Exports
+from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
+
+
+class World:
+    """Two nodes of one role each, in epoch 1, and everything an :class:`Exports` asks for."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.run = RunDirectory(directory)
+        seats = {role: Seat(role, 0, 0) for role in range(2)}
+        start, plan = Restore("initial", Generation(1, 0)), SimpleNamespace(every=1)
+        record = SimpleNamespace(epoch=1, seats=seats, restore=start, protection=plan)
+        self.state: Any = SimpleNamespace(
+            phase=Phase.RUNNING,
+            record=record,
+            open_epoch=1,
+            newest=0,
+            nodes={0: None, 1: None},
+            kept={1: 1 << 62},
+            durable=None,
+        )
+        self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
+        self.events: list[Event] = []
+        self.fed: list[Any] = []
+        self.tasks: list[Coroutine[Any, Any, None]] = []
+        info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
+        options: Any = SimpleNamespace(run=self.run, info=info, term=SimpleNamespace(number=1))
+        self.exports = Exports(
+            options,
+            state=lambda: self.state,
+            emit=self.events.append,
+            feed=self.fed.append,
+            send=lambda node, message: self.sent.append((node, message["t"], message)),
+            spawn=lambda task: self.tasks.append(task),
+        )
+
+    def orders(self) -> list[tuple[int, str]]:
+        """What was sent since the last look."""
+        found, self.sent = [(node, kind) for node, kind, _ in self.sent], []
+        return found
+
+    def hear(self, node: int, step: str, **facts: Any) -> None:
+        """An agent speaks about the export under way."""
+        name = f"1.{self.exports._count}"
+        self.exports.heard(node, {"t": "export", "name": name, "step": step, **facts})
+
+    def taken(self, iteration: int, boundary: str = "step") -> None:
+        """Both nodes have set it aside."""
+        for node in range(2):
+            self.hear(node, "taken", roles={str(node): [[1, iteration], boundary]})
+
+    def written(self) -> Path:
+        """Both nodes have written; answers where."""
+        orders = ("export-write", "export-dump")
+        place = next(Path(m["directory"]) for _, t, m in self.sent if t in orders)
+        place.mkdir(parents=True)
+        for node in range(2):
+            self.hear(node, "written")
+        return place
+
+    def work(self) -> None:
+        """Carry out what was spawned."""
+        tasks, self.tasks = self.tasks, []
+        for task in tasks:
+            asyncio.run(task)
+
+    def complaint(self) -> str:
+        """The last line about an export that came to nothing."""
+        lines = [str(e.data["text"]) for e in self.events if e.kind is Kind.LOG]
+        return lines[-1] if lines else ""
+
+
+TAKE, WRITE, DROP = (
+    [(0, f"export-{kind}"), (1, f"export-{kind}")] for kind in ("take", "write", "drop")
+)
