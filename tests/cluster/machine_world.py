@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from machine_rig import STEP, layout
 
@@ -150,7 +151,10 @@ class World:
         self, nodes: int, spares: int, nproc: int, replicas: int, parity_group: int = 0
     ) -> None:
         """``parity_group``: 0 for copies at buddies."""
-        scheme = {"protection": "parity", "parity_group": parity_group} if parity_group else {}
+        scheme: dict[str, Any] = {}
+        if parity_group:
+            scheme = {"protection": "parity", "parity_group": parity_group}
+        scheme["persist_directory"] = "/exports"
         settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
         self.config = Config(nodes, spares, nproc, settings, "/dump")
         self.machine = Machine(self.config, plan)
@@ -169,6 +173,7 @@ class World:
         self.common: Generation | None = None
         self.committed: dict[Generation, set[int]] = {}
         self.finished: act.Finish | None = None
+        self.exporting: Generation | None = None
         self.block_layouts: dict[int, RoleLayout] = {}
         self.placements: dict[int, ParityPlacement] = {}
         self.feed(ev.StoreReady("store", 1))
@@ -208,6 +213,11 @@ class World:
             case act.Dump(nodes):
                 for node in set(nodes) & set(self.nodes):
                     self.nodes[node].orders.append(action)
+            case act.ExportDump(restore, roles):
+                assert set(roles) == set(range(self.config.world_size))
+                assert set(roles.values()) <= set(self.state.nodes)
+                assert self.state.phase is Phase.DUMPING
+                self.exporting = restore.generation
             case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
                 if node in self.nodes:
                     self.nodes[node].orders.append(action)
@@ -217,6 +227,12 @@ class World:
                 assert self.finished is None
                 self.finished = action
                 self._check_finish(action)
+
+    def end_export(self, path: str) -> None:
+        """What was dumped has become a checkpoint, or not (empty)."""
+        if self.exporting is not None:
+            self.feed(ev.DumpExported(self.exporting, path))
+            self.exporting = None
 
     def _send_all(self, action: act.Action) -> None:
         for node in self.state.nodes:
@@ -755,6 +771,8 @@ class World:
         if self.state.phase is not Phase.DECIDING:
             yield ev.JournalWritten(self.state.epoch)
             yield ev.JournalFailed(self.state.epoch, "late")
+        if self.exporting is None:
+            yield ev.DumpExported(Generation(1, 0), "/late")
 
     def feed_stale(self) -> None:
         """Rule 5: none of them changes anything; at most they are refused."""

@@ -213,6 +213,10 @@ class Cluster(RuleBasedStateMachine):
         plan = uniform(scheme, self.world.config.settings, every, 2)
         self.world.feed(ev.ProtectionRequested(plan, "a test"))
 
+    @rule(path=st.sampled_from(["", "/exports/iter_0000001"]))
+    def end_export(self, path: str) -> None:
+        self.world.end_export(path)
+
     @rule(index=INDEX)
     def want_dump(self, index: int) -> None:
         if index % 8 == 0:  # it ends the example
@@ -309,3 +313,26 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
         world.settle()
     assert 0 not in {seat.node for seat in world.state.record.seats.values()}
     assert world.state.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("lost", [None, 0, 2])
+def test_a_run_without_spares_exports_what_it_has_dumped(lost: int | None) -> None:
+    """One more node may be lost while the checkpoint is made; the end comes with its end."""
+    world = World(nodes=3, spares=0, nproc=2, replicas=1)
+    world.settle()
+    for _ in range(3):
+        world.train()
+    world.lose(1)
+    world.settle()
+    world.tick(world.config.settings.spare_timeout_seconds)
+    world.settle()
+    assert world.exporting == world.common
+    if lost is not None:
+        world.lose(lost)
+        world.settle()
+        assert world.finished is None
+    world.feed_stale()
+    world.end_export("/exports/iter_0000003" if lost is None else "")
+    assert world.finished is not None
+    assert world.finished.exit_status == 75
+    assert ("--load" in world.finished.reason) is (lost is None)
