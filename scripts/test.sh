@@ -6,7 +6,7 @@
 #   (nothing)   checks of the source, unit tests, whole runs with real kills, the fault matrix in
 #               chained runs
 #   --fast      checks of the source and the tests that need no whole training run
-#   --all       in addition every cell of the full fault matrix
+#   --all       in addition every cell of the full fault matrix, and all 2^32 numbers of compaction
 #   --slurm     in addition runs under a real Slurm and over network namespaces (as root; installs
 #               Debian packages). CI runs this
 #

@@ -84,7 +84,7 @@ def _refused_low_precision(config: Any, inner: list[Any]) -> str:
         return "weights in MXFP8 are gathered in the buffer of gradients, which a recovery empties"
     if not all(is_distributed(one) for one in inner):
         return "weights in FP8 can be cast anew by the distributed optimizer only"
-    if any(_masters_in_adam(one) for one in inner):
+    if any(masters_in_adam(one) for one in inner):
         return "weights in FP8 that the precision-aware optimizer casts itself cannot be cast anew"
     if getattr(config, "qk_clip", False):
         return "weights in FP8 that QK-clip changes after the update cannot be cast anew"
@@ -108,7 +108,7 @@ def _refused_adam(inner: Any) -> str:
     return ""
 
 
-def _masters_in_adam(inner: Any) -> bool:
+def masters_in_adam(inner: Any) -> bool:
     """Whether FusedAdam holds the master weights, and updates the model's parameters in place.
 
     Then the model's shard is state of its own: with remainders it is the upper half of the master
@@ -234,8 +234,8 @@ class ShardState:
     def _packed(self, inner: Any) -> list[Tensor]:
         kept = [one for one in self._kept if one.inner is inner]
         # A shard of the model's parameters is read by the forward pass and by gathers where it is.
-        fixed = [one.tensor for one in kept if not one.name and _masters_in_adam(inner)]
-        movable = [one.tensor for one in kept if one.name or not _masters_in_adam(inner)]
+        fixed = [one.tensor for one in kept if not one.name and masters_in_adam(inner)]
+        movable = [one.tensor for one in kept if one.name or not masters_in_adam(inner)]
         return [*move_into_arenas(movable), *fixed]
 
 

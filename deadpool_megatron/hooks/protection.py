@@ -37,12 +37,13 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.bases import BaseKeeper
 from deadpool_megatron.hooks.pinning import PinnedSlots
 from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.layout.cadence import is_due
@@ -79,7 +80,7 @@ class _Job:
     extras: bytes
     boundary: str
     generation: Generation
-    step_sizes: Mapping[str, int]
+    other_sizes: Mapping[str, int]
 
 
 class Protection:
@@ -101,6 +102,7 @@ class Protection:
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
         steps: StepKeeper | None = None,
+        bases: BaseKeeper | None = None,
     ) -> None:
         self.layout = layout
         self.stall_seconds = 0.0
@@ -112,6 +114,7 @@ class Protection:
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
         self._steps = steps
+        self._bases = bases
         self._epoch = 0
         self._every = 1
         self._upcoming = Generation(0, 0)
@@ -131,13 +134,16 @@ class Protection:
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
         pinned = [*parts, *(steps.gradients if steps is not None else ())]
-        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes])
+        names = [part.name for part in pinned if part.nbytes]
+        self._pinned = PinnedSlots(platform, [*names, *(bases.names if bases is not None else ())])
 
-    def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
+    def enter(
+        self, epoch: int, every: int = 1, *, with_steps: bool = False, keeps_for: Sequence[int] = ()
+    ) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
 
         ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
-        needs a cadence of 1.
+        needs a cadence of 1; ``keeps_for``: owners whose weights are kept (:mod:`.bases`).
         """
         self._epoch = epoch
         self._every = every
@@ -145,6 +151,8 @@ class Protection:
         self._previous = None
         if self._steps is not None:
             self._steps.begin(wanted=with_steps)
+        if self._bases is not None:
+            self._bases.begin(keeps_for)
         self._failure = None
         self._pending.clear()
         self._vault.register(self.layout, epoch)
@@ -214,6 +222,9 @@ class Protection:
                 self._slot(), self._upcoming, self._previous, copies, self._await_copy
             )
             copies += captured
+        if self._bases is not None:
+            weights, kept = self._bases.finish(self._slot())
+            sizes, copies = {**sizes, **weights}, [*copies, *kept]
         writer, self._writer, self._copies = self._slot(), None, {}
         self._idle.clear()
         self._handed_over = self._previous = self._upcoming
@@ -420,5 +431,5 @@ class Protection:
             job.writer.abandon()
             return
         sizes = {part.name: part.nbytes for part in self._parts}
-        job.writer.fill({**sizes, **job.step_sizes, name: len(job.extras)})
+        job.writer.fill({**sizes, **job.other_sizes, name: len(job.extras)})
         failpoints.hit("snapshot.filled", iteration=job.generation.iteration)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.parity import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
@@ -102,7 +103,7 @@ class _Reckoning:
 
     def _is_copied(self, role: int, layout: RoleLayout, part: PartInfo) -> bool:
         if part.name not in layout.shard_parts:
-            return True
+            return not is_local_part(part.name)
         return not (self._is_coded(role, part) or self._is_covered(role, part))
 
     def _is_coded(self, role: int, part: PartInfo) -> bool:

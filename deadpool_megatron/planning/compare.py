@@ -51,8 +51,8 @@ def compare(plan: Plan) -> list[Row]:
     """
     rows = []
     for scheme in SCHEMES:
-        changes = {"cadence": 1} if scheme == "recompute" else {}
-        protection = dataclasses.replace(plan.protection, scheme=scheme, **changes)
+        cadence = 1 if scheme == "recompute" else plan.protection.cadence
+        protection = dataclasses.replace(plan.protection, scheme=scheme, cadence=cadence)
         try:
             found = assess(dataclasses.replace(plan, protection=protection))
             rows.append(Row(protection.name, found))

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.planning.keys import Plan
-from deadpool_megatron.planning.roles import Placement
+from deadpool_megatron.planning.roles import Placement, PlannedRole
 
 GIGA = 1e9
 # hooks/protection.py gives extras this much room to grow, in each boundary's part of a slot.
 _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0
+_HALF_BYTES = 2.0
 
 
 @dataclass(frozen=True)
@@ -62,10 +63,13 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
         own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
+        halves = _half_bytes(plan, role)
+        own[role.node] += slots * plan.protection.replicas * halves  # the weights of other owners
+        shipped = role.shipped_bytes - halves + extras
         for buddy in role.buddies:
             copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
-            out[role.node] += role.shipped_bytes + extras
-            into[buddy] += role.shipped_bytes + extras
+            out[role.node] += shipped
+            into[buddy] += shipped
     by_role = {role.role: role for role in placement.roles}
     for group in placement.groups:
         members = [by_role[number] for number in group.roles]
@@ -82,6 +86,14 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
         node: NodeLoad(unique[node], own[node], copies[node], out[node], into[node])
         for node in range(placement.nodes)
     }
+
+
+def _half_bytes(plan: Plan, role: PlannedRole) -> int:
+    """What --deadpool-compaction keeps off the wires: half of the dense masters."""
+    protection, dense = plan.protection, role.parts[0]
+    if protection.compaction == "off" or protection.scheme != "buddy" or dense.covered:
+        return 0
+    return int(dense.nbytes * _HALF_BYTES / plan.model.state_bytes_per_parameter)
 
 
 def step_bytes(plan: Plan, shard_bytes: int) -> int:

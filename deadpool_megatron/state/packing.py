@@ -55,9 +55,15 @@ class Part:
         """The bytes of ``buffer`` that stand for a live tensor which lies in one of this part's,
         as a CPU tensor of its dtype and shape. Raises KeyError for any other tensor.
         """
-        size = tensor.numel() * tensor.element_size()
-        if not size:
+        if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return _view(buffer, self.offset_of(tensor), tensor)
+
+    def offset_of(self, tensor: Tensor) -> int:
+        """Where the bytes of a live tensor, which lies in one of this part's, begin in the buffer.
+        Raises KeyError for any other tensor, and for one without bytes.
+        """
+        size = tensor.numel() * tensor.element_size()
         if self._starts is None:
             starts = [(t.data_ptr(), i) for i, t in enumerate(self.tensors) if t.numel()]
             self._starts = sorted(starts)
@@ -67,8 +73,8 @@ class Part:
             start, index = self._starts[place]
             owner = self.tensors[index]
             end = start + owner.numel() * owner.element_size()
-            if address + size <= end and owner.device == tensor.device:
-                return _view(buffer, self._offsets[index] + address - start, tensor)
+            if size and address + size <= end and owner.device == tensor.device:
+                return self._offsets[index] + address - start
         raise KeyError(f"part {self.name} does not hold that tensor")
 
     def places(self) -> Iterator[tuple[Tensor, int]]:

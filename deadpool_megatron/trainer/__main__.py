@@ -65,9 +65,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     select_platform().install()
+    from deadpool_megatron.hooks.optimizer import UnsupportedOptimizer  # imports Megatron
+
     try:
         Session.join().run(GptProgram(config))
-    except SkeletonError as error:
+    except (SkeletonError, UnsupportedOptimizer) as error:
         print(f"trainer: {error}", file=sys.stderr, flush=True)
         return 2
     return 0

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
 from deadpool_megatron.layout.replaying import (
     SUMS_PART,
@@ -89,7 +90,7 @@ def _dump_role(
         layout = state.table.layout(role)
         found: dict[tuple[Generation, str], list[Place]] = {}
         if layout is not None:
-            names = tuple(part.name for part in layout.parts)
+            names = tuple(p.name for p in layout.parts if not is_local_part(p.name))
             if boundary is not None:
                 names = (*layout.shard_parts, extras_part(boundary))
             wanted = [(generation, name) for name in names]

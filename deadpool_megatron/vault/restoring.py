@@ -39,8 +39,8 @@ from deadpool_megatron.vault.dumped import (
 )
 from deadpool_megatron.vault.dumping import dump_files
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.receiving import receive_part
 from deadpool_megatron.vault.segment import PartState, Segment, checksum
-from deadpool_megatron.vault.serving import receive_part
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.transport import Channel, Transport

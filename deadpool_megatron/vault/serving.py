@@ -12,7 +12,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import xxhash
@@ -22,6 +22,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import NO_BASE
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.receiving import Intake
 from deadpool_megatron.vault.relaying import Relay
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
@@ -184,6 +185,7 @@ class _Connection:
         self._combiner = combiner
         self._layout: RoleLayout | None = None
         self._relay = Relay(state, transport)
+        self._intake = Intake(state, channel, self._relay.arrived)
 
     def close(self) -> None:
         """The connection has ended: hand on nothing more."""
@@ -195,6 +197,8 @@ class _Connection:
         if kind == "offer":
             self._channel.give_way(self._state.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
+        elif kind == "masters":
+            self._intake.learn(self._layout, message["parts"])
         elif kind == "put":
             self._put(message)
         elif kind == "contribute":
@@ -265,15 +269,16 @@ class _Connection:
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
+            halves = [] if chain else self._intake.choose(epoch, message.get("halves", ()), needed)
             if chain:
                 self._relay.start(message, chain, segment, slot, needed)
-            self._channel.send({"t": "need", "parts": wanted, "chain": bool(chain)})
-            for name, size, digest in needed:
-                if self._receive(segment, slot, name, size, digest, epoch):
-                    have.append(name)
+            need = {"t": "need", "parts": wanted, "chain": bool(chain), "halves": halves}
+            self._channel.send(need)
+            failed = self._intake.take(segment, slot, needed, halves, epoch)
         finally:
             state.release(segment, slot)
-        if not self._acknowledge(epoch, role, have):
+        have += [name for name in wanted if name not in failed]
+        if not self._acknowledge(epoch, role, have, {n: why for n, why in failed.items() if why}):
             return
         for _ in chain:
             while (answer := self._relay.answer(_PAUSE_SECONDS)) is None:
@@ -309,10 +314,14 @@ class _Connection:
                 state.changed.notify_all()
         self._channel.send({"t": "again"})
 
-    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> bool:
-        """False when it is too late; the relay, if there is one, is cut with the epoch."""
+    def _acknowledge(
+        self, epoch: int, role: int, have: list[str], whole: Mapping[str, str] | None = None
+    ) -> bool:
+        """False when it is too late; the relay, if there is one, is cut with the epoch.
+        ``whole``: parts that have to come whole, and why."""
         if self._state.is_open(epoch):
-            self._channel.send({"t": "sealed", "parts": have})
+            sealed: dict[str, Any] = {"t": "sealed", "parts": have}
+            self._channel.send(sealed | {"whole": dict(whole)} if whole else sealed)
             return True
         self._refuse("stale", role=role, epoch=epoch)
         self._relay.close()
@@ -353,29 +362,6 @@ class _Connection:
             return "unknown or oversized part"
         return None
 
-    def _receive(
-        self, segment: Segment, slot: int, name: str, nbytes: int, expected: int, epoch: int
-    ) -> bool:
-        """Take the bytes of one part into the slot; True when sealed, False when damaged."""
-        state, role = self._state, segment.layout.role
-        generation = segment.generation(slot)
-        if not state.open_part(segment, slot, name, epoch):
-            raise ConnectionClosed("the epoch was closed")
-        found = receive_part(
-            *(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes),
-            arrived=self._relay.arrived,
-        )
-        if found != expected:
-            state.counters["corruption"] += 1
-            state.emit_corruption(role, generation, name, "wire", expected, found)
-            return False
-        if not state.seal_copy(segment, slot, name, nbytes, expected, epoch):
-            state.refuse("stale", role=role, epoch=epoch)
-            raise ConnectionClosed("the epoch was closed")
-        state.counters["bytes received"] += nbytes
-        state.fail_point_corrupt("vault.received", segment, slot, [name])
-        return True
-
     # Handing out.
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
@@ -415,26 +401,3 @@ class _Connection:
         self._state.counters["bytes fetched from here"] += place.nbytes
         if digest.intdigest() != place.checksum:
             self._state.mark_bad(place, digest.intdigest())
-
-
-def receive_part(
-    channel: Channel,
-    segment: Segment,
-    slot: int,
-    name: str,
-    nbytes: int,
-    chunk_bytes: int,
-    arrived: Callable[[str, int], None] = lambda *_: None,
-) -> int:
-    """Receive a part's bytes straight into its slot; answers their checksum.
-
-    ``arrived(name, bytes so far)`` is called after each chunk.
-    """
-    view = segment.data(slot, name, nbytes)
-    digest = xxhash.xxh3_64()
-    for start in range(0, nbytes, chunk_bytes):
-        chunk = view[start : start + chunk_bytes]
-        channel.receive_bulk(chunk)
-        arrived(name, start + len(chunk))
-        digest.update(chunk)
-    return digest.intdigest()

@@ -27,6 +27,7 @@ from deadpool_megatron.hooks.optimizer import (
 )
 from deadpool_megatron.hooks.pipeline import PipelineHook
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError, decode, encode
 
 
@@ -240,9 +241,11 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
             self._vault: Any = SimpleNamespace(has_segment=lambda role: True)
             self._loop: Any = loop
             self._protection: Any = SimpleNamespace(
-                enter=lambda epoch, every, with_steps: None, layout=SimpleNamespace(to_dict=dict)
+                enter=lambda epoch, every, **more: None,
+                layout=SimpleNamespace(to_dict=dict, peers=(0,)),
             )
             self._link: Any = SimpleNamespace(send=lambda message: None)
+            self._settings = Settings()
             self._reports: Any = SimpleNamespace(told=[])
             self._shard: Any = SimpleNamespace(readopt=lambda: None)
             self._dimensions = ()

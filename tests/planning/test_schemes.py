@@ -18,7 +18,7 @@ ROOM = 5 * (1500 + 65536)
 SLOTS = 2
 
 
-def worked_out(scheme: str, **more: int) -> Assessment:
+def worked_out(scheme: str, **more: int | str) -> Assessment:
     protection = {"scheme": scheme, "extras_bytes_per_role": EXTRAS, **more}
     return assess(make(protection=protection, cluster={"host_memory_gb": 5000}))
 
@@ -125,3 +125,22 @@ def test_recovery_of_a_decoded_shard_takes_longer() -> None:
     assert fetch_seconds(parity, placement, loads) == pytest.approx(
         4 * shards / 10e9 + SHARD / 20e9
     )
+
+
+def test_compaction_takes_a_sixth_off_the_wires_and_adds_it_to_own_slots() -> None:
+    whole, halves = worked_out("buddy"), worked_out("buddy", compaction="on")
+    saved = SHARD // 6
+    assert total(halves, "out_bytes_per_step") == total(whole, "out_bytes_per_step") - 16 * saved
+    assert total(halves, "in_bytes_per_step") == total(halves, "out_bytes_per_step")
+    assert total(halves, "copies_bytes") == total(whole, "copies_bytes")
+    added = total(halves, "own_slots_bytes") - total(whole, "own_slots_bytes")
+    assert added == SLOTS * 16 * saved
+    assert total(worked_out("parity", compaction="on"), "out_bytes_per_step") == total(
+        worked_out("parity"), "out_bytes_per_step"
+    )
+
+
+def test_compaction_without_peers_or_masters_is_refused() -> None:
+    for parallel in ({"distributed_optimizer": False}, {"optimizer_instances": 2}):
+        with pytest.raises(PlanError, match=r"protection\.compaction: .* set it to off"):
+            assess(make(protection={"compaction": "on"}, parallel=parallel))
