@@ -83,6 +83,27 @@ def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
             )
 
 
+def in_pieces(
+    dst: list[torch.Tensor], src: list[torch.Tensor], most_bytes: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same copies in pieces of at most ``most_bytes`` each, as views, in order.
+
+    A pair that is not contiguous on both sides stays whole.
+    """
+    into: list[torch.Tensor] = []
+    out_of: list[torch.Tensor] = []
+    for target, source in zip(dst, src, strict=True):
+        size = source.element_size()
+        if source.numel() * size > most_bytes and target.is_contiguous() and source.is_contiguous():
+            count = max(1, most_bytes // size)
+            into += torch.split(target.view(-1), count)
+            out_of += torch.split(source.view(-1), count)
+        else:
+            into.append(target)
+            out_of.append(source)
+    return into, out_of
+
+
 def host_range(memory: torch.Tensor | memoryview) -> tuple[int, int]:
     """Address and length in bytes of contiguous, writable host memory; ValueError otherwise."""
     if isinstance(memory, memoryview):

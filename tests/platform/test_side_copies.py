@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deadpool_megatron.platform import CopyFailedError
+from deadpool_megatron.platform.base import in_pieces
 from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
 
@@ -29,6 +30,20 @@ def test_copies_all_types_and_sizes(platform: CpuPlatform) -> None:
     assert handle.done()
     for into, source in zip(dst, src, strict=True):
         assert torch.equal(into, source)
+
+
+def test_large_copies_are_cut_into_pieces_of_the_same_memory() -> None:
+    """What a device's copy engine is given: nothing longer than a piece, all bytes once."""
+    src = [torch.arange(25.0).view(5, 5), torch.tensor(7.0), torch.empty(0), torch.ones(6)[::2]]
+    dst = [torch.zeros_like(tensor) for tensor in src]
+    into, out_of = in_pieces(dst, src, 40)
+    assert [tensor.numel() for tensor in out_of] == [10, 10, 5, 1, 0, 3]
+    torch._foreach_copy_(into, out_of)
+    for target, source in zip(dst, src, strict=True):
+        assert torch.equal(target, source)
+    strided = torch.ones(60)[::2]
+    assert in_pieces([torch.zeros(30)], [strided], 40)[1][0] is strided, "no view can cut it"
+    assert len(in_pieces([torch.zeros(2)], [torch.ones(2)], 3)[0]) == 2, "one element at least"
 
 
 def test_copies_into_views_of_one_buffer(platform: CpuPlatform) -> None:
