@@ -9,7 +9,7 @@ from typing import Any
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import Segment, SlotState
+from deadpool_megatron.vault.segment import PartState, Segment, SlotState
 
 # Sends a message to the vault if it is there.
 Tell = Callable[[Mapping[str, Any]], None]
@@ -43,7 +43,7 @@ class SlotWriter:
                     f"part {name} has {nbytes} bytes, more than its {self._segment.capacity(name)}"
                 )
         if self._is_mine():
-            self._segment.fill(self._slot, parts, self._epoch)
+            self._declare(parts)
             self._tell({"t": "filled"})
 
     def abandon(self) -> None:
@@ -51,10 +51,38 @@ class SlotWriter:
         if self._is_mine():
             self._segment.set_state(self._slot, SlotState.EMPTY)
 
+    def _declare(self, parts: Mapping[str, int]) -> None:
+        self._segment.fill(self._slot, parts, self._epoch)
+
     def _is_mine(self) -> bool:
         segment, slot = self._segment, self._slot
         begun = segment.generation(slot), segment.epoch(slot)
         return segment.state(slot) is SlotState.WRITING and begun == (self.generation, self._epoch)
+
+
+class PartsWriter(SlotWriter):
+    """Parts that were lost of a generation, in the slot that holds the rest of it.
+
+    No other slot is taken for them: older generations may be asked for until this one is committed
+    again. The parts do not count while they are written, nor does the slot change otherwise.
+    """
+
+    def part(self, name: str) -> memoryview:
+        """As ever; what it held until now was found to be damaged and does not count any more."""
+        self._segment.invalidate_part(self._slot, name, PartState.ABSENT)
+        return super().part(name)
+
+    def abandon(self) -> None:
+        """The parts stay lost."""
+
+    def _declare(self, parts: Mapping[str, int]) -> None:
+        for name, nbytes in parts.items():
+            self._segment.fill_part(self._slot, name, nbytes, self._epoch)
+
+    def _is_mine(self) -> bool:
+        segment, slot = self._segment, self._slot
+        is_sealed = segment.state(slot) is SlotState.SEALED
+        return is_sealed and segment.generation(slot) == self.generation
 
 
 class RestoredParts:

@@ -18,7 +18,8 @@ from typing import Any, Literal
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.budget import Budget
-from deadpool_megatron.vault.buffers import RestoredParts, SlotWriter
+from deadpool_megatron.vault.buffers import PartsWriter, RestoredParts, SlotWriter
+from deadpool_megatron.vault.choosing import free_slot, slot_of
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.machine import memory_near
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, own_name
@@ -136,8 +137,10 @@ class VaultClient:
         the one that the epoch begins with, recomputed.
 
         Never the slot with the newest sealed generation, nor one whose successor this role has not
-        committed in this epoch; among the others the one with the oldest. Raises Frozen while the
-        epoch is closed, VaultError when no slot may be overwritten (a gate was left out).
+        committed in this epoch; among the others the one with the oldest. Where a slot holds some
+        of the generation that the epoch begins with, it is that slot, for the parts that it lacks.
+        Raises Frozen while the epoch is closed, VaultError when no slot may be overwritten (a gate
+        was left out).
         """
         if generation.lineage != epoch and generation != self._restored:
             raise VaultError(f"{generation} was not computed in epoch {epoch}")
@@ -148,6 +151,8 @@ class VaultClient:
         segment = self._own()
         if segment.is_frozen():
             raise Frozen(f"epoch {epoch} has been closed")
+        if (held := slot_of(segment, generation)) is not None and generation == self._restored:
+            return PartsWriter(self.tell, segment, held, generation, epoch)
         slot = self._choose(segment, epoch)
         before = segment.mark_writing(slot)
         # The order matters: WRITING first, then FROZEN (vault/segment.py).
@@ -161,24 +166,7 @@ class VaultClient:
         newest_committed = self.newest_committed
         known = [newest_committed[0] if newest_committed else None, self._restored]
         floor = max((g for g in known if g is not None), default=None)
-        slots = range(segment.slots)
-        sealed = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
-        newest = max(sealed, default=None)
-        free: list[tuple[Generation, int]] = []
-        for slot in slots:
-            state, found = segment.state(slot), segment.generation(slot)
-            if state in (SlotState.EMPTY, SlotState.WRITING):
-                free.append((Generation(-1, -1), slot))
-            elif state is SlotState.FILLED and found.lineage < epoch:
-                free.append((found, slot))  # abandoned
-            elif found != newest and (found < floor if floor else found.lineage < epoch):
-                free.append((found, slot))
-        if not free:
-            raise VaultError(
-                f"no slot of role {segment.layout.role} may be overwritten:"
-                f" newest committed is {floor}"
-            )
-        return min(free)[1]
+        return free_slot(segment, epoch, floor)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
         """Add an extras part to a generation that is sealed or being sealed.

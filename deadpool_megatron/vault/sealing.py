@@ -177,7 +177,9 @@ class RoleWorker(threading.Thread):
 
         The member has compared before; nothing is sealed on its word alone (rule 4).
         """
-        if segment.state(slot) is not SlotState.FILLED:
+        whole = segment.state(slot) is SlotState.FILLED
+        shards = {n: d for n, d in digests.items() if n in segment.layout.shard_parts}
+        if not whole and not shards:
             return True  # extras that were appended
         generation = self._record.restore.generation
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
@@ -185,9 +187,13 @@ class RoleWorker(threading.Thread):
         if place is None:  # nothing was recomputed, or what it has to be like is not here yet
             return not self._replays
         sums = unpack_sums(place.view)
-        wrong = [name for name, digest in digests.items() if sums.get(name, (0, -1))[1] != digest]
+        checked = digests if whole else shards
+        wrong = [name for name, digest in checked.items() if sums.get(name, (0, -1))[1] != digest]
         if wrong:
-            segment.set_state(slot, SlotState.EMPTY)
+            if whole:
+                segment.set_state(slot, SlotState.EMPTY)
+            for name in () if whole else wrong:
+                segment.invalidate_part(slot, name, PartState.BAD)
             self._state.refuse("a replay with other bytes", role=self._role, part=wrong[0])
             self._state.on_bad(self._role, generation, wrong[0])
         return not wrong

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.decision import NO_LIMIT, RestoreQuery
+from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, RestoreQuery
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -173,6 +173,44 @@ def test_a_lost_role_comes_back_from_a_chain_and_only_right(tmp_path: Path) -> N
         found = held(inventories[0], 1)
         assert found[6] >= set(SHARDS), "restored, so a whole copy"
         assert found[7] == found[8] == STEP
+
+
+def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path) -> None:
+    """The next failure may have to go back to it, until all have committed this one again."""
+    with cluster(tmp_path, 2, full_every=EVERY) as running:
+        opened(running)
+        members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
+        train(members, 1, range(7))
+        inventories = running.close(1)
+        seats, kept = {role: Seat(role, 0, 0) for role in range(2)}, Generation(1, 6)
+        assert held(inventories[1], 1).keys() == {5, 6}
+        damaged = frozenset({BadPart(1, 1, kept, "shard")})
+        query = RestoreQuery(2, 2, inventories, seats, seats, {1: NO_LIMIT}, bad_parts=damaged)
+        restore = choose_restore(query)
+        assert isinstance(restore, Restore)
+        assert restore.generation == kept
+        assert set(restore.recipes) == {1}
+        record = replace(running.record(2, restore, seats), protection=PLAN)
+        running.open(record)
+        members[0].check(record)
+        parts = members[1].restore(record)
+        assert "tail" in parts.names, "is not lost"
+        parts.close()
+        for wrong in (True, False):
+            writer = members[1].client.begin(kept, 2)
+            view = writer.part("shard")
+            view[:] = content(1, kept, "shard", len(view))
+            view[0] ^= wrong
+            writer.fill({"shard": len(view)})
+            if wrong:
+                with pytest.raises(VaultError, match=r"part shard of generation .* was damaged"):
+                    members[1].wait(kept)
+                members[1] = Stepper(running.nodes[1], 2, 1)
+                members[1].restore(record).close()
+        assert members[1].wait(kept) == members[0].wait(kept) == "committed"
+        inventories = running.close(2)
+        assert held(inventories[1], 1).keys() == {5, 6}
+        assert held(inventories[1], 1)[6] >= set(SHARDS)
 
 
 def test_a_buddy_that_lost_the_base_gets_a_whole_copy(tmp_path: Path) -> None:
