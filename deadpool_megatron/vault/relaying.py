@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.vault.chain import NOT_REACHED, link
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState
@@ -24,6 +23,24 @@ from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 log = logging.getLogger(__name__)
 _FAILURES = (OSError, WireError, LookupError, TypeError, ValueError)
+
+
+class _Hold:
+    """The pin of one put, given back once, by whoever comes first. Thread-safe."""
+
+    def __init__(self, state: VaultState, place: Place) -> None:
+        self.place = place
+        self._state = state
+        self._held = True
+        with state.lock:
+            state.table.pin(place)
+
+    def release(self) -> None:
+        """Let the slot go."""
+        with self._state.lock:
+            if self._held:
+                self._held = False
+                self._state.table.unpin(self.place)
 
 
 class Relay:
@@ -41,6 +58,8 @@ class Relay:
         self._closed = False
         self._running: threading.Thread | None = None
         self._next: tuple[int, str, Channel] | None = None  # node, layout hash
+        # Of a put whose thread is connecting: an address that nobody answers at keeps it for long.
+        self._connecting: _Hold | None = None
         self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def start(
@@ -55,12 +74,10 @@ class Relay:
         nodes of ``chain``. The slot stays pinned meanwhile."""
         self._arrived = {}
         name, nbytes, digest = parts[0]
-        pinned = Place(segment, slot, name, nbytes, digest)
-        with self._state.lock:
-            self._state.table.pin(pinned)
+        hold = _Hold(self._state, Place(segment, slot, name, nbytes, digest))
         thread = threading.Thread(
             target=self._run,
-            args=(dict(put), list(chain), pinned, list(parts)),
+            args=(dict(put), list(chain), hold, list(parts)),
             name=f"relay-{segment.layout.role}-to-{chain[0]}",
             daemon=True,
         )
@@ -82,11 +99,14 @@ class Relay:
             return None
 
     def close(self) -> None:
-        """Hand on nothing more; the thread ends as soon as its call on the network has failed."""
+        """Hand on nothing more; the thread ends as soon as its call on the network has failed. The
+        slot is free before that if nothing has been read from it yet."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            running, following = self._running, self._next
+            running, following, hold = self._running, self._next, self._connecting
+        if hold is not None:
+            hold.release()
         if following is not None:
             following[2].shutdown()
             if running is None:
@@ -96,20 +116,19 @@ class Relay:
         self,
         put: dict[str, Any],
         chain: list[int],
-        pinned: Place,
+        hold: _Hold,
         parts: list[tuple[str, int, int]],
     ) -> None:
         left = list(chain)
         why = NOT_REACHED
         try:
-            self._hand_on(put, pinned, parts, left)
+            self._hand_on(put, hold, parts, left)
         except _FAILURES as error:
             why = f"{type(error).__name__}: {error}"
             log.info("%s: %s", threading.current_thread().name, why)
             self._disconnect()
         finally:
-            with self._state.lock:
-                self._state.table.unpin(pinned)
+            hold.release()
             with self._changed:
                 # All has been answered, so that the thread of the next put may be there already.
                 if self._running is threading.current_thread():
@@ -123,13 +142,14 @@ class Relay:
     def _hand_on(
         self,
         put: dict[str, Any],
-        pinned: Place,
+        hold: _Hold,
         parts: list[tuple[str, int, int]],
         left: list[int],
     ) -> None:
         """Takes the nodes that have been heard of off ``left``."""
         epoch, node = int(put["epoch"]), left[0]
-        channel = self._connect(node, pinned.segment.layout, epoch)
+        channel = self._connect(node, hold, epoch)
+        pinned = hold.place
         channel.send({**put, "chain": left[1:]})
         answer = channel.receive()
         chained = bool(answer.get("chain"))
@@ -187,7 +207,8 @@ class Relay:
         if not there:
             raise TimeoutError(f"bytes {nbytes} of part {name} have not arrived in {limit:g} s")
 
-    def _connect(self, node: int, layout: RoleLayout, epoch: int) -> Channel:
+    def _connect(self, node: int, hold: _Hold, epoch: int) -> Channel:
+        layout = hold.place.segment.layout
         with self._changed:
             following = self._next
         if following is not None:
@@ -198,10 +219,20 @@ class Relay:
             address = self._state.address(node) if self._state.is_open(epoch) else None
         if address is None:
             raise WireError(f"node {node} has no address in epoch {epoch}")
-        channel = self._transport.connect(address.host, address.vault_port)
         with self._changed:
-            self._next = node, layout.layout_hash, channel
             if self._closed:
+                raise ConnectionClosed("the sender has gone")
+            self._connecting = hold
+        try:
+            channel = self._transport.connect(address.host, address.vault_port)
+        except BaseException:
+            with self._changed:
+                self._connecting = None
+            raise
+        with self._changed:
+            self._connecting = None
+            self._next = node, layout.layout_hash, channel
+            if self._closed:  # the hold is released, so nothing may be read any more
                 raise ConnectionClosed("the sender has gone")
         channel.give_way(self._state.settings.dscp)
         channel.send({"t": "offer", "layout": layout.to_dict()})
