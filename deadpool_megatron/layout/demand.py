@@ -1,7 +1,8 @@
 """What a plan of protection asks of each node: memory, network, and which losses it cannot bear.
 
 Pure. Reckoned with the code that places copies and parity blocks in a run, from the layouts that
-members have registered. Small things are left out: page tables, buffers, messages.
+members have registered. Memory is that of the files in /dev/shm, headers and all; buffers of
+processes are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.bases import is_local_part
+from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.parity import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
@@ -92,11 +94,12 @@ class _Reckoning:
     def add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, and the copies that other nodes hold."""
         node = self._scene.seats[role]
-        self.memory[node] += layout.slots * sum(part.nbytes for part in layout.parts)
-        shipped = sum(part.nbytes for part in layout.parts if self._is_copied(role, layout, part))
+        self.memory[node] += own_bytes(layout)
+        sizes = [part.nbytes for part in layout.parts if self._is_copied(role, layout, part)]
+        shipped, kept = sum(sizes), copy_bytes(layout, sizes)
         buddies = self._copies.buddies(role, layout.peers)
         for buddy in buddies:
-            self.memory[buddy] += layout.slots * shipped
+            self.memory[buddy] += kept
             self.into[buddy] += shipped
             self.out[node] += shipped
         self._holding.add((frozenset({node, *buddies}), 1 + len(buddies)))
@@ -136,10 +139,10 @@ class _Reckoning:
                 for holder in group.holders:
                     self.out[self._scene.seats[role]] += sent
                     self.into[holder] += sent
-            slots = max(self._scene.layouts[r].slots for r in group.roles)
-            for holder in group.holders:
-                self.memory[holder] += slots * sum(longest.values())
             if nodes:
+                slots = max(self._scene.layouts[r].slots for r in group.roles)
+                for holder in group.holders:
+                    self.memory[holder] += block_bytes(slots, len(group.roles), longest)
                 holding = frozenset({*nodes, *group.holders})
                 self._holding.add((holding, len(group.holders) + 1))
 

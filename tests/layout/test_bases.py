@@ -88,7 +88,8 @@ def test_the_choice_of_a_plan_counts_them_as_own_memory_only() -> None:
     plan = uniform("buddy", Settings(), 1, 0)
     before, after = demand(plan, plain), demand(plan, replace(plain, layouts=layouts))
     assert after.out == before.out
-    assert after.memory == {node: size + SLOTS * 1050 for node, size in before.memory.items()}
+    for node, size in before.memory.items():  # in whole pages
+        assert SLOTS * 1050 <= after.memory[node] - size <= (SLOTS * 2 + 1) * 4096
 
 
 def test_masters_survive_their_part() -> None:

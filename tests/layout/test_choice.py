@@ -167,11 +167,12 @@ def test_a_window_that_is_too_short_is_said() -> None:
 def test_demand_of_copies_and_of_none() -> None:
     of = scene(nodes=4, per_node=1)
     copies = demand(ProtectionPlan(), of)
-    assert copies.largest_memory_bytes == 2 * SLOTS * (10 * GIGA + 5000)
+    # Headers and whole pages come on top.
+    assert 0 < copies.largest_memory_bytes - 2 * SLOTS * (10 * GIGA + 5000) < 200_000
     assert copies.largest_ship_bytes == 10 * GIGA + 5000
     assert (copies.fatal_sets, copies.fatal_domains) == (2, frozenset())
     local = demand(uniform("local", Settings(), 1, 0), of)
-    assert local.largest_memory_bytes == SLOTS * (10 * GIGA + 5000)
+    assert 0 < local.largest_memory_bytes - SLOTS * (10 * GIGA + 5000) < 100_000
     assert local.largest_ship_bytes == 0
     assert (local.fatal_sets, len(local.fatal_domains)) == (4, 4)
 

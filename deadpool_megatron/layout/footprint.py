@@ -1,0 +1,59 @@
+"""Memory that segments take, headers and whole pages included. Pure.
+
+Never less than what vault.segment really takes: a plan that fits by these figures does fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from deadpool_megatron.layout.records import RoleLayout
+
+_PAGE = 4096
+# Of a slot's header: eight words, and four for each part (vault/segment.py).
+_HEADER_BYTES = 64
+_ENTRY_BYTES = 32
+# Of the description in JSON: keys and hashes, each part without its name, each role number.
+_FIXED_BYTES = 1024
+_PART_BYTES = 128
+_NUMBER_BYTES = 18
+
+
+def own_bytes(layout: RoleLayout) -> int:
+    """All slots that a member fills."""
+    return _layout_bytes(layout, (part.nbytes for part in layout.parts))
+
+
+def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
+    """As many slots on another node, with parts of these sizes; 0 where there are none."""
+    sizes = tuple(nbytes)
+    return _layout_bytes(layout, sizes) if sizes else 0
+
+
+def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
+    """A parity block of a group of so many ``roles``. ``longest``: coded part -> its bytes."""
+    names = sum(len(name) for name in longest)
+    members = 256 + roles * sum(98 + 6 * len(name) for name in longest)
+    described = _described(len(longest) + 1, names, roles + len(longest) + 1)
+    return _bytes(slots, len(longest) + 1, described, (*longest.values(), members))
+
+
+def _layout_bytes(layout: RoleLayout, sizes: Iterable[int]) -> int:
+    names = sum(len(part.name) for part in layout.parts)
+    numbers = len(layout.peers) + sum(len(part.replicas) for part in layout.parts)
+    described = len(layout.stage_class) + _described(len(layout.parts), names, numbers)
+    return _bytes(layout.slots, len(layout.parts), described, sizes)
+
+
+def _described(parts: int, names: int, numbers: int) -> int:
+    """A bound on the description: letters that JSON escapes take six bytes."""
+    return _FIXED_BYTES + _PART_BYTES * parts + 6 * names + _NUMBER_BYTES * numbers
+
+
+def _bytes(slots: int, parts: int, described: int, sizes: Iterable[int]) -> int:
+    slot = _pages(_HEADER_BYTES + _ENTRY_BYTES * parts) + sum(_pages(size) for size in sizes)
+    return _PAGE + _pages(described) + slots * slot
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // _PAGE) * _PAGE

@@ -1,0 +1,50 @@
+"""What is reckoned for memory is never less than what the files take."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
+from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, parity_layout
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.vault.budget import allocated_bytes
+from deadpool_megatron.vault.segment import Segment, copy_name, segment_bytes
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> RoleLayout:
+    names = draw(st.lists(NAMES, min_size=1, max_size=3, unique=True))
+    peers = tuple(range(draw(st.integers(1, 600))))
+    parts = [PartInfo(name, draw(st.integers(0, 50_000)), peers) for name in names]
+    parts.append(PartInfo("extras@step", draw(st.integers(0, 9000)), (0,)))
+    return RoleLayout(0, tuple(parts), peers, draw(st.integers(2, 4)), "h" * 32, "stage 1 2")
+
+
+@settings(max_examples=15, deadline=None)
+@given(layouts())
+def test_own_slots_and_copies(layout: RoleLayout) -> None:
+    assert own_bytes(layout) >= segment_bytes(layout)
+    assert copy_bytes(layout, ()) == 0
+    names = [part.name for part in layout.parts[1:]]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        Segment.create(Path(name) / copy_name(0), layout, None, names)
+        assert allocated_bytes(Path(name)) <= copy_bytes(
+            layout, (p.nbytes for p in layout.parts[1:])
+        )
+
+
+@settings(max_examples=15, deadline=None)
+@given(layouts(), st.integers(1, 6))
+def test_blocks(layout: RoleLayout, roles: int) -> None:
+    of = {role: replace(layout, role=role) for role in range(roles)}
+    group = ParityGroup(tuple(of), (1 << 33,), (9,))
+    made = parity_layout(of, group, 0, 1)
+    longest = {part.name: part.nbytes for part in made.parts if part.name != MEMBERS}
+    assert block_bytes(made.slots, roles, longest) >= segment_bytes(made)
