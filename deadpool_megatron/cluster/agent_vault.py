@@ -24,6 +24,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.rooms import usable_bytes
 from deadpool_megatron.vault.taking import Taken
 
 VAULT_SOCKET = "vault.sock"
@@ -65,8 +66,7 @@ class VaultKeeper:
         self._unix.bind(str(segments / VAULT_SOCKET))
         (segments / VAULT_SOCKET).chmod(0o600)
         self._unix.listen(_BACKLOG)
-        room = os.statvfs(segments)
-        self._memory_bytes = room.f_bavail * room.f_frsize
+        self._memory_bytes = usable_bytes(segments, info.settings.memory_bytes)
         self._watch: ChildWatch | None = None
         self._control: VaultControl | None = None
         self._ready = asyncio.Event()
@@ -78,7 +78,7 @@ class VaultKeeper:
 
     def facts(self) -> dict[str, int]:
         """For the coordinator: the TCP port at which other vaults reach this one, the same after a
-        restart; and the bytes of shared memory that were free when the node came.
+        restart; and the bytes for generations that the node had when it came.
         """
         return {
             "vault_port": int(self._tcp.getsockname()[1]),

@@ -321,7 +321,10 @@ class EpochEntry(Stages):
         settings = self._settings
         directory, roles = self._vault.directory, int(os.environ.get("DEADPOOL_NPROC", "1"))
         pinned = self._platform.is_cuda
-        for text in admit(self.protection.layout, directory, roles, settings, pinned=pinned):
+        nodes = len(record.nodes)
+        for text in admit(
+            self.protection.layout, directory, roles, settings, nodes=nodes, pinned=pinned
+        ):
             self._warn(text, tell=self._link.seat.slot == 0)
 
     def _warn(self, text: str, *, tell: bool = True) -> None:

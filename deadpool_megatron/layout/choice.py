@@ -79,6 +79,14 @@ def choose(
     return Choice(best.plan, not any(best.key[:2]), _why(best, found[0], budgets, rate, measured))
 
 
+def largest_group(nodes: int, survived: int) -> int:
+    """Of the parity groups that are tried in a run of so many nodes, spares included; 0 for none.
+
+    The same test as for the candidates of a choice, so that both agree on what is possible.
+    """
+    return max((size for size in GROUP_SIZES if size + survived <= nodes), default=0)
+
+
 def _bytes_per_second(scene: Scene, measured: Measured | None) -> float:
     """Of the busiest node; 0 when it is not known."""
     if measured is None or measured.ship_seconds <= 0:
@@ -152,7 +160,7 @@ def _for_class(scene: Scene, families: list[str]) -> Iterator[tuple[Scheme, ...]
     """A scheme for each family; groups of one domain have one size (layout.parity)."""
     yield (_BUDDY,) * len(families)
     for size in GROUP_SIZES:
-        if size + scene.survived > len(scene.domains):
+        if size > largest_group(len(scene.domains), scene.survived):
             return
         parity = Scheme(Kind.PARITY, group=size)
         for chosen in itertools.product((_BUDDY, parity), repeat=len(families)):

@@ -220,9 +220,14 @@ class Assembly:
         sizes = {MEMBERS: len(members), **sizes}
         digests = {n: checksum(segment.data(slot, n, nbytes)) for n, nbytes in sizes.items()}
         with state.changed:
-            for name, nbytes in sizes.items():
-                if not state.seal_copy(segment, slot, name, nbytes, digests[name], self.epoch):
-                    return False
+            if not state.is_open(self.epoch):
+                return False
+
+            def seal() -> None:
+                for name, nbytes in sizes.items():
+                    state.seal_copy(segment, slot, name, nbytes, digests[name], self.epoch)
+
+            state.table.replace(segment, slot, seal)
         state.fail_point_corrupt(
             "vault.received", segment, slot, [n for n in sizes if n != MEMBERS]
         )

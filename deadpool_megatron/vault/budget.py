@@ -20,7 +20,7 @@ _LOCK = ".memory.lock"
 # Whoever holds the lock fills at most one role's slots meanwhile; a stopped one never lets go.
 _LOCK_SECONDS = 60.0
 _PAUSE_SECONDS = 0.005
-_BLOCK = 512  # unit of st_blocks, whatever the file system
+BLOCK_BYTES = 512  # unit of st_blocks, whatever the file system
 
 
 class Budget:
@@ -48,7 +48,7 @@ class Budget:
             wanted = sum(count for _, count in ranges)
             known = os.fstat(file)
             # Of ranges that have their memory already, from before a restart, nothing is taken.
-            wanted = min(wanted, max(0, known.st_size - known.st_blocks * _BLOCK))
+            wanted = min(wanted, max(0, known.st_size - known.st_blocks * BLOCK_BYTES))
             used = self.used_bytes()
             if wanted and used + wanted > self.limit_bytes:
                 self._remove_unfinished()
@@ -91,7 +91,7 @@ def allocated_bytes(directory: Path) -> int:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):
                 if entry.is_file(follow_symlinks=False):
-                    total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                    total += entry.stat(follow_symlinks=False).st_blocks * BLOCK_BYTES
     return total
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.parity import MEMBERS, Members, ParityGroup
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault import making_room
 from deadpool_megatron.vault.assembling import (
     Assembly,
     Damaged,
@@ -249,13 +250,16 @@ class Combiner:
             # Roles contribute in order: who asks for this one has only forgotten that it is done.
             # A slot for it there may be none until he contributes to the newest one.
             raise _Refused("superseded")
-        segment = state.ensure_copy(layout)
-        slot = state.claim(segment, generation, epoch)
+        segment = making_room.ensure_copy(state, layout, generation)
+        # Of the generation that the epoch began with there may be a block that others rely on,
+        # though parts are missing which peers held before: it stays until the new one is sealed.
+        anew = state.record is not None and generation == state.record.restore.generation
+        slot = state.claim(segment, generation, epoch, anew=anew)
         if slot is None:
             raise _Refused("early")
         names = [MEMBERS, *sorted({name for parts in expected.values() for name in parts})]
         try:
-            segment.reserve(names, [slot])
+            making_room.reserve(state, segment, names, slot, generation)
             for name in names:
                 if not state.open_part(segment, slot, name, epoch):
                     raise _Refused("stale")

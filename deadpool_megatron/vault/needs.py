@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.bases import is_local_part
+from deadpool_megatron.layout.choice import largest_group
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.replaying import copy_slots, gradients_part
 from deadpool_megatron.settings import Settings
@@ -60,9 +61,15 @@ def _size(nbytes: int) -> str:
 
 
 def node_needs(
-    layout: RoleLayout, own_segment_bytes: int, roles_per_node: int, settings: Settings
+    layout: RoleLayout,
+    own_segment_bytes: int,
+    roles_per_node: int,
+    settings: Settings,
+    nodes: int = 0,
 ) -> Needs:
-    """``own_segment_bytes``: of one role, see vault.segment.segment_bytes()."""
+    """``own_segment_bytes``: of one role, see vault.segment.segment_bytes(). ``nodes``: of the
+    run, spares included; where the scheme is chosen by what fits, they say how large parity groups
+    may be, and it is the least that any plan needs which counts here."""
     shards = set(layout.shard_parts)
     replicas = settings.replicas
     # Bytes that enough peers hold anyway are not copied.
@@ -75,6 +82,9 @@ def node_needs(
     elif settings.protection == "parity":
         blocks = replicas / settings.parity_group
         scheme = f"for parity ({replicas} of {settings.parity_group} roles)"
+    elif settings.protection == "mixed" and (group := largest_group(nodes, replicas)):
+        blocks = replicas / group
+        scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
     kept = (math.ceil(owed * blocks) + extras * replicas) * layout.slots
     if settings.protection == "recompute":
         kept, scheme = _chains(layout, owed, settings), f"for {replicas} copies with their steps"

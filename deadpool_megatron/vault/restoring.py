@@ -27,6 +27,7 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.replaying import key
+from deadpool_megatron.vault import making_room
 from deadpool_megatron.vault.blocks import Supply, VaultSupply
 from deadpool_megatron.vault.decoding import Decoder
 from deadpool_megatron.vault.dumped import (
@@ -337,7 +338,7 @@ class Obtainer:
         names, generation = self._names(layout), self._record.restore.generation
         if wanted is not None:
             names, generation = (wanted.name,), wanted.generation
-        segment = self._state.ensure_copy(layout)
+        segment = making_room.ensure_copy(self._state, layout, generation)
         slot = self._state.claim(segment, generation, self._record.epoch)
         if slot is None:
             # Of an earlier time as a buddy: a chain that nothing is computed from any more.
@@ -345,7 +346,7 @@ class Obtainer:
                 self._state.table.forget_before(segment, min(self._replay_sources, default=None))
             raise ConnectionError("no slot is free yet")
         try:
-            segment.reserve(names, [slot])
+            making_room.reserve(self._state, segment, names, slot, generation)
             yield segment, slot
         finally:
             self._state.release(segment, slot)

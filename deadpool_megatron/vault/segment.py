@@ -33,7 +33,7 @@ from pathlib import Path
 import xxhash
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.budget import Budget
+from deadpool_megatron.vault.budget import BLOCK_BYTES, Budget
 from deadpool_megatron.vault.errors import SegmentError
 
 PAGE = 4096
@@ -272,17 +272,18 @@ class Segment:
         )
         self._reserved |= wanted
 
-    def give_back(self, names: Collection[str], slot: int) -> None:
-        """Let go of the memory behind parts of a slot, which nobody may read any more.
-
-        A file system that cannot do that keeps it.
+    def give_back(self, names: Collection[str], slot: int) -> int:
+        """Let go of the memory behind parts of a slot, which nobody may read any more; answers how
+        many bytes that were. A file system that cannot do that keeps it.
         """
+        before = os.fstat(self._file).st_blocks
         for name in names:
             size = _pages(self.capacity(name))
             if size:
                 with contextlib.suppress(OSError):
                     self._map.madvise(mmap.MADV_REMOVE, self.offset(slot, name), size)
             self._reserved.discard((slot, name))
+        return max(0, before - os.fstat(self._file).st_blocks) * BLOCK_BYTES
 
     def capacity(self, name: str) -> int:
         """Most bytes the part may have. Raises KeyError for an unknown part."""

@@ -20,6 +20,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import NO_BASE
+from deadpool_megatron.vault import making_room
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.receiving import Intake
@@ -251,7 +252,7 @@ class _Connection:
             self._acknowledge(epoch, role, have)
             return
         try:
-            segment = state.ensure_copy(layout)
+            segment = making_room.ensure_copy(state, layout, generation)
         except VaultError as error:
             self._refuse(f"no copy possible: {error}", role=role)
             return
@@ -265,7 +266,7 @@ class _Connection:
             try:
                 wanted = [name for name, _, _ in needed]
                 give_back_other_kind(segment, slot, wanted)
-                segment.reserve(wanted, [slot])
+                making_room.reserve(state, segment, wanted, slot, generation)
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return

@@ -254,12 +254,14 @@ class VaultState:
             self._after_seal(segment.layout.role, segment.generation(slot))
         return True
 
-    def claim(self, segment: Segment, generation: Generation, epoch: int) -> int | None:
+    def claim(
+        self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
+    ) -> int | None:
         """See :meth:`Table.claim`; None also when the epoch is not open."""
         with self.lock:
             if not self.is_open(epoch):
                 return None
-            return self.table.claim(segment, generation, epoch)
+            return self.table.claim(segment, generation, epoch, anew=anew)
 
     def release(self, segment: Segment, slot: int) -> None:
         """End of :meth:`claim`."""

@@ -91,6 +91,9 @@ class Table:
                     path.unlink()
             elif path.name.startswith(".copy-"):
                 path.unlink(missing_ok=True)
+        for segment in self.segments.values():
+            if segment.seat is None:
+                _settle_twins(segment)
         return sum(1 for _ in self.sealed())
 
     def attach(self, name: str) -> Segment:
@@ -227,7 +230,9 @@ class Table:
 
     # Slots of copies.
 
-    def claim(self, segment: Segment, generation: Generation, epoch: int) -> int | None:
+    def claim(
+        self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
+    ) -> int | None:
         """A slot of a copy for one writer at a time, or None while there is no free one.
 
         The slot that holds the generation already; else one without sealed parts; else the oldest,
@@ -236,6 +241,9 @@ class Table:
 
         Where steps are kept there are more slots than the owner has, and none is given away that
         something is computed from which may still be asked for.
+
+        ``anew``: not the slot in which parts of the generation are sealed, which stays as it is
+        until :meth:`replace`.
         """
         name = segment.path.name
         free: list[tuple[Generation, int]] = []
@@ -250,6 +258,8 @@ class Table:
             state, found = segment.state(slot), segment.generation(slot)
             taken = (name, slot) in self.writers
             if state is SlotState.SEALED and found == generation:
+                if anew and slot in held:
+                    continue
                 if taken:
                     return None
                 self.writers.add((name, slot))
@@ -282,6 +292,23 @@ class Table:
             held.setdefault(slot.generation, set()).update(slot.parts)
         kept = needed(held, newest[0].iteration)
         return {s.slot for s in sealed if s.generation not in kept}
+
+    def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
+        """Have ``seal`` seal the parts of ``slot``, which was claimed anew, and forget the other
+        slots of the same generation. At every moment, a kill of this process included, one of them
+        counts: see :func:`_settle_twins`.
+        """
+        generation = segment.generation(slot)
+        others = [
+            sealed.slot
+            for sealed in _sealed_slots(segment)
+            if sealed.generation == generation and sealed.slot != slot
+        ]
+        for other in others:
+            segment.set_state(other, SlotState.WRITING)
+        seal()
+        for other in others:
+            segment.set_state(other, SlotState.EMPTY)
 
     def superseded(self, segment: Segment, generation: Generation) -> bool:
         """True when every slot of a copy holds something newer than ``generation``."""
@@ -385,3 +412,25 @@ def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> Non
         unwanted = part.name in late or entry.state is PartState.FILLED
         if unwanted and entry.state is not PartState.ABSENT and entry.epoch < epoch:
             segment.invalidate_part(slot, part.name, PartState.ABSENT)
+
+
+def _settle_twins(segment: Segment) -> None:
+    """After a kill in :meth:`Table.replace`: the new slot if it has all that the old one has.
+
+    A slot of a copy loses all its sealed parts before it gets another generation, so one that is
+    WRITING and has any is as it was.
+    """
+    for slot in range(segment.slots):
+        if segment.state(slot) is not SlotState.WRITING:
+            continue
+        names = {part.name for part in segment.layout.parts}
+        sealed = {n for n in names if segment.entry(slot, n).state is PartState.SEALED}
+        if not sealed:
+            continue
+        twins = [s for s in _sealed_slots(segment) if s.generation == segment.generation(slot)]
+        if any(sealed <= set(twin.parts) for twin in twins):
+            segment.set_state(slot, SlotState.EMPTY)
+            continue
+        for twin in twins:
+            segment.set_state(twin.slot, SlotState.EMPTY)
+        segment.set_state(slot, SlotState.SEALED)

@@ -25,6 +25,7 @@ from deadpool_megatron.vault.limits import cgroup_memory
 from deadpool_megatron.vault.links import Link
 from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.needs import Room, node_needs, objection, warnings
+from deadpool_megatron.vault.rooms import usable_bytes
 from deadpool_megatron.vault.segment import Segment, copy_name, own_name, segment_bytes
 from deadpool_megatron.wire import framing
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
@@ -161,6 +162,27 @@ def test_needs_and_objection_agree(
     found = warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
     assert any("lock" in line for line in found)
     assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
+
+
+def test_what_is_chosen_needs_at_least_the_sparest_plan() -> None:
+    """Of a member that looks for memory, and knows nothing of the others but how many there are."""
+    layout = make_layout(0, nbytes=1 << 20)
+    own, chosen = segment_bytes(layout), Settings(protection="mixed")
+    copies = node_needs(layout, own, 2, Settings())
+    assert node_needs(layout, own, 2, chosen, 2) == copies, "two nodes are too few for parity"
+    three, many = (node_needs(layout, own, 2, chosen, nodes) for nodes in (3, 64))
+    assert copies.kept > three.kept > many.kept
+    assert (
+        many.kept == node_needs(layout, own, 2, Settings(protection="parity", parity_group=8)).kept
+    )
+    assert "1 of 8 roles, --deadpool-protection mixed" in many.in_words()
+    assert own == three.own // 2
+
+
+def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
+    (tmp_path / "own-0-0.0.0.seg").write_bytes(bytes(8192))
+    assert usable_bytes(tmp_path, 5000) == 5000
+    assert usable_bytes(tmp_path, 0) > 5000
 
 
 def test_chains_of_steps_are_counted() -> None:
