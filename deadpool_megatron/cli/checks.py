@@ -23,6 +23,7 @@ from deadpool_megatron.cluster.run_directory import (
     RunDirectoryError,
     RunInfo,
 )
+from deadpool_megatron.layout.choice import largest_group
 from deadpool_megatron.layout.domains import DomainsError, parse_domains
 from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.schemes import Kind, losses_survived
@@ -206,6 +207,8 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     elsewhere: float = losses_survived(info.settings)
     if info.settings.protection == Kind.PARITY:
         elsewhere /= info.settings.parity_group
+    elif info.settings.protection == "mixed":
+        elsewhere /= max(1, largest_group(info.nodes + info.spares, info.settings.replicas))
     needed = int(info.nproc_per_node * nodes_here * (1 + elsewhere) * COPY_BYTES)
     _check_limit(info, nodes_here, needed, free)
     if free < needed:

@@ -35,6 +35,7 @@ from deadpool_megatron.cluster.run_directory import (
     read_json,
     slots_are_kept,
 )
+from deadpool_megatron.cluster.slots import is_followed
 from deadpool_megatron.cluster.starter import choose_method
 from deadpool_megatron.wire import auth
 
@@ -42,6 +43,7 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _COORDINATOR_RESTARTS = 5
+_AGENT_RESTARTS = 5
 _LEAVE_SECONDS = 1.0
 _FENCE_SECONDS = 5.0
 
@@ -76,6 +78,7 @@ class Launcher:
         self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_restarts = 0
+        self._agent_restarts = 0
         self._next_node = max(options.numbers) + 1
         self._refills = options.refill
         self._signals = 0
@@ -142,7 +145,7 @@ class Launcher:
                 },
             )
 
-    def _start_agent(self, node: int) -> None:
+    def _start_agent(self, node: int, *, takes_up: bool = False) -> None:
         options = AgentOptions(
             node=node,
             run=self._run,
@@ -154,8 +157,9 @@ class Launcher:
             modules=self._options.modules,
             directory=Path.cwd(),
             lifeline_fd=self._lifeline,
-            takes_up=self._options.restarted,
+            takes_up=takes_up or self._options.restarted,
         )
+        self._run.followed(node).unlink(missing_ok=True)  # of an earlier start of the run
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -197,16 +201,32 @@ class Launcher:
             del self._agents[node]
             # What the node held is gone with it, as on a real machine.
             kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
+            follows = not self._ending and self._is_followed(node)
+            kept = kept or follows
             clean_node(self._run, self._info.run_id, node, keep_slots=kept)
             if self._run.final.exists() or self._stop_deadline:
                 continue
             ending = Ending.from_wait_status(status)
             self._options.say(f"node {node}: agent {ending}")
-            if self._refills > 0:
+            if follows:
+                self._agent_restarts += 1
+                self._options.say(f"node {self._next_node} takes up what node {node} held")
+                self._start_agent(self._next_node, takes_up=True)
+                self._next_node += 1
+            elif self._refills > 0:
                 self._refills -= 1
                 self._options.say(f"node {self._next_node} starts as a new spare")
                 self._start_agent(self._next_node)
                 self._next_node += 1
+
+    def _is_followed(self, node: int) -> bool:
+        """Whether the next agent takes up what this one held; said before its vault is ended."""
+        if self._agent_restarts >= _AGENT_RESTARTS or self._run.final.exists():
+            return False
+        follows = is_followed(self._info.settings, self._run, node)
+        if follows:
+            self._run.followed(node).touch()
+        return follows
 
     def _coordinator_ended(self) -> bool:
         """True when the run is over; a coordinator that failed is started again."""

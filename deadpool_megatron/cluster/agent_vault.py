@@ -8,7 +8,6 @@ the same slots, in the state it should have been in.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping

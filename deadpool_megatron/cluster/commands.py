@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.machine_state import State
 from deadpool_megatron.cluster.plan_facts import memory_refusal
 from deadpool_megatron.layout import schemes
 
+_MIXED = "mixed"
 _KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "protect")
 
 
@@ -79,26 +80,33 @@ class Commands:
         return {"ok": True}
 
     def _protect(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
+        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is.
+
+        A scheme that was asked for stays, whatever is measured, until ``mixed`` is asked for.
+        """
         state, settings = self._state(), self._info.settings
-        plan = state.protection
+        plan, mixed = state.protection, state.mixed
         if message.get("scheme") is not None:
+            mixed = message["scheme"] == _MIXED
+        if message.get("scheme") not in (None, _MIXED):
             group = int(message.get("group") or settings.parity_group)
             plan = schemes.uniform(str(message["scheme"]), settings, plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
+        if mixed:
+            words = f"{_MIXED}, now {words}"
         why = machine_plans.refusal(plan, len(state.nodes), settings, state.protection)
         why = why or memory_refusal(plan, state, settings)
         if why:
             return {"ok": False, "error": f"{words} cannot be: {why}"}
-        if plan == state.protection:
+        if plan == state.protection and mixed == state.mixed:
             return {"ok": False, "error": f"the run is protected by {words} already"}
         try:
-            wanted.note(self._journal, plan, state.epoch)
+            wanted.note(self._journal, plan, state.epoch, mixed=mixed)
         except JournalError as error:
             return {"ok": False, "error": str(error)}
-        self._feed(inputs.ProtectionRequested(plan, wanted.WHY))
+        self._feed(inputs.ProtectionRequested(plan, wanted.WHY, mixed))
         return {"ok": True, "plan": words}
 
     def _attach(self, hostname: str) -> dict[str, Any]:

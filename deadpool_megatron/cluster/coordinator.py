@@ -294,7 +294,7 @@ class Coordinator:
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The end of an agent's connection is the end of its node: its members die with it."""
         if not peer.dropped:
-            self.feed(inputs.NodeLost(peer.node, cause))
+            self.feed(self._options.node_lost(peer.node, cause))
 
     def refused(self, who: str, why: str) -> None:
         """Report what was not accepted."""

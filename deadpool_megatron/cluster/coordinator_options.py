@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from deadpool_megatron.cluster.journal import Journal
 from deadpool_megatron.cluster.leadership import Term
+from deadpool_megatron.cluster.machine_events import NodeLost
 from deadpool_megatron.cluster.machine_state import Config
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.slots import is_followed
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -31,6 +33,13 @@ class CoordinatorOptions:
     lifeline_fd: int | None = None
     restarted: bool = False
 
+    def node_lost(self, node: int, cause: str) -> NodeLost:
+        """What the end of an agent's connection means; a launcher may start another agent on what
+        the ended one held."""
+        launched = self.lifeline_fd is not None
+        followed = launched and is_followed(self.info.settings, self.run, node)
+        return NodeLost(node, cause, slots_left=followed)
+
 
 def machine_config(options: CoordinatorOptions) -> Config:
     """The facts that the state machine needs."""
@@ -46,6 +55,7 @@ def machine_config(options: CoordinatorOptions) -> Config:
         dump_directory=str(options.run.dump),
         start=start,
         restarted=options.restarted,
-        # A launcher counts a dead agent as a dead host, and takes its memory away.
+        # A launcher counts a dead agent as a dead host, and takes its memory away, unless there is
+        # nothing else (node_lost).
         returns=options.lifeline_fd is None,
     )

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 from immutables import Map
 
+from deadpool_megatron.cluster import wanted
 from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.journal import Journal
 from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_state import State
-from deadpool_megatron.cluster.wanted import still_wanted
 from deadpool_megatron.layout.records import EpochRecord, without_details
 
 
 def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: float) -> State:
-    """``now``: monotonic seconds. Raises JournalError for a journal that cannot be read."""
+    """``now``: monotonic seconds. Raises JournalError for a journal that does not work."""
     records = journal.entries("epoch")
     if not records:
         return machine.start(now)
@@ -24,8 +24,11 @@ def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: f
         EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
         for epoch, values in sorted(records.items())
     ]
-    wanted = still_wanted(journal, newest_epoch)
-    state = machine.resume(kept, chronicle.newest_durable(), now, wanted)
+    asked = wanted.newest(journal, newest_epoch)
+    if machine.begins_anew and asked != wanted.Wanted():
+        wanted.note(journal, None, newest_epoch)  # also for the coordinators after this one
+    durable = chronicle.newest_durable()
+    state = machine.resume(kept, durable, now, asked.plan, mixed=asked.mixed)
     newest = max(state.newest, chronicle.results.last_iteration)
     # Nobody waits for a node that was given up before.
     return replace(state, newest=newest, gone=Map(chronicle.results.lost_nodes))

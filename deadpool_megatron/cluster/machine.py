@@ -50,6 +50,11 @@ class Machine:
         self._config = config
         self._planner = planner
 
+    @property
+    def begins_anew(self) -> bool:
+        """Whether a launcher has started all processes of the run again."""
+        return self._config.restarted and not self._config.returns
+
     def start(self, now: float) -> State:
         """The state of a run that begins."""
         config = self._config
@@ -60,7 +65,14 @@ class Machine:
         saved = config.start if config.start.kind != "initial" else None
         deadline = now + config.settings.start_seconds
         plan = first_plan(config.settings)
-        return State(Phase.GATHERING, deadline, SeatTable(wished), durable=saved, protection=plan)
+        return State(
+            Phase.GATHERING,
+            deadline,
+            SeatTable(wished),
+            durable=saved,
+            protection=plan,
+            mixed=config.settings.protection == "mixed",
+        )
 
     def resume(
         self,
@@ -68,9 +80,12 @@ class Machine:
         durable: Restore | None,
         now: float,
         wanted: ProtectionPlan | None = None,
+        *,
+        mixed: bool | None = None,
     ) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal,
-        ``wanted`` a plan that was asked for and that no record has yet.
+        ``wanted`` a plan that was asked for and that no record has yet, ``mixed`` what a user has
+        said last about who chooses the scheme, None for nothing.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -84,10 +99,10 @@ class Machine:
         # Reported (again, see results) if it came with the last record: nobody knows if it was.
         told = records[-2].protection if len(records) > 1 else None
         plan = wanted or last.protection
-        if self._config.restarted and not self._config.returns:
-            # A launcher has started all of it again, with the settings of its command; what was
-            # asked for, or chosen, in the run before is over (cli/restarting).
-            plan, told = begun.protection, last.protection
+        if self.begins_anew:
+            # With the settings of its command; what was asked for, or chosen, in the run before is
+            # over (cli/restarting).
+            plan, told, mixed = begun.protection, last.protection, None
         return replace(
             begun,
             deadline=now + machine_takeover.patience_seconds(self._config),
@@ -102,6 +117,7 @@ class Machine:
             protection=plan,
             protection_why=WHY if wanted is not None and plan == wanted else "",
             protection_told=told,
+            mixed=begun.mixed if mixed is None else mixed,
             nonfinite=machine_nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
@@ -124,11 +140,12 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             machine_limits.tick(turn)
         case ev.NodeJoined():
             _node_joined(turn, event)
-        case ev.NodeLost(node, cause, silent, kind):
+        case ev.NodeLost(node, cause, silent, kind, slots_left):
             if node not in turn.state.nodes:
                 return  # dropped by the machine itself, which the caller then reports
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
-            if turn.config.returns and not silent and kind is FailureKind.NODE_LOST:
+            may_return = turn.config.returns or slots_left
+            if may_return and not silent and kind is FailureKind.NODE_LOST:
                 turn.set(returning=turn.state.returning | {node})
             machine_moves.lose_node(turn, node, failure, silent_seconds=silent)
             machine_limits.check_gathered(turn)

@@ -53,13 +53,15 @@ class NodeLost:
     """A verdict: connection closed, silent, or told to go. It never comes back under this id.
 
     ``silent_seconds``: how long before this verdict the last sign of life was. ``kind``: lost, cut
-    or frozen.
+    or frozen. ``slots_left``: only its agent has ended, and a launcher starts another one on what
+    it held.
     """
 
     node: int
     cause: str
     silent_seconds: float = 0.0
     kind: FailureKind = FailureKind.NODE_LOST
+    slots_left: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,10 +257,14 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class ProtectionRequested:
-    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words."""
+    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words.
+
+    ``mixed``: whether the scheme is chosen by what is measured from now on; None: as before.
+    """
 
     plan: ProtectionPlan
     why: str
+    mixed: bool | None = None
 
 
 @dataclass(frozen=True)

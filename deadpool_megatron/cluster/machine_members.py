@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster import machine_events as ev
-from deadpool_megatron.cluster import machine_limits, machine_repeats, machine_restart
+from deadpool_megatron.cluster import machine_limits, machine_repeats, machine_restart, machine_room
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import finish
@@ -134,6 +134,9 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
     turn.set(layouts=state.layouts.set(role, layout))
+    # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
+    if known is None and (why := machine_room.unfit(turn)):
+        close(turn, Failure(why, FailureKind.DRAINED))
 
 
 def _lost(turn: Turn, event: ev.MemberLost) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from immutables import Map
 
-from deadpool_megatron.cluster import machine_restart, machine_timing
+from deadpool_megatron.cluster import machine_restart, machine_room, machine_timing
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import (
     Announce,
@@ -143,11 +143,18 @@ def decide(turn: Turn) -> None:
         else:
             dump_held(turn, 1, _with_scheme(turn, restore.reason))
         return
+    # On a cluster nobody knows whether an agent comes back, but a launcher starts it for certain.
+    if state.returning and not turn.config.returns and restore.kind != "memory":
+        _wait_for_return(turn, "what nodes hold that are here is older than that")
+        return
     if seats.unseated:
         _wait_for_spare(turn, seats)
         return
     assert state.store is not None
     nodes = record_nodes(state, seats.seats)
+    if why := machine_room.settle(turn, seats.seats, nodes):
+        machine_room.wait_or_end(turn, why, restore)
+        return
     record = EpochRecord(
         epoch=state.epoch + 1,
         seats=seats.seats,
@@ -155,8 +162,8 @@ def decide(turn: Turn) -> None:
         restore=restore,
         store_host=state.store[0],
         store_port=state.store[1],
-        replicas=losses_survived(turn.config.settings, state.protection),
-        protection=state.protection,
+        replicas=losses_survived(turn.config.settings, turn.state.protection),
+        protection=turn.state.protection,
         emitted_up_to=state.newest,
         fewer_copies=_missing_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",

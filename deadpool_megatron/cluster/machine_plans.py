@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.machine_state import LAST_PHASES, State, Turn
 from deadpool_megatron.cluster.plan_facts import memory_refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.schemes import (
     Kind as SchemeKind,
@@ -60,6 +61,11 @@ def refusal(
     for scheme in (rule.scheme for rule in plan.rules):
         if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
             return f"a parity group has at least 2 roles, not {scheme.group}"
+        if scheme.kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+            return (
+                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+            )
         needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
         is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
         if is_new and live_nodes < needed:
@@ -86,7 +92,10 @@ def take_request(turn: Turn, event: ProtectionRequested) -> None:
         why = "the run is ending"
     if why:
         turn.refuse(f"protection {plan_in_words(event.plan)}", why)
-    elif event.plan != state.protection:
+        return
+    if event.mixed is not None:
+        turn.set(mixed=event.mixed)
+    if event.plan != state.protection:
         turn.set(protection=event.plan, protection_why=event.why)
 
 

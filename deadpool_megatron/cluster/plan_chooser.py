@@ -1,4 +1,5 @@
-"""``mixed`` at work: after some iterations, the best plan for what was measured, once in a term.
+"""``mixed`` at work: after some iterations, the best plan for what was measured, once in a term
+and once after each time that a user has asked for it.
 
 Trying all plans of a large run takes seconds, so it is done in a thread of its own; the coordinator
 goes on serving meanwhile and takes the answer when it is there.
@@ -12,27 +13,30 @@ from functools import partial
 
 from deadpool_megatron.cluster.cadence_rule import Stretch
 from deadpool_megatron.cluster.machine_state import State
-from deadpool_megatron.cluster.plan_facts import budgets_of, scene_of
-from deadpool_megatron.layout.choice import Choice, Measured, choose
+from deadpool_megatron.cluster.plan_facts import best_plan, budgets_of, scene_of
+from deadpool_megatron.layout.choice import Choice, Measured
 from deadpool_megatron.settings import Settings
 
 MEASURED_ITERATIONS = 20
 
 
 class PlanChooser:
-    """Used from the coordinator's loop only. Chooses for ``mixed``, else never."""
+    """Used from the coordinator's loop only. Chooses once, for as long as ``mixed`` is wanted."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._thread: threading.Thread | None = None
         self._found: list[Choice] = []
-        self._is_over = settings.protection != "mixed"
+        self._is_over = False
 
     def look(self, state: State, stretch: Stretch) -> Choice | None:
         """The choice, once, when it has been made. Starts to choose when enough was measured.
 
         ``stretch``: what was seen since the epoch began; ``state``: of a running epoch.
         """
+        if not state.mixed:  # a user has chosen; what is being chosen now is for nobody
+            self._thread, self._is_over = None, False
+            return None
         if self._is_over or state.record is None:
             return None
         if self._thread is None:
@@ -55,10 +59,13 @@ class PlanChooser:
             # The window of a thinner cadence is that of several iterations.
             window = stretch.window_seconds / plan.every
             measured = Measured(plan, stretch.ship_seconds, window)
-        work = partial(choose, scene, budgets_of(state), measured, plan.every)
+        found: list[Choice] = []
+        self._found = found
+        work = partial(best_plan, scene, budgets_of(state), measured, plan.every)
         # A coordinator that ends does not wait for it.
-        self._thread = threading.Thread(target=self._choose, args=(work,), daemon=True)
+        self._thread = threading.Thread(target=_choose, args=(work, found), daemon=True)
         self._thread.start()
 
-    def _choose(self, work: Callable[[], Choice]) -> None:
-        self._found.append(work())
+
+def _choose(work: Callable[[], Choice], found: list[Choice]) -> None:
+    found.append(work())

@@ -2,28 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
 from deadpool_megatron.cluster.machine_state import State
+from deadpool_megatron.layout.choice import Choice, Measured, choose, sized
 from deadpool_megatron.layout.demand import Scene, demand
+from deadpool_megatron.layout.records import NodeAddress, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.settings import Settings
 
-_GIGA = 1e9
+
+@dataclass(frozen=True)
+class Lack:
+    """A node whose memory does not do."""
+
+    node: int
+    needed_bytes: int
+    has_bytes: int
+
+    def in_words(self) -> str:
+        """What it would need, and what it has."""
+        return (
+            f"node {self.node} would need {sized(self.needed_bytes)} of memory for"
+            f" generations and has {sized(self.has_bytes)}"
+        )
 
 
-def scene_of(state: State, settings: Settings) -> Scene | None:
-    """Seats, layouts and nodes as they are; None before all members have registered."""
-    if len(state.layouts) < len(state.seats):
+def scene_of(
+    state: State,
+    settings: Settings,
+    seats: Mapping[int, Seat] | None = None,
+    nodes: Mapping[int, NodeAddress] | None = None,
+) -> Scene | None:
+    """Seats, layouts and nodes as they are, or as the next record will say; None before all
+    members have registered."""
+    chosen = state.seats if seats is None else seats
+    if len(state.layouts) < len(chosen):
         return None
-    seats = {role: seat.node for role, seat in state.seats.items()}
-    domains = {node: known.domain for node, known in state.nodes.items()}
-    training = set(seats.values())
+    seated = {role: seat.node for role, seat in chosen.items()}
+    live = state.nodes if nodes is None else nodes
+    domains = {node: known.domain for node, known in live.items()}
+    training = set(seated.values())
     spares = [node for node in domains if node not in training]
-    return Scene(dict(state.layouts), seats, domains, spares, settings.replicas)
+    return Scene(dict(state.layouts), seated, domains, spares, settings.replicas)
 
 
 def budgets_of(state: State) -> dict[int, int]:
     """Bytes for generations on each node that has said how many it has."""
     return {n: known.memory_bytes for n, known in state.nodes.items() if known.memory_bytes}
+
+
+def best_plan(
+    scene: Scene, budgets: Mapping[int, int], measured: Measured | None, every: int
+) -> Choice:
+    """The best plan that leaves every node room to take over roles; where none does, that is left
+    out of account: a node that has to may then fail at it, or have copies wait for memory."""
+    roomy = replace(scene, roomy=True)
+    choice = choose(roomy, budgets, measured, every)
+    if lacking(choice.plan, roomy, budgets) is not None:
+        return choose(scene, budgets, measured, every)
+    return replace(choice, why=f"{choice.why}; with room to take over the roles of another node")
+
+
+def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
+    """The node that lacks most memory for ``plan``; None where all have enough."""
+    needs = demand(plan, scene).memory
+    found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
+    return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
 
 
 def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
@@ -32,12 +78,5 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     scene = scene_of(state, settings)
     if scene is None or (state.record and state.record.protection.rules == plan.rules):
         return ""
-    needs = demand(plan, scene).memory
-    lacking = {n: needs[n] - has for n, has in budgets_of(state).items() if needs[n] > has}
-    if not lacking:
-        return ""
-    node = max(sorted(lacking), key=lambda one: lacking[one])
-    return (
-        f"node {node} would need {needs[node] / _GIGA:.3g} GB of memory for generations and has"
-        f" {(needs[node] - lacking[node]) / _GIGA:.3g} GB: choose parity with a larger --group"
-    )
+    lack = lacking(plan, scene, budgets_of(state))
+    return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"

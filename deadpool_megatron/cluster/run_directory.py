@@ -135,9 +135,18 @@ class RunDirectory:
         """Held by the one ``deadpool run`` that uses the directory."""
         return self.path / "launcher.lock"
 
+    @property
+    def resuming(self) -> Path:
+        """A file for each agent that has written what an earlier run has left on its host."""
+        return self.path / "resuming"
+
     def node(self, node: int) -> Path:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
+
+    def followed(self, node: int) -> Path:
+        """There once a launcher has another agent take up what the ended one of a node held."""
+        return self.path / "nodes" / f"{node}.followed"
 
     def log(self, name: str) -> Path:
         """``name``: ``node0-agent``, ``node0-slot1-2``, ``coordinator``, ..."""

@@ -18,8 +18,15 @@ from pathlib import Path
 
 from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.cleanup import end_processes, node_processes, remove_segments
-from deadpool_megatron.cluster.run_directory import ENVIRONMENT_RUN_ID, RunDirectory, segment_root
+from deadpool_megatron.cluster.run_directory import (
+    ENVIRONMENT_RUN_ID,
+    RunDirectory,
+    read_json,
+    segment_root,
+)
 from deadpool_megatron.layout.records import Generation, Inventory
+from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
 from deadpool_megatron.vault.table import Table
@@ -44,6 +51,22 @@ def claim(segments: Path, node: int) -> int:
         os.close(lock)
         raise NodeTaken(f"node {node} already has an agent on this host") from error
     return lock
+
+
+def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
+    """Whether a launcher starts an agent after that of ``node``, which has ended: where no other
+    node has what it held (``local``), and the host did not go with it, for its vault lives.
+
+    The launcher makes a note before it ends the vault; so whoever looks later knows as well.
+    """
+    if settings.protection != Kind.LOCAL:
+        return False
+    try:
+        vault = read_json(run.node(node)).get("vault")
+    except (OSError, ValueError):
+        vault = None
+    lives = vault is not None and vault in node_processes(run, node)
+    return lives or run.followed(node).exists()
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:

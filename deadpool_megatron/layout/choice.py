@@ -201,13 +201,13 @@ def _why(
     if best.key[0]:
         node, needs, budget = _tightest(best, budgets)
         return (
-            f"{name}: nothing fits, node {node} would need {_size(needs)} of {_size(budget)}; this"
+            f"{name}: nothing fits, node {node} would need {sized(needs)} of {sized(budget)}; this"
             " needs least"
         )
-    text = f"{name}: needs up to {_size(best.demand.largest_memory_bytes)} on a node"
+    text = f"{name}: needs up to {sized(best.demand.largest_memory_bytes)} on a node"
     if best.plan != copies.plan and copies.key[0]:
         node, needs, budget = _tightest(copies, budgets)
-        text += f"; copies of everything need {_size(needs)} on node {node}, {_size(budget)} fit"
+        text += f"; copies of everything need {sized(needs)} on node {node}, {sized(budget)} fit"
     if measured is not None and rate:
         ship = best.demand.largest_ship_bytes / rate
         text += f"; ships {ship:.2g} s of a window of {measured.window_seconds:.2g} s"
@@ -226,5 +226,6 @@ def _tightest(candidate: _Candidate, budgets: Mapping[int, int]) -> tuple[int, i
     return node, memory[node], budgets[node]
 
 
-def _size(nbytes: int) -> str:
+def sized(nbytes: int) -> str:
+    """Three digits, GB or MB."""
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"

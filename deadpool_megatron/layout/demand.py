@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
@@ -23,13 +23,15 @@ from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 @dataclass(frozen=True)
 class Scene:
     """Who sits where. ``seats``: role -> node; ``domains``: of each live node, spares too;
-    ``survived``: lost nodes that any plan but ``local`` has to bear (r)."""
+    ``survived``: lost nodes that any plan but ``local`` has to bear (r). ``roomy``: memory counts
+    with what a node needs while it takes over the roles of another one."""
 
     layouts: Mapping[int, RoleLayout]
     seats: Mapping[int, int]
     domains: Mapping[int, str]
     spares: Collection[int]
     survived: int
+    roomy: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,32 @@ class Demand:
 def demand(plan: ProtectionPlan, scene: Scene) -> Demand:
     """See :class:`Demand`. Recompute counts as what its generations with a whole copy need."""
     survived = 0 if Kind.LOCAL in plan.kinds else scene.survived
+    reckoning = _reckoned(plan, scene, survived)
+    memory = dict(reckoning.memory)
+    if scene.roomy:
+        memory = reckoning.with_room(_reckoned(plan, _after_a_swap(scene), survived).most_kept())
+    return Demand(memory, dict(reckoning.out), dict(reckoning.into), *reckoning.risk())
+
+
+def _reckoned(plan: ProtectionPlan, scene: Scene, survived: int) -> _Reckoning:
     reckoning = _Reckoning(plan, scene, survived)
     for role, layout in scene.layouts.items():
         if role in scene.seats:
             reckoning.add_role(role, layout)
     reckoning.add_parity()
-    return Demand(
-        dict(reckoning.memory),
-        dict(reckoning.out),
-        dict(reckoning.into),
-        *reckoning.risk(),
+    return reckoning
+
+
+def _after_a_swap(scene: Scene) -> Scene:
+    """A spare has taken over the roles of a node, if there is one: fewer nodes keep as much."""
+    if not scene.spares or not scene.seats:
+        return scene
+    lost, spare = min(scene.seats.values()), min(scene.spares)
+    return replace(
+        scene,
+        seats={role: spare if node == lost else node for role, node in scene.seats.items()},
+        domains={node: domain for node, domain in scene.domains.items() if node != lost},
+        spares=[node for node in scene.spares if node != spare],
     )
 
 
@@ -145,6 +163,34 @@ class _Reckoning:
                     self.memory[holder] += block_bytes(slots, len(group.roles), longest)
                 holding = frozenset({*nodes, *group.holders})
                 self._holding.add((holding, len(group.holders) + 1))
+
+    def most_kept(self) -> int:
+        """Bytes that the fullest training node has beside its own slots."""
+        own = self._own()
+        return max((self.memory[node] - own[node] for node in own), default=0)
+
+    def _own(self) -> Counter[int]:
+        own = Counter[int]()
+        for role, node in self._scene.seats.items():
+            if role in self._scene.layouts:
+                own[node] += own_bytes(self._scene.layouts[role])
+        return own
+
+    def with_room(self, kept: int) -> dict[int, int]:
+        """One generation of the roles is fetched beside the slots that are made for them. What a
+        spare has kept until then stays in one generation until that has new places, of which the
+        spare, which keeps as much as ``kept`` bytes then, may be one.
+        """
+        own = self._own()
+        slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
+        most = max(own.values(), default=0)
+        fetched = -(-most // slots)
+        return {
+            node: nbytes + fetched
+            if node in own
+            else max(nbytes, most + fetched + (nbytes + kept) // slots)
+            for node, nbytes in self.memory.items()
+        }
 
     def risk(self) -> tuple[int, frozenset[str]]:
         """Fatal sets, and fatal domains."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.choice import GROUP_SIZES, largest_group
 from deadpool_megatron.planning import refusals, risk, spares, traffic
-from deadpool_megatron.planning.keys import Plan
+from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds, total_parameters
 from deadpool_megatron.planning.risk import HolderSets
 from deadpool_megatron.planning.roles import Placement, place
@@ -68,7 +71,31 @@ class Assessment:
 
 
 def assess(plan: Plan) -> Assessment:
-    """Work a plan out. Raises PlanError, with the number to change, when it cannot hold."""
+    """Work a plan out; ``mixed`` as the first scheme that holds, copies before parity and small
+    groups before large ones. Raises PlanError, with the number to change, when it cannot hold.
+    """
+    if plan.protection.scheme != "mixed":
+        return _assess(plan)
+    last = PlanError("protection.scheme: there is none")
+    for changes in _candidates(plan):
+        protection = dataclasses.replace(plan.protection, **changes)
+        try:
+            return _assess(dataclasses.replace(plan, protection=protection))
+        except PlanError as error:
+            last = error  # the sparest one says what would be enough
+    raise last
+
+
+def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
+    """What a run with ``mixed`` tries, by the same sizes (layout.choice)."""
+    yield {"scheme": "buddy"}
+    most = largest_group(plan.cluster.nodes + plan.cluster.spares, plan.protection.replicas)
+    for size in GROUP_SIZES:
+        if size <= most:
+            yield {"scheme": "parity", "parity_group": size}
+
+
+def _assess(plan: Plan) -> Assessment:
     refusals.check_layout(plan)
     refusals.check_scheme(plan)
     placement = place(plan)

@@ -69,7 +69,7 @@ class Protection:
     scheme: str = _key(
         "--deadpool-protection",
         Settings.protection,
-        choices=("buddy", "parity", "local", "recompute"),
+        choices=("buddy", "parity", "local", "recompute", "mixed"),
     )
     replicas: int = _key(
         "--deadpool-replicas; parity: blocks of a group", Settings.replicas, least=1

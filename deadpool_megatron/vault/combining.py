@@ -250,6 +250,8 @@ class Combiner:
             # Roles contribute in order: who asks for this one has only forgotten that it is done.
             # A slot for it there may be none until he contributes to the newest one.
             raise _Refused("superseded")
+        if making_room.own_come_first(state):
+            raise _Refused("early")
         segment = making_room.ensure_copy(state, layout, generation)
         # Of the generation that the epoch began with there may be a block that others rely on,
         # though parts are missing which peers held before: it stays until the new one is sealed.

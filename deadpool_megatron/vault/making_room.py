@@ -10,7 +10,8 @@ room that is only given back once it is there. So the old is given back as soon 
   all roles have committed it anew. With 2+N slots any newer one does: a collective keeps all roles
   at the gate that waits for it. With 3+N it is the second one after it (design, section 4).
 
-What a role seated here has fetched for itself, and chains of steps, are left alone.
+Of roles seated here only what is older goes, for what they have fetched for themselves is theirs
+until their slots hold newer ones. Chains of steps are left alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,23 @@ def reserve(
         segment.reserve(names, [slot])
 
 
+def before_roles_come(state: VaultState) -> None:
+    """Right after an epoch was opened: members whose roles are new here make slots for them, and
+    cannot ask for room. Only where memory is limited: else nothing is given up before it must be.
+    """
+    if own_come_first(state) and state.record is not None:
+        give_back(state, state.record.restore.generation)
+
+
+def own_come_first(state: VaultState) -> bool:
+    """Whether memory is limited, and a member has yet to make its slots: it ends if there is no
+    room for them, while a copy that comes too early comes again."""
+    with state.lock:
+        return bool(state.settings.memory_bytes) and any(
+            state.table.own(role, seat) is None for role, seat in state.own_roles().items()
+        )
+
+
 def give_back(state: VaultState, offered: Generation) -> bool:
     """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
     table, given = state.table, False
@@ -63,23 +81,26 @@ def give_back(state: VaultState, offered: Generation) -> bool:
         for segment in table.segments.values():
             if segment.seat is not None or keeps_steps(segment.layout):
                 continue
-            owed = _owed(state, segment.layout)
+            owed, is_own = _owed(state, segment.layout), segment.layout.role in state.own_roles()
             for slot in range(segment.slots):
                 key = segment.path.name, slot
-                if owed is None or key in table.writers or table.pins[key]:
+                if key in table.writers or table.pins[key]:
                     continue
                 found = segment.generation(slot)
                 enough = 1 if segment.layout.slots <= 2 + state.settings.max_lag else 2
-                is_old = found < restored or (found == restored and later >= enough)
+                has_passed = found == restored and later >= enough and not is_own
+                is_old = found < restored or has_passed
                 given |= _give_back(segment, slot, owed, is_old=is_old)
     return given
 
 
-def _owed(state: VaultState, layout: RoleLayout) -> Collection[str] | None:
-    """Parts of a role that belong here; None for what is not looked at."""
+def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
+    """Parts of a role that are owed to this node, to which its own roles owe nothing."""
     ledger = state.ledger
-    if ledger is None or layout.role in state.own_roles():
-        return None
+    if ledger is None:
+        return {part.name for part in layout.parts}
+    if layout.role in state.own_roles():
+        return ()
     if is_parity_role(layout.role):
         return {part.name for part in layout.parts} if ledger.keeps(layout, state.node) else ()
     return {name for name, nodes in ledger.owed(layout).items() if state.node in nodes}

@@ -29,6 +29,7 @@ from deadpool_megatron.vault.decoding import load_code
 from deadpool_megatron.vault.dumping import dump, dump_held
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
+from deadpool_megatron.vault.making_room import before_roles_come
 from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
@@ -181,6 +182,7 @@ class Vault:
             self._cut_stale(record.epoch)
             if not self._state.adopt(record):
                 return
+            before_roles_come(self._state)
             self._workers = {
                 role: RoleWorker(self._state, self._transport, record, role, seat)
                 for role, seat in self._state.own_roles().items()

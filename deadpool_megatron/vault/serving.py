@@ -251,6 +251,9 @@ class _Connection:
             self._channel.send({"t": "need", "parts": []})
             self._acknowledge(epoch, role, have)
             return
+        if making_room.own_come_first(state):
+            self._refuse("early")
+            return
         try:
             segment = making_room.ensure_copy(state, layout, generation)
         except VaultError as error:

@@ -90,6 +90,40 @@ def test_the_next_coordinator_knows_what_was_asked_for(
     assert bool(state.protection_why) == is_kept
 
 
+def taken_over(desk: Desk, tmp_path: Path, *, restarted: bool = False) -> State:
+    """What the next coordinator begins with, after one record."""
+    restore = Restore("initial", Generation(0, 0))
+    record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
+    desk.journal.write("epoch", 1, record.to_dict())
+    config = Config(4, 0, 1, desk.commands._info.settings, "/dump", restarted=restarted)
+    results = SimpleNamespace(last_iteration=0, lost_nodes={})
+    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
+    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), chronicle, 0.0)
+
+
+def test_an_order_wins_over_what_is_measured_until_mixed_is_ordered(tmp_path: Path) -> None:
+    """In the journal, although a record has the plan already."""
+    desk = Desk(4, Settings(protection="mixed"), tmp_path)
+    assert desk.ask(every=5)["plan"] == "mixed, now buddy; every 5 iterations"
+    assert desk.ask(scheme="buddy")["plan"] == "buddy", "said, though it is what is in force"
+    wishes = [item.mixed for item in desk.fed if isinstance(item, inputs.ProtectionRequested)]
+    assert wishes == [True, False]
+    desk.state = desk.state.changed({"mixed": False, "epoch": 1})
+    assert "by buddy already" in str(desk.ask(scheme="buddy")["error"])
+    assert not taken_over(desk, tmp_path).mixed
+    assert desk.ask(scheme="mixed")["plan"] == "mixed, now buddy"
+    assert taken_over(desk, tmp_path).mixed
+
+
+def test_a_run_that_is_started_again_chooses_again(tmp_path: Path) -> None:
+    """Also its coordinators after the first one."""
+    desk = Desk(4, Settings(protection="mixed"), tmp_path)
+    assert desk.ask(scheme="parity", group=2)["ok"]
+    assert not taken_over(desk, tmp_path).mixed
+    assert taken_over(desk, tmp_path, restarted=True).mixed
+    assert taken_over(desk, tmp_path).mixed
+
+
 def test_refused_at_once_with_the_reason(tmp_path: Path) -> None:
     desk = Desk(2, Settings(), tmp_path)
     assert "attach 1 more" in str(desk.ask(scheme="parity")["error"])

@@ -35,6 +35,15 @@ def layout(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
     return RoleLayout(role, parts, peers, 2, layout_hash or f"hash{role}")
 
 
+MEGA = 1 << 20
+
+
+def large(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
+    """In place of :func:`layout`: a shard beside which all the rest is small."""
+    parts = (PartInfo("main", MEGA, (role,)), PartInfo("extras@step", 8, (role,)))
+    return RoleLayout(role, parts, tuple(range(world)), 2, layout_hash or f"hash{role}")
+
+
 class Rig:
     """Nodes 0 .. nodes-1 train, the others are spares; role r starts on node r // nproc."""
 
@@ -173,6 +182,7 @@ def nodes_of(record: EpochRecord) -> dict[int, int]:
 
 
 __all__ = [
+    "MEGA",
     "SIGKILL",
     "STEP",
     "Phase",
@@ -181,6 +191,7 @@ __all__ = [
     "Seat",
     "g",
     "killed",
+    "large",
     "layout",
     "nodes_of",
 ]

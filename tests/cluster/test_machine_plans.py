@@ -10,10 +10,12 @@ from machine_rig import Phase, Rig, g, killed
 from deadpool_megatron.cluster import machine_actions as act
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster import machine_plans
+from deadpool_megatron.cluster.machine import Machine
 from deadpool_megatron.cluster.machine_plans import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
+from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
 EVERY_THIRD = replace(ProtectionPlan(), every=3)
@@ -134,6 +136,13 @@ RECOMPUTE = Settings(protection="recompute")
         (uniform("parity", Settings(), 1, 1), Settings(), 9, "at least 2 roles"),
         (uniform("local", Settings(), 1, 0), Settings(), 1, ""),
         (uniform("recompute", Settings(), 1, 0), Settings(), 2, "start the run with"),
+        (uniform("parity", Settings(), 1, 255), Settings(), 300, ""),
+        (
+            uniform("parity", Settings(), 1, 256),
+            Settings(),
+            300,
+            "at most 255 roles beside 1 block, not 256: choose a smaller --group",
+        ),
         (first_plan(RECOMPUTE), RECOMPUTE, 2, ""),
         (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
         (
@@ -187,3 +196,27 @@ def test_refused_plans_change_nothing() -> None:
     assert rig.one(act.EmitEvent).kind is Kind.REFUSED
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.protection == ProtectionPlan()
+
+
+def test_a_users_scheme_stays_until_mixed_is_asked_for() -> None:
+    parity = uniform("parity", Settings(), 1, 2)
+    rig = Rig(nodes=3, spares=1, protection="mixed").run()
+    assert rig.state.mixed
+    rig.feed(ev.ProtectionRequested(parity, "a user", mixed=False))
+    assert (rig.state.protection, rig.state.mixed) == (parity, False)
+    rig.feed(ev.ProtectionRequested(replace(parity, every=2), "waits at the gate"))
+    assert not rig.state.mixed, "the cadence is another matter"
+    rig.feed(ev.ProtectionRequested(rig.state.protection, "a user", mixed=True))
+    assert rig.state.mixed
+
+
+@pytest.mark.parametrize(("said", "mixed"), [(None, True), (False, False), (True, True)])
+def test_who_chooses_survives_a_takeover_and_ends_with_a_restart(
+    said: bool | None, mixed: bool
+) -> None:
+    rig = Rig(nodes=3, spares=1, protection="mixed").run()
+    assert rig.machine.resume([rig.record], None, rig.now, mixed=said).mixed == mixed
+    again = Rig(nodes=3, spares=1, protection="mixed")
+    again.config = replace(again.config, restarted=True)
+    machine = Machine(again.config, plan)
+    assert machine.resume([rig.record], None, rig.now, mixed=said).mixed

@@ -220,3 +220,32 @@ def test_who_does_not_come_back_in_time_is_not_waited_for() -> None:
     closed(rig, 0, 0, generations=(g(7),))
     rig.tick(rig.settings.spare_timeout_seconds)
     assert rig.one(act.Dump).held == (g(7),)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_agent_that_a_launcher_starts_again_is_waited_for(saved: bool) -> None:
+    """Also where a checkpoint would do: what is in memory is newer."""
+    rig = Rig(nodes=2, spares=0, protection="local").run()
+    if saved:
+        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
+    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
+    closed(rig, 0, 0, generations=(g(7),))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "nodes [1] have" in said(rig)
+    join(rig, 4, 1, generations=(g(7),))
+    assert rig.pending.restore.kind == "memory"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_one_that_does_not_come_up_is_given_up(saved: bool) -> None:
+    rig = Rig(nodes=2, spares=1, protection="local").run()
+    if saved:
+        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
+    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
+    for node in sorted(rig.state.awaited):
+        closed(rig, node, *((0,) if node == 0 else ()), generations=(g(7),))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    if saved:
+        assert rig.pending.restore.kind == "durable"
+    else:
+        assert rig.one(act.Dump).held == (g(7),)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import machine_rig
 import pytest
 from immutables import Map
-from machine_rig import Rig
+from machine_rig import MEGA, Rig, large
 
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.machine_state import State
@@ -19,6 +20,13 @@ from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 
 SECONDS = 30.0
+# For four roles with their slots and parity blocks, not for copies.
+TIGHT = 15 * MEGA
+
+
+@pytest.fixture(autouse=True)
+def large_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_rig, "layout", large)
 
 
 def train(watch: ProtectionWatch, count: int, wait: float = 0.0, ship: float = 0.0) -> None:
@@ -91,10 +99,26 @@ def test_mixed_says_that_nothing_is_better() -> None:
     assert watch.look(rig.state) == ([], []), "chosen once"
 
 
+def test_what_a_user_has_chosen_is_not_chosen_again() -> None:
+    """Not by a choice that was under way either; mixed, asked for, begins anew."""
+    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
+    tight = with_memory(rig, TIGHT)
+    assert watch.look(tight) == ([], [])
+    assert watch._chooser._thread is not None
+    watch._chooser._thread.join(SECONDS)
+    ordered = tight.changed({"mixed": False})
+    assert watch.look(ordered) == ([], [])
+    _, (request,) = choose(watch, tight)
+    assert isinstance(request, ev.ProtectionRequested)
+    assert request.mixed is None
+
+
 def test_mixed_takes_parity_where_copies_do_not_fit() -> None:
     rig = Rig(nodes=6, nproc=4, protection="mixed").run()
     assert rig.record.protection == ProtectionPlan()
-    state = with_memory(rig, 230)
+    state = with_memory(rig, TIGHT)
     watch = ProtectionWatch(rig.settings)
     train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
     _, (request,) = choose(watch, state)
@@ -117,12 +141,12 @@ def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
     assert budgets_of(rig.state) == {}
     parity = uniform("parity", rig.settings, 1, 4)
     assert memory_refusal(parity, rig.state, rig.settings) == ""
-    rig.state = with_memory(rig, 130)
+    rig.state = with_memory(rig, 9 * MEGA)
     why = memory_refusal(parity, rig.state, rig.settings)
-    assert "GB of memory for generations and has" in why
+    assert "MB of memory for generations and has 9.44 MB" in why
     rig.feed(ev.ProtectionRequested(parity, "a test"))
     assert rig.emitted(Kind.REFUSED)
-    assert memory_refusal(parity, with_memory(rig, 230), rig.settings) == ""
+    assert memory_refusal(parity, with_memory(rig, TIGHT), rig.settings) == ""
 
 
 def test_memory_does_not_stand_in_the_way_of_another_cadence() -> None:

@@ -144,3 +144,16 @@ def test_compaction_without_peers_or_masters_is_refused() -> None:
     for parallel in ({"distributed_optimizer": False}, {"optimizer_instances": 2}):
         with pytest.raises(PlanError, match=r"protection\.compaction: .* set it to off"):
             assess(make(protection={"compaction": "on"}, parallel=parallel))
+
+
+def test_mixed_is_the_first_scheme_that_holds() -> None:
+    def settled(memory_gb: float) -> str:
+        plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})
+        return assess(plan).plan.protection.name
+
+    assert settled(5000) == "buddy"
+    rows = {row.scheme: row for row in compare(make(cluster={"host_memory_gb": 5000}))}
+    needed = float(str(rows["buddy"].facts()["memory_bytes"])) / 1e9
+    assert settled(needed * 0.99).startswith("parity(")
+    with pytest.raises(PlanError, match="GB for parity blocks"):
+        settled(30)
