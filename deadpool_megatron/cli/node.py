@@ -34,7 +34,7 @@ from deadpool_megatron.cli.common import (
     raw,
 )
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
-from deadpool_megatron.cli.resuming import resume_point
+from deadpool_megatron.cli.resuming import Others, resume_point, write_what_is_left
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -159,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
             _fetch_run(run, args, fixed)
         else:
             _create_run(run, args)
+    elif args.resume is not None:
+        write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
@@ -324,8 +326,11 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         )
     check_command(args.command)
     scripts.adopt(args)
-    restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
-    info = make_info(args, arguments.settings_from(args), restore)
+    settings, restore = arguments.settings_from(args), None
+    if args.resume is not None:
+        others = Others(run, args.nodes, args.node_id, settings.connect_seconds)
+        restore = resume_point(RunDirectory(args.resume), args, others)
+    info = make_info(args, settings, restore)
     tls.contexts(info.settings)
     check_sizes(info)
     check_domains(info)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,41 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.whole_dumps import newest_whole
 
+_PAUSE_SECONDS = 0.2
 
-def resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, Any]:
+
+class Others:
+    """The agents of a cluster that resume a run together. Each writes what its own host has left,
+    and says so in the new run's directory; the one that decides waits for those that may complete
+    what it has found."""
+
+    def __init__(
+        self, run: RunDirectory, agents: int, node: int | None, patience_seconds: float
+    ) -> None:
+        self.patience_seconds = patience_seconds
+        self._run = run
+        self._agents = agents
+        # The same at a second try: what a host has written once is written.
+        self._name = socket.gethostname() if node is None else f"{socket.gethostname()}-{node}"
+
+    def done(self) -> None:
+        """This agent's host has been looked at."""
+        directory = self._run.resuming
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / self._name).touch()
+
+    def are_done(self) -> bool:
+        """Whether all have said so, or one of them has decided already."""
+        made = (self._run.path / "run.json").exists()
+        return made or len(list(self._run.resuming.iterdir())) >= self._agents
+
+
+def resume_point(
+    old: RunDirectory, args: argparse.Namespace, others: Others | None = None
+) -> Mapping[str, Any]:
     """Where an earlier run can be continued from: the newest generation that is whole in its dumps
-    (with what it has left in memory of this host), or its newest checkpoint, whichever is newer.
+    (with what it has left in memory of this host, and of the hosts of ``others``), or its newest
+    checkpoint, whichever is newer.
 
     Says so in a line. Raises CommandError when there is none.
     """
@@ -29,7 +62,7 @@ def resume_point(old: RunDirectory, args: argparse.Namespace) -> Mapping[str, An
         raise CommandError(
             f"--resume {old.path}: that run has {info.world_size} roles, this one {world_size}"
         )
-    whole, why_not = _whole(old, info)
+    whole, why_not = _whole(old, info, others)
     try:
         durable = _durable(old)
     except CommandError:
@@ -70,12 +103,50 @@ def _durable(old: RunDirectory) -> Restore | None:
     return restore
 
 
-def _whole(old: RunDirectory, info: RunInfo) -> tuple[Restore | None, list[str]]:
+def write_what_is_left(old: RunDirectory) -> None:
+    """Of a run that another agent has decided to go on with: what it has left in memory here.
+
+    Raises CommandError when it cannot be written.
+    """
+    info = old.read_run()
+    try:
+        kept = kept_line(old, info)
+    except (JournalError, OSError) as error:
+        print(f"--resume {old.path}: {error}", flush=True)
+        return
+    _salvage(old, info, kept)
+
+
+def _whole(
+    old: RunDirectory, info: RunInfo, others: Others | None
+) -> tuple[Restore | None, list[str]]:
     try:
         kept = kept_line(old, info)
     except (JournalError, OSError) as error:
         print(f"--resume {old.path}: {error}", flush=True)
         return None, [str(error)]
+    _salvage(old, info, kept)
+    if others is None:
+        return newest_whole(old.dump, info.world_size, kept)
+    others.done()
+    limit, told = time.monotonic() + others.patience_seconds, False
+    while True:
+        is_last_look = others.are_done() or time.monotonic() > limit
+        whole, why_not = newest_whole(old.dump, info.world_size, kept)
+        if is_last_look or (whole is not None and not why_not):
+            return whole, why_not
+        if not told:
+            lacking = why_not[0] if why_not else "nothing has been written yet"
+            print(
+                f"--resume {old.path}: {lacking}; waits up to {others.patience_seconds:g} s for the"
+                " other agents to write what their hosts have left",
+                flush=True,
+            )
+            told = True
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
     alive = set(run_processes(old, info.run_id)) - set(vault_processes(old, info.run_id))
     try:
         if not alive:
@@ -86,7 +157,6 @@ def _whole(old: RunDirectory, info: RunInfo) -> tuple[Restore | None, list[str]]
             f"--resume {old.path}: what it has left in memory cannot be written: {error}; make"
             f" room, or give it up with 'deadpool clean {old.path}'"
         ) from error
-    return newest_whole(old.dump, info.world_size, kept)
 
 
 def _named(restore: Restore) -> str:
