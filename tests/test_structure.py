@@ -116,6 +116,9 @@ def test_modules_are_short_documented_and_careful(path: Path) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
             assert node.type is not None, f"line {node.lineno}: bare except"
+        if isinstance(node, ast.Attribute) and node.attr == "select":
+            limited = isinstance(node.value, ast.Name) and node.value.id == "select"
+            assert not limited, f"line {node.lineno}: refuses descriptors above 1023"
         if isinstance(node, ast.Attribute) and node.attr in ("load", "loads", "Unpickler"):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if path == RESTRICTED_UNPICKLER and node.attr == "Unpickler":

@@ -25,6 +25,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, encode
+from deadpool_megatron.wire.readiness import writable
 
 EXIT_AGENT_LOST = 70
 _RECEIVE_BYTES = 1 << 16
@@ -166,7 +167,7 @@ class MemberLink:
             left = limit - time.monotonic()
             if left <= 0:
                 return False
-            select.select([], [self._connection], [], left)
+            writable(self._connection.fileno(), left)
 
     def close(self) -> None:
         """Stop the watcher thread; the agent takes silence for a freeze, so leave soon after."""

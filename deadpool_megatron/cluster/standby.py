@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import socket
 import sys
 import time
@@ -32,6 +31,7 @@ from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.readiness import readable
 from deadpool_megatron.wire.tls import contexts
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.
@@ -152,8 +152,7 @@ class Standby:
     def _pause(self) -> bool:
         """Until the next look is due, at once when the connection was lost; False: nobody asks."""
         calm = 1 if self._lost else _CALM_BEATS
-        readable, _, _ = select.select([0], [], [], calm * self._rhythm.beat)
-        if not readable:
+        if not readable(0, calm * self._rhythm.beat):
             return True
         said = os.read(0, 4096)
         if said:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -17,6 +16,7 @@ from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.hooks.saving import DurableSaves
 from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
+from deadpool_megatron.wire.readiness import readable
 
 _LOOK_SECONDS = 0.05
 
@@ -123,7 +123,7 @@ class EpochCourse(Course):
         self._reports.section = "paused"
         while not self._pause.may_start(following):
             self.check()
-            select.select([self._interrupt_fd], [], [], _LOOK_SECONDS)
+            readable(self._interrupt_fd, _LOOK_SECONDS)
 
     def _hash_state(self) -> None:
         interval, iteration = self._hash_interval, self.generation.iteration

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.member_link import MemberLink
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.wire.readiness import readable
 
 _LOOK_SECONDS = 0.05
 
@@ -86,7 +86,7 @@ class Reports:
         limit = time.monotonic() + self._settings.operation_timeout_seconds
         while time.monotonic() < limit:
             self._check(epoch)
-            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
         limit_seconds = self._settings.operation_timeout_seconds
         raise RuntimeError(
             f"the loss of iteration {iteration} is {nonfinite_loss(values)}, and the coordinator"

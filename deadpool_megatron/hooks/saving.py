@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.wire.readiness import readable
 
 _LOOK_SECONDS = 0.05
 
@@ -69,7 +69,7 @@ class DurableSaves:
                 raise CommunicatorFault(
                     "coordinator", "durable-request", "no answer: the checkpoint is not valid"
                 )
-            select.select([self._interrupt_fd], [], [], _LOOK_SECONDS)
+            readable(self._interrupt_fd, _LOOK_SECONDS)
 
     def announce(self, directory: Path, iteration: int) -> None:
         """All roles have written ``directory`` in place, complete: have it count from now on.

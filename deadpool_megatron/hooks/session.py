@@ -19,7 +19,6 @@ What ends an epoch for this process, and how that is told from a failure of its 
 from __future__ import annotations
 
 import os
-import select
 import sys
 import threading
 import time
@@ -47,6 +46,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.wire.readiness import readable
 
 # The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
 EXIT_UNCLEAN = 71
@@ -193,7 +193,7 @@ class Session:
                 raise StopOrder("the run is over")
             if self._link.closed_epoch >= record.epoch:
                 return False
-            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
         return True
 
     def _take_seat(self, record: EpochRecord, role: int) -> None:
@@ -267,7 +267,7 @@ class Session:
         while time.monotonic() < limit:
             if self._link.closed_epoch >= epoch or self._link.stopped:
                 return
-            select.select([self._link.interrupt_fd], [], [], _LOOK_SECONDS)
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
         raise error
 
     def _train(self, record: EpochRecord) -> None:
@@ -340,7 +340,7 @@ class Session:
         while True:
             self._check(epoch)
             # The coordinator has the deadline; the agent's death ends this process.
-            select.select([self._link.interrupt_fd], [], [], self._settings.close_seconds)
+            readable(self._link.interrupt_fd, self._settings.close_seconds)
 
     def _check(self, epoch: int) -> None:
         if self._link.stopped:

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import mmap
 import os
-import select
 import signal
 import struct
 import sys
@@ -35,6 +34,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
+from deadpool_megatron.wire.readiness import readable
 
 VALUES = 512
 _FORMAT = struct.Struct(f"<{VALUES}Q")
@@ -333,7 +333,7 @@ class Counting:
     def wait(self, ready: Any) -> None:
         """Until ready; EpochLeft when interrupted."""
         while not ready():
-            if select.select([self.link.interrupt_fd], [], [], 0.001)[0]:
+            if readable(self.link.interrupt_fd, 0.001):
                 self.waiting = None
                 raise EpochLeft
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from deadpool_megatron.cluster.member_link import EXIT_AGENT_LOST, Handlers, Mem
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.readiness import readable
 
 SECONDS = 20.0
 
@@ -61,7 +61,7 @@ class Agent:
         self.expect("beat")
 
     def interrupted(self) -> bool:
-        return bool(select.select([self.link.interrupt_fd], [], [], 0)[0])
+        return readable(self.link.interrupt_fd, 0)
 
 
 @pytest.fixture

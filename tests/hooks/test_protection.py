@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen
+from deadpool_megatron.wire.readiness import readable
 
 SECONDS = 10.0
 EPOCH = 3
@@ -85,7 +85,7 @@ class Vault:
         self.asked.append((generation, boundary))
         self.waiting.set()
         while self.holds_back and not self.commit.is_set():
-            if select.select([interrupted], [], [], 0.005)[0]:
+            if readable(interrupted, 0.005):
                 return "interrupted"
             options["on_wait"](0.005)
         return "committed"
