@@ -217,7 +217,6 @@ class VaultState:
             for name, digest in digests.items():
                 entry = segment.entry(slot, name)
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
-            # Under the lock: nobody ships it before a test has damaged it.
             self.fail_point_corrupt("vault.sealed", segment, slot, digests)
             self.steps.sealed(segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
