@@ -52,9 +52,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    ranks = sys.modules.get("tests.trainer.ranks")
-    if ranks is not None:
-        ranks.stop()  # a process that the tests of a session share
+    for name in ("tests.trainer.ranks", "tests.forks"):
+        shared = sys.modules.get(name)
+        if shared is not None:
+            shared.stop()  # processes that the tests of a session share
     leftovers = _leftover_processes()
     leftovers += [f"{path}" for path in _leftover_segments(session.config.stash[_SEGMENTS_BEFORE])]
     session.config.stash[_LEFTOVERS] = leftovers

@@ -217,6 +217,7 @@ class VaultState:
             for name, digest in digests.items():
                 entry = segment.entry(slot, name)
                 segment.seal_part(slot, name, entry.nbytes, digest, epoch)
+            self.fail_point_corrupt("vault.sealed", segment, slot, digests)
             self.steps.sealed(segment, slot, digests)
             if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
                 segment.set_state(slot, SlotState.SEALED)
@@ -232,7 +233,6 @@ class VaultState:
                 data={"lineage": generation.lineage, "parts": sorted(digests)},
             )
         )
-        self.fail_point_corrupt("vault.sealed", segment, slot, digests)
         return True
 
     def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> bool:

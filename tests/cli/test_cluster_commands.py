@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.run_directory import (
     segment_root,
     write_json,
 )
-from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
 
@@ -55,6 +55,7 @@ def wait_for(what: str, ready: object) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_coordinator_and_agents_by_hand(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """One agent shares the run directory, one has only an address, an id and the secret."""
     run = RunDirectory(tmp_path / "r")
@@ -85,6 +86,7 @@ def test_coordinator_and_agents_by_hand(start, tmp_path: Path) -> None:  # type:
     assert "is over" in again.stderr
 
 
+@pytest.mark.slow
 def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
@@ -97,6 +99,7 @@ def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert final["recoveries"] == []
 
 
+@pytest.mark.slow
 def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)
@@ -108,6 +111,7 @@ def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[n
     assert final["recoveries"][-1]["seats_changed"]["0"][1][0] == 7
 
 
+@pytest.mark.slow
 def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) -> None:
     with Run(tmp_path / "r") as run:
         run.wait_iteration(2)
@@ -148,14 +152,6 @@ def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -
         shutil.rmtree(segment_root("testgone"), ignore_errors=True)
 
 
-def test_events_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", "--iterations", "20", spares=0) as run:
-        run.check_result(20)
-    kinds = [event.kind for event in read_events(run.run.events)]
-    assert kinds[0] is Kind.RUN_STARTED
-    assert Kind.RUN_ENDED in kinds
-
-
 SIZE = ("--nodes", "2", "--nproc-per-node", "1")
 
 
@@ -185,6 +181,7 @@ def test_agent_that_cannot_work_says_so_at_once(
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_agent_that_only_its_own_host_could_reach_is_refused(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(2)

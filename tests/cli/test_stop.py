@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool
 
 
+@pytest.mark.slow
 def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
     first = tmp_path / "first"
     with Run(first, "--step-seconds", "0.03") as run:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster import cleanup, posix
 from deadpool_megatron.cluster.journal import Journal
 from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.leadership import Term, newest_term
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
-from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.events import Event, Kind
+from tests import forks
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
+from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, start
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
 _LIMITS = (
@@ -52,27 +52,20 @@ class Agents:
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", "1")
         self._size = (*size, *FAST, *_LIMITS, *options)
         self._member = (MEMBER, *member)
-        self.agents: dict[str, subprocess.Popen[bytes]] = {}
+        self.agents: dict[str, forks.Forked] = {}
+        self._tail = EventTail(self.run.events)
+        self._events: list[Event] = []
         for node in range(nodes + spares):
             self.start(str(node), "--node-id", str(node))
 
-    def start(self, name: str, *which: str) -> subprocess.Popen[bytes]:
+    def start(self, name: str, *which: str) -> forks.Forked:
         """One more agent; ``which``: its ``--node-id`` or ``--attach``, and more options."""
-        session = os.getpid()
-        with open(self._outputs / f"{name}.out", "ab") as output:
-            self.agents[name] = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "deadpool_megatron", "agent", "--preload", ""),
-                    *("--run-dir", str(self.run.path), *self._size, *which, "--", *self._member),
-                ],
-                env=environment(self._extra),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                # No launcher ends them when the session is killed.
-                preexec_fn=lambda: posix.die_with_parent(session),
-            )
+        self.agents[name] = start(
+            self._outputs / f"{name}.out",
+            *("agent", "--preload", "", "--run-dir", str(self.run.path)),
+            *(*self._size, *which, "--", *self._member),
+            **self._extra,
+        )
         return self.agents[name]
 
     def __enter__(self) -> Agents:
@@ -122,7 +115,8 @@ class Agents:
 
     def events(self, *kinds: Kind) -> list[Event]:
         """Events so far, of these kinds, of all coordinators."""
-        return [e for e in read_events(self.run.events) if not kinds or e.kind in kinds]
+        self._events += self._tail.poll()
+        return [e for e in self._events if not kinds or e.kind in kinds]
 
     def newest_iteration(self) -> int:
         """Of the steps reported so far."""

@@ -6,19 +6,23 @@ import json
 import os
 import signal
 import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster import cleanup, posix
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
-from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.events import Event, Kind
+from tests import forks
 from tests.cluster.counting_member import expected_sha256
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
+# What commands that start runs import; the processes of the tests are forks of one that has.
+_IMPORTED = ("deadpool_megatron.cli.run", "deadpool_megatron.cli.node")
 # Deadlines are for hangs only: a busy machine may take long, and no test waits this long to pass.
 PATIENCE_SECONDS = 60.0
 FAST = (
@@ -37,16 +41,37 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": str(_ROOT), **(extra or {})}
 
 
+def start(printed: Path, *arguments: str, **extra: str) -> forks.Forked:
+    """One ``deadpool`` command; what it prints is appended to a file."""
+    with open(printed, "ab") as output:
+        return _start(output, output, arguments, extra)
+
+
 def deadpool(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
     """One ``deadpool`` command, to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "deadpool_megatron", *arguments],
-        env=environment(extra),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        check=False,
-    )
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        command = _start(output, errors, arguments, extra)
+        try:
+            status = command.wait(PATIENCE_SECONDS)
+        finally:
+            command.kill()
+        for file in (output, errors):
+            file.seek(0)
+        said = (file.read().decode() for file in (output, errors))
+        return subprocess.CompletedProcess(arguments, status, *said)
+
+
+def _start(
+    output: IO[bytes], errors: IO[bytes], arguments: Sequence[str], extra: dict[str, str]
+) -> forks.Forked:
+    with open(os.devnull, "rb") as nothing:
+        handles = (file.fileno() for file in (nothing, output, errors))
+        return forks.server(_IMPORTED).start(
+            *("deadpool_megatron", *arguments),
+            environment=environment(extra),
+            handles=dict(enumerate(handles)),
+            leads=True,
+        )
 
 
 class Run:
@@ -71,17 +96,16 @@ class Run:
             plan.write_text(json.dumps(list(faults)))
             extra["DEADPOOL_FAULTS"] = str(plan)
         size = ("--nodes", str(nodes), "--spares", str(spares), "--nproc-per-node", str(nproc))
-        command = [sys.executable, "-m", "deadpool_megatron", "run", *size, "--preload", preload]
         self.output = directory.with_name(directory.name + ".out")
-        with open(self.output, "wb") as output:
-            self.launcher = subprocess.Popen(
-                [*command, "--run-dir", str(directory), *FAST, *options, "--", MEMBER, *member],
-                env=environment(extra),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.output.unlink(missing_ok=True)
+        self.launcher = start(
+            self.output,
+            *("run", *size, "--preload", preload),
+            *("--run-dir", str(directory), *FAST, *options, "--", MEMBER, *member),
+            **extra,
+        )
+        self._tail = EventTail(self.run.events)
+        self._events: list[Event] = []
 
     def __enter__(self) -> Run:
         return self
@@ -118,9 +142,8 @@ class Run:
 
     def events(self, *kinds: Kind) -> list[Event]:
         """Events so far, of these kinds."""
-        if not self.run.events.exists():
-            return []
-        return [e for e in read_events(self.run.events) if not kinds or e.kind in kinds]
+        self._events += self._tail.poll()
+        return [e for e in self._events if not kinds or e.kind in kinds]
 
     def wait_iteration(self, iteration: int) -> None:
         """Until a step has been reported."""

@@ -23,9 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD
 from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cluster.starter import choose_method
 from deadpool_megatron.events import Event, read_events
+from tests import forks
+from tests.megatron_lm.checkout import checkout
 
 JOB_SECONDS = 240.0
 
@@ -113,6 +119,28 @@ def run_job(
     return run_program(directory, trainer(layout, iterations, flags), faults, **options)
 
 
+def strike(
+    directory: Path,
+    layout: Layout,
+    iterations: int,
+    faults: Sequence[Mapping[str, Any]],
+    *,
+    flags: str = "",
+    saving: str = "",
+    **options: Any,
+) -> Outcome:
+    """Run the embedded trainer with these faults and hold it against the undisturbed run.
+
+    ``saving``: flags that change nothing of what is computed; the undisturbed run has none.
+    """
+    wanted = reference(layout, iterations, flags)
+    outcome = run_job(
+        directory, layout, iterations, faults, flags=f"{flags} {saving}".strip(), **options
+    )
+    assert_unnoticed(outcome, wanted, faults)
+    return outcome
+
+
 def run_program(
     directory: Path,
     program: Program,
@@ -133,39 +161,32 @@ def run_program(
     plan = directory.with_suffix(".faults")
     plan.write_text(json.dumps(list(faults)))
     command = [
-        sys.executable,
-        "-m",
-        "deadpool_megatron",
-        "run",
+        *("deadpool_megatron", "run"),
         *("--nodes", str(program.nodes), "--nproc-per-node", str(program.members_per_node)),
         *("--spares", str(spares), "--refill", str(refill), "--run-dir", str(directory)),
         *("--deadpool-hash-interval", "1", *settings.split(), *arguments),
         *("--", *(part.replace("{run}", str(directory)) for part in program.command)),
     ]
     environment = {**os.environ, failpoints.ENVIRONMENT_NAME: str(plan) if faults else ""}
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
+    printed = directory.with_suffix(".output")
+    process = _launch(command, environment, printed)
     if when_stepping is not None:
         number = when_stepping[0]
         await_event(directory, lambda e: e.kind == "step" and e.iteration == number, seconds)
         when_stepping[1]()
+    late = ""
     try:
-        output, _ = process.communicate(timeout=seconds)
+        process.wait(seconds)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
-        output += f"\n(the test's limit of {seconds:g} s was over)"
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(60)
+        late = f"\n(the test's limit of {seconds:g} s was over)"
+    output = printed.read_text() + late
     final = directory / "final.json"
     log = directory / "events.jsonl"
     return Outcome(
         directory=directory,
-        status=process.returncode,
+        status=process.wait(),
         output=output,
         final=json.loads(final.read_text()) if final.exists() else {},
         events=list(read_events(log)) if log.exists() else [],
@@ -178,11 +199,44 @@ def await_event(
 ) -> None:
     """Follow the event file of a run until there is such an event."""
     log, limit = directory / "events.jsonl", time.monotonic() + seconds
+    tail = EventTail(log)
     while time.monotonic() < limit:
-        if log.exists() and any(map(wanted, read_events(log))):
+        if any(map(wanted, tail.poll())):
             return
-        time.sleep(0.05)
+        time.sleep(0.02)
     raise AssertionError(f"{log} has no such event after {seconds:g} s")
+
+
+def _launch(
+    command: Sequence[str], environment: Mapping[str, str], printed: Path
+) -> subprocess.Popen[bytes] | forks.Forked:
+    """``python -m COMMAND``, from a process that has imported what its members need."""
+    with open(printed, "wb") as output, open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno(), output.fileno(), output.fileno())
+        server = _importer(command[command.index("--") + 1 :])
+        if server is not None:
+            handles = dict(enumerate(files))
+            return server.start(*command, environment=environment, handles=handles, leads=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            **dict(zip(("stdin", "stdout", "stderr"), files, strict=True)),
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def _importer(command: Sequence[str]) -> forks.ForkServer | None:
+    """A process that has imported what members with this command need; None where there is none
+    to share: of a tree that a test has changed, or with a GPU, where nothing is forked."""
+    if choose_method("auto") != "fork":
+        return None
+    tree, members = checkout(), scripts.member_command(command)
+    script = scripts.script_of(members)
+    if script is not None and (tree is None or Path(script).parent != tree):
+        return None
+    environment = {} if script is None else {scripts.VARIABLE: script}
+    modules = scripts.modules(None, DEFAULT_PRELOAD, members)
+    return forks.server(("deadpool_megatron.cli.run", *modules), environment)
 
 
 @functools.cache

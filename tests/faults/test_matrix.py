@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import jobs
 from tests.faults.cells import (
     EVALUATION_INTERVAL,
     PHASES,
@@ -21,7 +22,7 @@ from tests.faults.cells import (
     last_iteration,
     pairwise,
 )
-from tests.faults.jobs import Layout, Outcome, assert_unnoticed, reference, run_job
+from tests.faults.jobs import Layout, Outcome
 from tests.faults.layouts import PP2_DP2, TP2_PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
@@ -35,11 +36,6 @@ SCHEMES = {
 }
 # The reference is as long as the longest chain; shorter chains are compared with a shorter one.
 _LENGTHS = (24, 36, 48, 64)
-
-
-def flags_of(directory: Path) -> str:
-    """Evaluation and durable checkpoints, the latter in the run's own folder."""
-    return f"{EVALUATION} --save {directory} --save-interval {SAVE_INTERVAL}"
 
 
 def strike(
@@ -77,20 +73,17 @@ def strike_once(
 ) -> Outcome:
     tmp_path.mkdir()
     iterations = next(n for n in _LENGTHS if n >= last_iteration(plan))
-    saves = tmp_path / "checkpoints"
-    wanted = reference(layout, iterations, EVALUATION)
-    outcome = run_job(
+    return jobs.strike(
         tmp_path / "run",
         layout,
         iterations,
         plan,
         spares=2,
         refill=len(part),
-        flags=flags_of(saves),
+        flags=EVALUATION,
+        saving=f"--save {tmp_path / 'checkpoints'} --save-interval {SAVE_INTERVAL}",
         settings=settings,
     )
-    assert_unnoticed(outcome, wanted, plan)
-    return outcome
 
 
 def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:

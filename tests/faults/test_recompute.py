@@ -19,6 +19,7 @@ from tests.faults.jobs import (
     restart_kinds,
     run_job,
     run_program,
+    strike,
     trainer,
 )
 from tests.faults.layouts import EXPERTS, PP2_DP2
@@ -26,6 +27,8 @@ from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
 
 SETTINGS = "--deadpool-protection recompute --deadpool-full-every 4"
+# As in other tests of these layouts, so that they share an undisturbed run of each.
+ITERATIONS = 12
 
 
 def lost(role: int, iteration: int) -> dict[str, object]:
@@ -45,8 +48,9 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
         lost(2, 11),
         fault("buddy-at-restore", "recovery.restore", target="node", when_role=1, when_epoch=5),
     ]
-    outcome = run_job(tmp_path / "run", PP2_DP2, 12, faults, spares=1, refill=9, settings=SETTINGS)
-    assert_unnoticed(outcome, reference(PP2_DP2, 12), faults)
+    outcome = strike(
+        tmp_path / "run", PP2_DP2, ITERATIONS, faults, spares=1, refill=9, settings=SETTINGS
+    )
     assert set(restart_kinds(outcome)[1:]) == {"memory"}
     replays = [(e.iteration, e.data["steps"]) for e in outcome.of_kind("replayed")]
     assert replays[:2] == [(3, 3), (4, 1)]
@@ -58,8 +62,7 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_several_optimizers(tmp_path: Path) -> None:
     faults = [lost(1, 4)]
-    outcome = run_job(tmp_path / "run", EXPERTS, 5, faults, spares=1, settings=SETTINGS)
-    assert_unnoticed(outcome, reference(EXPERTS, 5), faults)
+    outcome = strike(tmp_path / "run", EXPERTS, ITERATIONS, faults, spares=1, settings=SETTINGS)
     assert [event.data["steps"] for event in outcome.of_kind("replayed")] == [3]
 
 
@@ -71,10 +74,12 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
         lost(1, 4),
     ]
     saving = f"--save {tmp_path / 'checkpoints'} --save-interval 2"
-    outcome = run_job(
-        tmp_path / "run", PP2_DP2, 6, faults, spares=1, settings=SETTINGS, flags=saving
+    outcome = strike(
+        *(tmp_path / "run", PP2_DP2, ITERATIONS, faults),
+        spares=1,
+        settings=SETTINGS,
+        saving=saving,
     )
-    assert_unnoticed(outcome, reference(PP2_DP2, 6), faults)
     assert "is not what its owner had" in outcome.output
     assert restart_kinds(outcome)[-1] == "durable"
 
@@ -88,8 +93,7 @@ def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
         ),
         lost(1, 4),
     ]
-    outcome = run_job(tmp_path / "run", PP2_DP2, 6, faults, spares=1, settings=SETTINGS)
-    assert_unnoticed(outcome, reference(PP2_DP2, 6), faults)
+    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, faults, spares=1, settings=SETTINGS)
     assert outcome.of_kind("replayed") == []
     assert outcome.output.count("whole copies instead of gradients") == 1, outcome.output
 
@@ -99,12 +103,14 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
     """What leads to the state of the lost role is written, and recomputed by who resumes."""
     faults = [lost(1, 4)]
     waiting = f"{SETTINGS} --deadpool-spare-timeout 0.5"
-    dumped = run_job(tmp_path / "run", PP2_DP2, 6, faults, settings=waiting)
+    dumped = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, faults, settings=waiting)
     assert dumped.status == 75, dumped.story()
     resume = ("--resume", str(tmp_path / "run"))
-    resumed = run_job(tmp_path / "resumed", PP2_DP2, 6, settings=SETTINGS, arguments=resume)
+    resumed = run_job(
+        tmp_path / "resumed", PP2_DP2, ITERATIONS, settings=SETTINGS, arguments=resume
+    )
     assert resumed.status == 0, resumed.story()
-    assert_unnoticed(resumed, reference(PP2_DP2, 6), [])
+    assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]
 
 
@@ -113,7 +119,7 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path: Path) -
     """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
     the chain that its buddy's vault kept, and what the others held as bytes."""
     directory = tmp_path / "run"
-    command = trainer(PP2_DP2, 12).command
+    command = trainer(PP2_DP2, ITERATIONS).command
     held = Program((HELD_TRAINER, f"8={tmp_path}/never", *command[2:]), 4)
 
     def end_it() -> None:
@@ -124,9 +130,10 @@ def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path: Path) -
     slots = segment_root(RunDirectory(directory).read_run().run_id)
     (own,) = slots.glob("node*/own-1-*.seg")
     own.unlink()
+    resume = ("--resume", str(directory))
     resumed = run_job(
-        tmp_path / "resumed", PP2_DP2, 12, settings=SETTINGS, arguments=("--resume", str(directory))
+        tmp_path / "resumed", PP2_DP2, ITERATIONS, settings=SETTINGS, arguments=resume
     )
     assert "goes on from generation 1:7 in the dump" in resumed.output, resumed.story()
-    assert_unnoticed(resumed, reference(PP2_DP2, 12), [])
+    assert_unnoticed(resumed, reference(PP2_DP2, ITERATIONS), [])
     assert [event.data["steps"] for event in resumed.of_kind("replayed")] == [3]

@@ -20,6 +20,7 @@ from tests.faults.jobs import (
     restart_kinds,
     run_job,
 )
+from tests.faults.jobs import strike as strike_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 LAYOUT = layouts.PP2_DP2
@@ -27,16 +28,10 @@ ITERATIONS = 12
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 2"
 
 
-def strike(
-    tmp_path: Path, plan: list[dict[str, Any]], *, flags: str = "", **options: Any
-) -> Outcome:
-    """Run the job with these faults and hold it against the undisturbed one."""
-    wanted = reference(LAYOUT, ITERATIONS, flags)
-    options.setdefault("spares", 2)
-    options.setdefault("refill", len(plan))
-    outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=flags, **options)
-    assert_unnoticed(outcome, wanted, plan)
-    return outcome
+def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcome:
+    """The job with these faults, with spares for all of them."""
+    options = {"spares": 2, "refill": len(plan), **options}
+    return strike_layout(tmp_path / "run", LAYOUT, ITERATIONS, plan, **options)
 
 
 FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
@@ -182,10 +177,8 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
         fault("again", "backward", when_role=3, when_iteration=7, when_epoch=2),
     ]
     evaluation = "--eval-interval 3 --eval-iters 2"
-    saves = f"{evaluation} --save {tmp_path / 'saves'} --save-interval 6"
-    wanted = reference(LAYOUT, ITERATIONS, evaluation)
-    outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, flags=saves, spares=2, refill=2)
-    assert_unnoticed(outcome, wanted, plan)
+    saves = f"--save {tmp_path / 'saves'} --save-interval 6"
+    outcome = strike(tmp_path, plan, flags=evaluation, saving=saves)
     assert restart_kinds(outcome)[-2:] == ["durable", "memory"]
     assert recomputed(outcome) == [2]
 

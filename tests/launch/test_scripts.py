@@ -132,6 +132,7 @@ def ssh(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_ssh_starts_and_awaits_a_run(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# one line per node\nfirst 127.0.0.1\nsecond 127.0.0.1\n")
@@ -155,6 +156,7 @@ def test_ssh_starts_and_awaits_a_run(tmp_path: Path) -> None:
     assert not segment_root(run.read_run().run_id).exists()
 
 
+@pytest.mark.slow
 def test_ssh_stops_a_run(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("only 127.0.0.1\nspare 127.0.0.1\n")

@@ -44,6 +44,7 @@ def start_agent(run: RunDirectory, node: int) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.slow
 def test_a_run_on_the_good_nodes(agents: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
     here = {"hostname": socket.gethostname()}
     made_up = {node: {"facts": here} for node in range(3)}

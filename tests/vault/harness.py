@@ -10,8 +10,6 @@ import random
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -36,10 +34,13 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.client import RestoredParts, VaultClient
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.wire import auth
+from tests import forks
 
 T = TypeVar("T")
 DEADLINE = 20.0
 RUN_ID = "test-run"
+# What a vault imports, for its process to be a fork of one that has: most tests here start some.
+VAULT = tuple(f"deadpool_megatron.vault.{name}" for name in ("machine", "service", "transport"))
 
 
 def make_layout(
@@ -121,7 +122,7 @@ class Node:
         self.unix.bind(self.socket_path)
         self.unix.listen(64)
         self.control: VaultControl | None = None
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: forks.Forked | None = None
         self.clients: list[VaultClient] = []
 
     def start(self) -> None:
@@ -133,19 +134,18 @@ class Node:
         }
         if self.faults is not None:
             environment["DEADPOOL_FAULTS"] = str(self.faults)
-        with open(self.run_dir / f"vault{self.number}.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "deadpool_megatron.vault"),
-                    *("--run-dir", str(self.run_dir), "--node", str(self.number)),
-                    *("--segment-dir", str(self.directory)),
-                    *("--unix-fd", str(self.unix.fileno()), "--tcp-fd", str(self.tcp.fileno())),
-                ],
-                env=environment,
-                stdout=log,
-                stderr=log,
-                pass_fds=(self.unix.fileno(), self.tcp.fileno()),
-                process_group=0,
+        sockets = {handle: handle for handle in (self.unix.fileno(), self.tcp.fileno())}
+        with (
+            open(self.run_dir / f"vault{self.number}.log", "ab") as log,
+            open(os.devnull, "rb") as nothing,
+        ):
+            self.process = forks.server(VAULT).start(
+                "deadpool_megatron.vault",
+                *("--run-dir", str(self.run_dir), "--node", str(self.number)),
+                *("--segment-dir", str(self.directory)),
+                *("--unix-fd", str(self.unix.fileno()), "--tcp-fd", str(self.tcp.fileno())),
+                environment=environment,
+                handles={0: nothing.fileno(), 1: log.fileno(), 2: log.fileno(), **sockets},
             )
         self.control = self.loop(
             VaultControl.connect(self.socket_path, self.events.append, DEADLINE)
@@ -210,6 +210,11 @@ class Node:
             for event in list(self.events)
             if event.kind is kind and all(event.data.get(k) == v for k, v in data.items())
         ]
+
+    def told(self, kind: Kind, **data: object) -> list[Event]:
+        """:meth:`seen`, once there is one: a member hears of a commit, and who has put something is
+        refused, before the agent hears of the event."""
+        return wait_until(lambda: self.seen(kind, **data), f"an event {kind} of node {self.number}")
 
     def log(self) -> str:
         return (self.run_dir / f"vault{self.number}.log").read_text()

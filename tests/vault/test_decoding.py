@@ -1,12 +1,10 @@
-"""Parts decoded from the blocks of other vaults: every byte right, whatever fails on the way."""
+"""Decoding between vaults of this process, from memory and from the files of a dump."""
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -19,132 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
 from deadpool_megatron.layout.parity import MEMBERS
 from deadpool_megatron.layout.records import (
-    EpochRecord,
     Generation,
-    Inventory,
-    NodeAddress,
     Restore,
-    Seat,
     Source,
 )
-from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
-from deadpool_megatron.layout.schemes import Kind as SchemeKind
-from deadpool_megatron.recovery.plan import choose_restore
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.dumping import dump
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.restoring import Obtainer
-from deadpool_megatron.vault.segment import Segment, copy_name, dump_name, own_name
-from deadpool_megatron.vault.serving import Server
-from deadpool_megatron.vault.state import VaultState
-from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
-from tests.vault.coded import EXTRAS, GENERATION, CodedGroup, flip, seal
-from tests.vault.harness import Cluster, Member, cluster, wait_until
-
-SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)
-
-
-class QuickTransport(FakeTransport):
-    """Looks more often whether it is to end."""
-
-    def accept(self, seconds: float) -> Channel | None:
-        return super().accept(min(seconds, 0.02))
-
-
-class Vaults:
-    """The vaults of a group and of one spare, without processes, on a network in this process."""
-
-    def __init__(self, directory: Path, coded: CodedGroup, lost: set[int]) -> None:
-        self.coded = coded
-        self.lost = lost
-        self.spare = coded.data + coded.parities
-        self.network = FakeNetwork()
-        self.nodes = [node for node in range(self.spare + 1) if node not in lost]
-        self.directories = {node: directory / f"node{node}" for node in self.nodes}
-        for path in self.directories.values():
-            path.mkdir()
-        coded.write(self.directories, lost)
-        self.events: list[Event] = []
-        self.states: dict[int, VaultState] = {}
-        self.transports: dict[int, FakeTransport] = {}
-        self.servers: list[Server] = []
-
-    def own(self, role: int) -> Path:
-        """File of a role's own slots."""
-        return self.directories[role] / own_name(role, Seat(role, 0, 0))
-
-    def block(self, j: int) -> Path:
-        """File of a parity block."""
-        return self.directories[self.coded.holders[j]] / copy_name(self.coded.group.blocks[j])
-
-    def open(self, chosen: Settings = SETTINGS) -> None:
-        """Start all vaults and have them close epoch 1."""
-        for node in self.nodes:
-            state = VaultState(node, self.directories[node], chosen, self.events.append)
-            state.table.scan()
-            state.close(1)
-            self.states[node] = state
-            self.network.transport("fake", node, chosen.connect_seconds)
-            transport = QuickTransport(self.network, ("fake", node), chosen.connect_seconds)
-            self.transports[node] = transport
-            self.servers.append(Server(state, self.transports[node]))
-            self.servers[-1].start()
-
-    def adopt(self, restore: Restore | None = None) -> EpochRecord:
-        """Open epoch 2, in which the spare has the lost roles."""
-        seats = seats_of(self.coded, self.lost, self.spare)
-        if restore is None:
-            inventories = {node: state.inventory() for node, state in self.states.items()}
-            restore = plan(inventories, seats, self.coded.data)
-        addresses = {node: NodeAddress("fake", node, f"rack{node}") for node in self.nodes}
-        record = EpochRecord(2, seats, addresses, restore, "", 0)
-        for state in self.states.values():
-            state.adopt(record)
-        return record
-
-    def obtain(self, record: EpochRecord, role: int) -> None:
-        """Restore a lost role on the spare, and compare every byte."""
-        state = self.states[self.spare]
-        obtainer = Obtainer(state, self.transports[self.spare], record, role)
-        places = obtainer.obtain(self.coded.layouts[role])
-        assert set(places) == {"shard", "tail", EXTRAS}
-        for name, place in places.items():
-            assert bytes(place.view) == self.coded.part(role, name), name
-        held = {h.role: h.parts for h in state.table.holdings() if h.generation == GENERATION}
-        assert held[role] == {"shard", "tail", EXTRAS}
-
-    def decoded(self, part: str = "shard") -> list[list[int]]:
-        """Numbers of the blocks of each decoding."""
-        found = [event for event in self.events if event.kind is Kind.DECODED]
-        return [sorted(map(int, e.data["blocks"])) for e in found if e.data["part"] == part]
-
-    def corruptions(self) -> list[Event]:
-        return [event for event in self.events if event.kind is Kind.CORRUPTION]
-
-    def stop(self) -> None:
-        for server in self.servers:
-            server.stop()
-        for transport in self.transports.values():
-            transport.close()
-
-
-def seats_of(coded: CodedGroup, lost: set[int], spare: int) -> dict[int, Seat]:
-    return {
-        role: Seat(spare, sorted(lost).index(role), 0) if role in lost else Seat(role, 0, 0)
-        for role in coded.group.roles
-    }
-
-
-def plan(inventories: dict[int, Inventory], seats: dict[int, Seat], roles: int) -> Restore:
-    """What the coordinator would decide."""
-    restore = choose_restore(RestoreQuery(2, roles, inventories, seats, seats, {1: NO_LIMIT}))
-    assert not isinstance(restore, NoRestore), restore
-    return restore
-
+from deadpool_megatron.vault.segment import Segment, dump_name
+from tests.vault.coded import GENERATION, CodedGroup, flip, seal
+from tests.vault.decoding import SETTINGS, Vaults, plan, seats_of
+from tests.vault.harness import wait_until
 
 Begin = Callable[..., Vaults]
 
@@ -416,92 +301,3 @@ def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
     vaults.states[vaults.spare].mark_bad(places["shard"], 0)
     with pytest.raises(RestoreUnavailable, match="Input/output error"):
         obtainer.obtain(vaults.coded.layouts[1])
-
-
-# Real processes.
-
-
-def begin_processes(
-    directory: Path, coded: CodedGroup, faults: list[dict[str, object]]
-) -> tuple[Cluster, EpochRecord]:
-    """Role 0 and its node are lost, a spare takes over; epoch 2 is not open yet."""
-    spare = coded.data + coded.parities
-    more = {"connect_seconds": 10.0, "chunk_bytes": 64 << 10}
-    running = Cluster(directory, spare + 1, coded.data, faults=faults, **more)
-    coded.write({node.number: node.directory for node in running.nodes}, {0})
-    live = running.nodes[1:]
-    for node in live:
-        node.start()
-    for node in live:
-        node.close_epoch(1)
-    inventories = {node.number: node.inventory() for node in live}
-    seats = seats_of(coded, {0}, spare)
-    restore = plan(inventories, seats, coded.data)
-    return running, running.record(2, restore, seats, gone={0})
-
-
-def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
-    coded = CodedGroup(2, 2, nbytes=2 << 20)
-    match = {"role": 1, "node": 1, "part": "shard", "to": None}  # asked for it, not to a buddy
-    fault = {"id": "cut", "point": "vault.chunk", "match": match, "nth": 9}
-    running, record = begin_processes(tmp_path, coded, [fault])
-    try:
-        running.open(record)
-        member = Member(running.nodes[4], coded.layouts[0])
-        member.client.register(coded.layouts[0], 2)
-        member.check(record, GENERATION)
-        process = running.nodes[1].process
-        assert process is not None
-        assert process.wait(10) == -signal.SIGKILL
-        (event,) = [e for e in running.nodes[4].seen(Kind.DECODED) if e.data["part"] == "shard"]
-        assert sorted(event.data["blocks"]) == ["2", "3"]
-    finally:
-        running.stop()
-
-
-@pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
-def test_what_decoding_needs_is_loaded_before_anything_is_lost(
-    tmp_path: Path, kind: SchemeKind
-) -> None:
-    """In a spare that holds nothing; where nothing is coded, it is not loaded at all."""
-    plan = ProtectionPlan((Rule(ANY, ANY, Scheme(kind, group=2)),))
-    with cluster(tmp_path, 1) as running:
-        running.open(replace(running.record(1), protection=plan))
-        process = running.nodes[0].process
-        assert process is not None
-        maps = Path(f"/proc/{process.pid}/maps")
-
-        def loaded() -> bool:
-            return "numpy" in maps.read_text()
-
-        if kind is SchemeKind.PARITY:
-            wait_until(loaded, "numpy is loaded")
-        else:
-            assert not loaded()
-
-
-def test_an_epoch_closed_while_decoding_seals_nothing(tmp_path: Path) -> None:
-    """Rule 5: half of the bytes are in the slot, and count for nothing."""
-    coded = CodedGroup(2, 1, nbytes=2 << 20)
-    match = {"role": 0, "part": "shard"}
-    fault = {"id": "stop", "point": "vault.decode", "match": match, "nth": 9, "signal": "STOP"}
-    running, record = begin_processes(tmp_path, coded, [fault])
-    spare = running.nodes[3]
-    try:
-        running.open(record)
-        member = Member(spare, coded.layouts[0])
-        member.client.register(coded.layouts[0], 2)
-        assert spare.process is not None
-        pid = spare.process.pid
-        wait_until(lambda: os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT), "STOP")
-        order = threading.Thread(target=lambda: spare.close_epoch(2))
-        order.start()
-        spare.send_signal(signal.SIGCONT)
-        order.join(20)
-        held = spare.inventory().holdings
-        assert not [h for h in held if h.role == 0 and "shard" in h.parts]
-        with pytest.raises(VaultError):
-            member.restore(record)
-    finally:
-        spare.send_signal(signal.SIGCONT)
-        running.stop()

@@ -254,8 +254,13 @@ def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None
             assert (tmp_path / "faults.json.fired" / name).exists()
             check_blocks(running, record, generation, layouts)
             if iteration > 1:  # it went on where it had been: no byte was combined twice
-                assert running.nodes[3].count("bytes combined") - before == everything
-        (event,) = running.nodes[3].seen(Kind.CORRUPTION)
+                wanted = before + everything
+                combined = wait_until(
+                    lambda w=wanted: (n := running.nodes[3].count("bytes combined")) >= w and n,
+                    "the last piece is counted",
+                )
+                assert combined == wanted
+        (event,) = running.nodes[3].told(Kind.CORRUPTION)
         assert (event.data["where"], event.role) == ("wire", 1)
 
 
@@ -275,9 +280,9 @@ def test_other_bytes_than_sealed_poison_no_block(tmp_path: Path) -> None:
         for member in members:
             member.write(Generation(1, 1))
         assert members[0].wait(Generation(1, 1), seconds=1.5) == "shut"
-        where = {event.data["where"] for event in running.nodes[3].seen(Kind.CORRUPTION)}
+        where = {event.data["where"] for event in running.nodes[3].told(Kind.CORRUPTION)}
         assert where == {"contribution"}
-        slots = {event.data["where"] for event in running.nodes[1].seen(Kind.CORRUPTION)}
+        slots = {event.data["where"] for event in running.nodes[1].told(Kind.CORRUPTION)}
         assert slots == {"slot own-1-1.0.0.seg"}
         (group,) = ParityPlacement.of_record(record).groups
         inventory = running.close(1)[3]
@@ -299,7 +304,7 @@ def test_a_block_that_is_damaged_after_all_were_acknowledged_is_made_again(tmp_p
         running.nodes[1].kill()
         running.nodes[1].start()
         running.nodes[1].adopt(record)
-        wait_until(lambda: running.nodes[2].seen(Kind.CORRUPTION), "the damage is found")
+        running.nodes[2].told(Kind.CORRUPTION)
         wait_until(lambda: running.nodes[1].status()["committed"], "role 1 is protected again")
         check_blocks(running, record, FIRST, layouts)
         step(members, Generation(1, 1))

@@ -175,20 +175,22 @@ class RoleMember(Member):
         parts = self.restore(record)
         recipe = record.restore.recipes.get(self.role)
         replay = None if recipe is None else recipe.replay
-        if replay is None:
-            wanted = {name: (generation, name) for name in (*SHARDS, "extras@step")}
-        else:
-            wanted = self._chain(replay)
+        missing = [name for name in SHARDS if name not in parts.names]
+        wanted = {name: (generation, name) for name in {*SHARDS, "extras@step"} - {*missing}}
+        if missing:
+            assert replay is not None
             assert replay.steps[-1] == generation
+            wanted |= self._chain(replay, missing)
         self._compare(parts, wanted)
         parts.close()
-        if replay is not None:
-            self.write_as(generation, record.epoch, list(SHARDS))
+        if missing:
+            self.write_as(generation, record.epoch, missing)
 
-    def _chain(self, replay: Replay) -> dict[str, tuple[Generation, str]]:
-        wanted = {key(replay.base, name): (replay.base, name) for name in SHARDS}
+    def _chain(self, replay: Replay, missing: list[str]) -> dict[str, tuple[Generation, str]]:
+        """What the parts that nobody has whole are computed from."""
+        wanted = {key(replay.base, name): (replay.base, name) for name in missing}
         for step in replay.steps:
-            for name in (*self._step_names, "step@update"):
+            for name in (*map(gradients_part, missing), "step@update"):
                 wanted[key(step, name)] = (step, name)
         return wanted
 

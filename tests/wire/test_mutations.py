@@ -18,7 +18,7 @@ from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, Node, cluster, wait_until
-from tests.vault.test_faults import FIRST, LAYOUTS, begin
+from tests.vault.protected import FIRST, LAYOUTS, begin
 from tests.wire import mutations
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.door import Door, Lock
 from tests.cluster.running import Run, deadpool
 from tests.vault.harness import RUN_ID, cluster, wait_until
-from tests.vault.test_faults import begin
+from tests.vault.protected import begin
 from tests.wire import certificates
 from tests.wire.visitors import SECONDS, SECRET, Recorder
 
@@ -199,6 +199,7 @@ def test_vaults_commit_and_restore_over_tls(tls_settings: Files, tmp_path: Path)
             assert member.wait(Generation(1, 1)) == "committed"
 
 
+@pytest.mark.slow
 def test_a_whole_run_under_tls(tls_settings: Files, tmp_path: Path) -> None:
     with Run(tmp_path / "run", nproc=2, options=certificates.options(tls_settings)) as run:
         run.wait_iteration(3)

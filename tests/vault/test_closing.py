@@ -1,0 +1,110 @@
+"""Epochs that are closed while members write and vaults fetch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
+from deadpool_megatron.vault.errors import Frozen, Interrupted
+from tests.vault.harness import Member, cluster, make_layout, sources_from
+from tests.vault.protected import FIRST, LAYOUTS, begin, swap
+
+
+def train(member: Member, last: Generation, everybody: threading.Barrier) -> None:
+    """Iterate until the epoch is closed; the collective that spans all roles is a barrier here."""
+    generation = last
+    while True:
+        generation = Generation(generation.lineage, generation.iteration + 1)
+        try:
+            member.write(generation)
+            if member.wait(generation) == "interrupted":
+                everybody.abort()
+                return
+            everybody.wait(10)
+        except (Frozen, threading.BrokenBarrierError):
+            everybody.abort()
+            return
+
+
+def newest_common(inventories: dict[int, Inventory], roles: int) -> Generation:
+    """The planner's choice, from frozen inventories only."""
+    whole = {
+        (h.role, h.generation)
+        for inventory in inventories.values()
+        for h in inventory.holdings
+        if h.parts >= {"shard", "tail", "extras@step"}
+    }
+    return max(g for _, g in whole if all((role, g) in whole for role in range(roles)))
+
+
+def test_closing_races_with_a_busy_member(tmp_path: Path) -> None:
+    """Whatever the members are in the middle of: the inventory is stable, and the newest common
+    generation of it restores byte for byte. Ten times, at arbitrary moments."""
+    layouts = {role: make_layout(role, 300_000) for role in range(2)}
+    with cluster(tmp_path, 2) as running:
+        members = begin(running, layouts)
+        kept = FIRST
+        for epoch in range(1, 11):
+            everybody = threading.Barrier(len(members))
+            threads = [
+                threading.Thread(
+                    target=train, args=(member, Generation(epoch, kept.iteration), everybody)
+                )
+                for member in members
+            ]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.02 + 0.007 * epoch)  # an arbitrary moment, not a wait for anything
+            inventories = running.close(epoch)
+            for member in members:
+                os.eventfd_write(member.interrupt, 1)
+            for thread in threads:
+                thread.join(10)
+                assert not thread.is_alive()
+            assert inventories == {node.number: node.inventory() for node in running.nodes}
+            for member in members:
+                os.eventfd_read(member.interrupt)
+            kept = newest_common(inventories, len(members))
+            found = sources_from(inventories, kept, layouts)
+            record = running.record(epoch + 1, Restore("memory", kept, sources=found))
+            running.open(record)
+            for member in members:
+                member.check(record)
+            for member in members:
+                assert member.wait(kept) == "committed"
+        assert kept.iteration > 0
+
+
+def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
+    """The only source does not answer; the member hears the interrupt, the vault moves on."""
+    with cluster(tmp_path, 3, roles=2) as running:
+        begin(running)
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        record = swap(running, inventories, FIRST)
+        running.nodes[0].send_signal(signal.SIGSTOP)
+        running.nodes[2].adopt(record)
+        fresh = Member(running.nodes[2], LAYOUTS[1])
+        fresh.client.register(LAYOUTS[1], 2)
+        timer = threading.Timer(0.3, os.eventfd_write, (fresh.interrupt, 1))
+        timer.start()
+        with pytest.raises(Interrupted):
+            fresh.restore(record)
+        os.eventfd_read(fresh.interrupt)
+        started = time.monotonic()
+        running.nodes[2].close_epoch(2)
+        assert time.monotonic() - started < 2
+        running.nodes[0].send_signal(signal.SIGCONT)
+        running.nodes[0].close_epoch(2)
+        inventories = {0: running.nodes[0].inventory(), 2: running.nodes[2].inventory()}
+        found = sources_from(inventories, FIRST, LAYOUTS)
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(3, Restore("memory", FIRST, sources=found), seats, gone={1})
+        running.open(record)
+        fresh.check(record)

@@ -1,0 +1,185 @@
+"""Other vaults and strangers: nothing is accepted that is stale, abandoned or malformed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.transport import realm_of
+from deadpool_megatron.wire import auth, framing
+from tests.vault.harness import RUN_ID, Cluster, cluster, make_layout, wait_until
+from tests.vault.protected import FIRST, LAYOUTS, begin
+
+
+class Peer:
+    """A vault of the run, as far as the handshake goes, that says what a test wants."""
+
+    def __init__(self, running: Cluster, node: int) -> None:
+        secret = auth.load_secret(running.directory)
+        address = ("127.0.0.1", running.nodes[node].port)
+        self.socket = auth.connect(address, secret, realm_of(RUN_ID), 10.0)
+
+    def put(
+        self,
+        epoch: int,
+        payload: bytes,
+        *,
+        role: int = 0,
+        sender: int = 0,
+        generation: Generation | None = None,
+        layout: RoleLayout | None = None,
+        layout_hash: str | None = None,
+        nbytes: int | None = None,
+        checksum: int | None = None,
+    ) -> dict[str, Any]:
+        chosen = layout or LAYOUTS[0]
+        framing.send(self.socket, {"t": "offer", "layout": chosen.to_dict()})
+        digest = xxhash.xxh3_64_intdigest(payload) if checksum is None else checksum
+        size = len(payload) if nbytes is None else nbytes
+        framing.send(
+            self.socket,
+            {
+                "t": "put",
+                "epoch": epoch,
+                "node": sender,
+                "role": role,
+                "generation": (generation or Generation(epoch, 7)).to_list(),
+                "layout_hash": layout_hash or chosen.layout_hash,
+                "parts": [["shard", size, digest]],
+            },
+        )
+        return framing.receive(self.socket)
+
+
+def test_puts_that_are_not_accepted(tmp_path: Path) -> None:
+    """Rule 5 and 9: each refused with its reason, counted, and nothing of it is kept."""
+    with cluster(tmp_path, 2) as running:
+        begin(running)
+        node = running.nodes[1]
+        before = node.status()["holdings"]
+
+        def refused(**options: Any) -> str:
+            answer = Peer(running, 1).put(options.pop("epoch", 1), b"x" * 100, **options)
+            assert answer["t"] == "refused"
+            return str(answer["why"])
+
+        assert refused(epoch=2) == "early"
+        assert refused(epoch=0) == "stale"
+        assert refused(role=1) == "sender has no such role"
+        assert refused(sender=1) == "sender has no such role"
+        assert refused(layout_hash="other") == "layout"
+        assert refused(nbytes=10**9) == "unknown or oversized part"
+        assert refused(nbytes=-1) == "unknown or oversized part"
+        assert refused(generation=Generation(0, 9)) == "abandoned lineage"
+        other = make_layout(0, 999)
+        assert "is not the hash" in refused(layout=other)
+        assert node.status()["holdings"] == before
+        assert node.count("refused: stale") == 1
+        assert node.count("refused: sender") == 2
+        assert node.count("refused") == 8  # early is no offence
+        node.told(Kind.REFUSED, why="stale")
+
+
+def test_an_epoch_closed_before_the_last_byte(tmp_path: Path) -> None:
+    """Judged again after the last byte: what arrives then is not sealed."""
+    with cluster(tmp_path, 2) as running:
+        begin(running)
+        peer = Peer(running, 1)
+        payload = os.urandom(50_000)
+        assert peer.put(1, payload, generation=Generation(1, 1))["parts"] == ["shard"]
+        peer.socket.sendall(payload[:-1])
+        time.sleep(0.05)  # lets it receive; the outcome may not depend on it
+        inventory = running.close(1)[1]
+        try:
+            peer.socket.sendall(payload[-1:])
+            answer = framing.receive(peer.socket)
+        except (OSError, framing.WireError):
+            answer = {"t": "cut"}
+        assert answer["t"] in ("cut", "refused")
+        assert running.nodes[1].inventory() == inventory
+        assert all(h.generation == FIRST for h in inventory.holdings)
+        assert Peer(running, 1).put(1, payload)["why"] == "stale"
+
+
+def test_a_put_with_a_wrong_checksum_is_not_kept(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        begin(running)
+        peer = Peer(running, 1)
+        assert peer.put(1, b"y" * 1000, generation=Generation(1, 1), checksum=1)["t"] == "need"
+        peer.socket.sendall(b"y" * 1000)
+        assert framing.receive(peer.socket) == {"t": "sealed", "parts": []}
+        assert all(h.generation == FIRST for h in running.close(1)[1].holdings)
+
+
+def is_cut(connection: socket.socket) -> bool:
+    """True when the other side ends the connection instead of answering."""
+    connection.settimeout(10)
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:  # it had not read everything
+        return True
+
+
+def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = begin(running)
+        node = running.nodes[1]
+        address = ("127.0.0.1", node.port)
+
+        def talk(payload: bytes) -> None:
+            with socket.create_connection(address, 5) as connection:
+                connection.sendall(payload)
+                assert is_cut(connection)
+
+        talk(b"GET / HTTP/1.1\r\n\r\n")
+        talk(framing.MAGIC + (100 << 20).to_bytes(4, "big") + b"{}")
+        talk(framing.encode({"t": "hello", "run": "another", "nonce": "1"}))
+        with pytest.raises(framing.WireError):
+            auth.connect(address, b"wrong" * 8, realm_of(RUN_ID), 5)
+        with socket.create_connection(address, 5) as liar:
+            framing.send(liar, {"t": "hello", "run": realm_of(RUN_ID), "nonce": "0" * 32})
+            framing.receive(liar)
+            framing.send(liar, {"t": "answer", "proof": "0" * 64})
+            assert is_cut(liar)
+        wait_until(lambda: node.count("refused: connection") >= 4, "they are counted")
+        for message in ({"t": "put"}, {"t": "fetch", "epoch": "x"}, {"t": "mystery"}, {}):
+            peer = Peer(running, 1)
+            framing.send(peer.socket, message)
+            assert is_cut(peer.socket)
+        peer = Peer(running, 1)
+        peer.socket.sendall(b"junk after the handshake")
+        assert is_cut(peer.socket)
+        wait_until(lambda: node.count("refused: malformed") == 2, "they are counted")
+        # A stranger that says nothing costs a thread for some seconds, nobody else anything.
+        silent = [socket.create_connection(address, 5) for _ in range(20)]
+        for member in members:
+            member.write(Generation(1, 1))
+        for member in members:
+            assert member.wait(Generation(1, 1)) == "committed"
+        for connection in silent:
+            connection.close()
+
+
+def test_fetches_that_are_not_accepted(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        begin(running)
+        fetch = {"t": "fetch", "node": 0, "role": 0, "part": "shard"}
+
+        def ask(epoch: int, generation: Generation) -> dict[str, Any]:
+            peer = Peer(running, 1)
+            framing.send(peer.socket, {**fetch, "epoch": epoch, "generation": generation.to_list()})
+            return framing.receive(peer.socket)
+
+        assert ask(2, FIRST)["why"] == "early"
+        assert ask(1, Generation(1, 9))["why"] == "not held"
+        assert ask(1, FIRST)["t"] == "part"
+        running.close(1)
+        assert ask(1, FIRST)["why"] == "stale"
