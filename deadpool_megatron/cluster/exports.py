@@ -33,6 +33,7 @@ from deadpool_megatron.cluster.durable import (
 )
 from deadpool_megatron.cluster.machine_actions import ExportDump
 from deadpool_megatron.cluster.machine_state import LAST_PHASES, Phase, State
+from deadpool_megatron.cluster.run_directory import write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import is_kept
@@ -188,6 +189,12 @@ class Exports:
         """Make a checkpoint of what the vaults have just dumped, from the next tick on. Its end
         comes back as an input."""
         self._dumped = order
+        try:
+            # The export may take long: whatever becomes of it, and of this coordinator, the state on
+            # the disk is what is gone on from.
+            write_json(self._run.latest, order.restore.to_dict(), lasting=True)
+        except OSError as error:
+            self._say("warning", f"{self._run.latest} cannot be written yet: {error}")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")
 

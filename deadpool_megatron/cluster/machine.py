@@ -187,7 +187,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DumpRequested(reason):
             _dump_requested(turn, reason)
         case ev.UserStop(reason):
-            machine_end.finish(turn, 130, reason)
+            machine_end.stop(turn, reason)
         case _:
             machine_members.handle(turn, event)
 

@@ -200,6 +200,15 @@ def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
         _finish_dumped(turn, order, path)
 
 
+def stop(turn: Turn, reason: str) -> None:
+    """The user ends the run (130). One that is dumped ends as that (75), but without the checkpoint:
+    what it goes on from must be told in any case."""
+    order = turn.state.dump
+    if order is not None and order.exporting:
+        dump_exported(turn, order.restore.generation, "")
+    finish(turn, 130, reason)
+
+
 def _finish_dumped(turn: Turn, order: DumpOrder, checkpoint: str) -> None:
     run = PurePath(order.restore.path).parent.parent
     reason = (

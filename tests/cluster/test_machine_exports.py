@@ -92,3 +92,11 @@ def test_a_run_that_had_its_last_export_before_ends_with_the_dump() -> None:
     rig.closed(g(7))
     rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1)))
     assert rig.one(act.Finish).exit_status == 75
+
+
+def test_who_interrupts_the_export_does_not_lose_what_was_dumped() -> None:
+    rig = dumped()
+    rig.feed(ev.UserStop("interrupted"))
+    finish = rig.one(act.Finish)
+    assert (finish.exit_status, finish.resume) == (75, DUMP)
+    assert "continue with 'deadpool run --resume" in finish.reason

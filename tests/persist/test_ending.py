@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cluster.machine_actions import ExportDump
 from deadpool_megatron.cluster.machine_events import DumpExported, DumpRequested, DurableValid
 from deadpool_megatron.cluster.machine_state import Phase
+from deadpool_megatron.cluster.run_directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.world import DROP, TAKE, World
 
@@ -199,6 +200,19 @@ def test_what_was_dumped_becomes_a_checkpoint(tmp_path: Path) -> None:
     path = str(tmp_path / "exports" / "iter_0000007")
     assert world.fed == [DurableValid(7, path, "step"), DumpExported(G7, path)]
     assert Path(path).is_dir()
+
+
+def test_what_was_dumped_counts_before_it_is_a_checkpoint(tmp_path: Path) -> None:
+    world = dumping(tmp_path)
+    found = Restore.from_dict(read_json(world.run.latest))
+    assert found == DUMPED.restore
+
+
+def test_a_disk_without_room_for_that_word_ends_no_coordinator(tmp_path: Path) -> None:
+    world = World(tmp_path, persist_interval=40)
+    world.run.latest.mkdir()
+    world.exports.export_dump(DUMPED)
+    assert "cannot be written yet" in world.complaint()
 
 
 def forget_the_other_node(world: World) -> None:
