@@ -338,9 +338,8 @@ def _drain(turn: Turn, node: int) -> None:
 def _dump_requested(turn: Turn, reason: str) -> None:
     """Whatever the phase, lead to a dump; the iteration under way is computed by the next run."""
     state = turn.state
-    if state.dump is not None and state.dump.exporting:
-        # It is on the disk already, and who asks has no time to lose.
-        machine_end.dump_exported(turn, state.dump.restore.generation, "")
+    if state.phase is Phase.DUMPING:
+        machine_end.hurry(turn, reason)
     if state.phase in LAST_PHASES or state.dump_wanted:
         return
     turn.set(dump_wanted=reason)

@@ -200,6 +200,15 @@ def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
         _finish_dumped(turn, order, path)
 
 
+def hurry(turn: Turn, reason: str) -> None:
+    """Who asks has no time to lose: the run ends as soon as the state is on the disk."""
+    order = turn.state.dump
+    if order is not None and order.exporting:
+        dump_exported(turn, order.restore.generation, "")
+    elif not turn.state.dump_wanted:
+        turn.set(dump_wanted=f"{_why_dumped(turn)}; {reason}")
+
+
 def stop(turn: Turn, reason: str) -> None:
     """The user ends the run (130). One that is dumped ends as that (75), but without the checkpoint:
     what it goes on from must be told in any case."""

@@ -100,3 +100,17 @@ def test_who_interrupts_the_export_does_not_lose_what_was_dumped() -> None:
     finish = rig.one(act.Finish)
     assert (finish.exit_status, finish.resume) == (75, DUMP)
     assert "continue with 'deadpool run --resume" in finish.reason
+
+
+def test_who_has_no_time_while_the_nodes_still_dump_gets_no_export_after_it() -> None:
+    rig = Rig(nodes=2, spares=0, **WHERE).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert not rig.feed(ev.DumpRequested("time is over"))
+    rig.feed(ev.Dumped(0, g(7)))
+    assert not rig.of(act.ExportDump)
+    finish = rig.one(act.Finish)
+    assert (finish.exit_status, finish.resume) == (75, DUMP)
+    assert finish.reason.startswith("no spare node for 300 s; time is over; state dumped to")
