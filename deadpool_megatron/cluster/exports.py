@@ -16,7 +16,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,11 @@ _FIRST_MARGIN = 2
 _LONGEST_MARGIN = 64
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_EXPORT = 0.5
+# How long at most the dump waits for the room that an unfinished export has taken.
+_SHARE_OF_REMOVAL = 0.1
+# A process that writes there may be just being killed.
+_REMOVALS = 5
+_REMOVAL_PAUSE_SECONDS = 0.2
 
 
 class Purpose(StrEnum):
@@ -66,10 +71,13 @@ class Wish:
 
 @dataclass(frozen=True)
 class Leaving:
-    """The run is to be dumped and to end when its last export is over, or at ``until``."""
+    """The run is to be dumped and to end when its last export is over, or at ``until``; when that
+    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end."""
 
     reason: str
     until: float
+    removal_seconds: float
+    removed: bool = True
 
 
 @dataclass
@@ -172,9 +180,9 @@ class Exports:
             return
         until = time.monotonic() + _SHARE_OF_EXPORT * seconds
         if self._leaving is not None:
-            self._leaving = Leaving(reason, min(until, self._leaving.until))
+            self._leaving = replace(self._leaving, until=min(until, self._leaving.until))
             return
-        self._leaving = Leaving(reason, until)
+        self._leaving = Leaving(reason, until, _SHARE_OF_REMOVAL * seconds)
         export = self._export
         if export is None or export.directory != self._directory:
             self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
@@ -190,8 +198,8 @@ class Exports:
         comes back as an input."""
         self._dumped = order
         try:
-            # The export may take long: whatever becomes of it, and of this coordinator, the state on
-            # the disk is what is gone on from.
+            # The export may take long: whatever becomes of it, and of this coordinator, a run goes
+            # on from the state on the disk.
             write_json(self._run.latest, order.restore.to_dict(), lasting=True)
         except OSError as error:
             self._say("warning", f"{self._run.latest} cannot be written yet: {error}")
@@ -227,9 +235,9 @@ class Exports:
         is_late = self._leaving is not None and time.monotonic() > self._leaving.until
         if self._leaving is not None and is_late and (export is None or export.is_publishing):
             self._leave(self._leaving.reason)  # whatever the disk waits for
-        elif export is None:
+        elif export is None and (self._leaving is None or self._leaving.removed):
             self._begin_if_due(state)
-        elif not export.is_publishing:
+        elif export is not None and not export.is_publishing:
             self._look_after(export, state, is_late)
 
     def _look_after(self, export: Export, state: State, is_late: bool) -> None:
@@ -382,8 +390,21 @@ class Exports:
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
         self._say("warning", text, export.epoch)
-        self._spawn(_remove(export.unfinished))
-        self._conclude(export, "")
+        is_last = self._wish is None and export.purpose is not Purpose.DUMPED
+        if self._leaving is not None and is_last:
+            until = time.monotonic() + self._leaving.removal_seconds
+            self._leaving = replace(self._leaving, until=until, removed=False)
+            self._export = None
+            self._spawn(self._leave_room(export))
+        else:
+            self._spawn(_remove(export.unfinished))
+            self._conclude(export, "")
+
+    async def _leave_room(self, export: Export) -> None:
+        """Have the dump after what was written of the export is gone: it may need the room."""
+        await _remove(export.unfinished)
+        if self._leaving is not None:  # else it was waited for long enough
+            self._leave(self._leaving.reason)
 
     def _conclude(self, export: Export, path: str) -> None:
         """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
@@ -412,4 +433,8 @@ class Exports:
 
 async def _remove(directory: Path) -> None:
     loop = asyncio.get_running_loop()
-    await loop.run_in_executor(None, lambda: shutil.rmtree(directory, ignore_errors=True))
+    for left in reversed(range(_REMOVALS)):
+        await loop.run_in_executor(None, lambda: shutil.rmtree(directory, ignore_errors=True))
+        if not left or not await loop.run_in_executor(None, directory.exists):
+            return
+        await asyncio.sleep(_REMOVAL_PAUSE_SECONDS)

@@ -210,7 +210,7 @@ def hurry(turn: Turn, reason: str) -> None:
 
 
 def stop(turn: Turn, reason: str) -> None:
-    """The user ends the run (130). One that is dumped ends as that (75), but without the checkpoint:
+    """The user ends the run (130). One that is dumped ends as that (75), without the checkpoint:
     what it goes on from must be told in any case."""
     order = turn.state.dump
     if order is not None and order.exporting:

@@ -104,10 +104,39 @@ def test_an_export_that_comes_to_nothing_costs_no_dump(
     world.orders()
     happens(world)
     world.exports.tick()
-    assert world.fed == [DUMP]
     assert said in world.complaint()
     assert world.orders()[:2] == DROP
     world.work()
+    assert world.fed == [DUMP]
+
+
+def test_the_dump_has_the_room_of_an_export_that_came_to_nothing(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.taken(2)
+    (place,) = {Path(m["directory"]) for _, t, m in world.sent if t == "export-write"}
+    place.mkdir(parents=True)
+    (place / "__0_0.distcp").touch()
+    no_room(world)
+    world.orders()
+    world.exports.tick()
+    assert world.fed == [], "what was written is still there"
+    assert world.orders() == [], "and nothing else is begun"
+    world.work()
+    assert not place.exists()
+    assert world.fed == [DUMP]
+    world.exports.tick()
+    assert world.fed == [DUMP]
+
+
+def test_the_dump_does_not_wait_for_ever_for_the_room(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.orders()
+    no_room(world)
+    world.exports.end_run(WHY, 0.0)
+    world.exports.tick()
+    assert world.fed == [DUMP], "a disk that does not answer"
+    world.work()
+    assert world.fed == [DUMP]
 
 
 def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -> None:
