@@ -430,7 +430,7 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
     left = without(state.inventories, node)
     if state.dump is not None and node in state.dump.finished:
         written = state.dump.chains | {state.dump.restore.generation}
-        lost = state.inventories[node]
+        lost = state.held[node]  # it may be one that came after the close
         saved = tuple(holding for holding in lost.holdings if holding.generation in written)
         left = left.set(node, replace(lost, holdings=saved))
     return left

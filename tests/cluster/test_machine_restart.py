@@ -249,3 +249,21 @@ def test_one_that_does_not_come_up_is_given_up(saved: bool) -> None:
         assert rig.pending.restore.kind == "durable"
     else:
         assert rig.one(act.Dump).held == (g(7),)
+
+
+def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing() -> None:
+    """It has come under a new number, so that it was not asked for what it holds at the close."""
+    old = Rig(nodes=3, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 5, 1, generations=(g(7),))
+    rig.tick(rig.settings.start_seconds)
+    closed(rig, 0, 0, generations=(g(7),))
+    assert rig.one(act.Dump).nodes == (0, 5)
+    rig.feed(ev.Dumped(5, g(7)))
+    rig.feed(ev.NodeLost(5, "connection closed"))
+    assert not rig.of(act.Finish)
+    rig.feed(ev.Dumped(0, g(7)))
+    assert "nodes [0, 5] wrote what they held" in rig.one(act.Finish).reason
