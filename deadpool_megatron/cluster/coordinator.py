@@ -21,9 +21,9 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster import ending, posix, translate
 from deadpool_megatron.cluster import machine_actions as actions
 from deadpool_megatron.cluster import machine_events as inputs
-from deadpool_megatron.cluster import posix, translate
 from deadpool_megatron.cluster.chronicle import Chronicle
 from deadpool_megatron.cluster.cleanup import clean_run
 from deadpool_megatron.cluster.commands import Commands
@@ -447,4 +447,4 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     # Inventories and records are millions of objects without a cycle among them: at the usual
     # threshold most of the time of a decision goes into looking for one.
     gc.set_threshold(_GARBAGE_OBJECTS)
-    return asyncio.run(Coordinator(options).run())
+    return ending.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

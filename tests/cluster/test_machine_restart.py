@@ -267,3 +267,23 @@ def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing(
     assert not rig.of(act.Finish)
     rig.feed(ev.Dumped(0, g(7)))
     assert "nodes [0, 5] wrote what they held" in rig.one(act.Finish).reason
+
+
+def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump() -> None:
+    """The coordinator was lost with its node, while the dump became a checkpoint."""
+    old = Rig(nodes=4, spares=0).run()
+    old.steps(7)
+    dump = Restore("dump", g(7), "step", path="/dump/1-7")
+    rig = started_again(old, durable=dump)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 3, 3, generations=(g(7),))
+    rig.tick(rig.settings.start_seconds)
+    closed(rig, 0, 0, generations=(g(7),))
+    closed(rig, 3, 3, generations=(g(7),))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.resume is not None
+    assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")
