@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import shutil
 import time
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,8 @@ def begin(run: RunDirectory, restart: Restart) -> str:
     )
     where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
     if another:
+        # Recipes for what that one built: one that cannot be written now must not be taken for new.
+        shutil.rmtree(run.skeletons, ignore_errors=True)
         where += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {where}"
 

@@ -282,10 +282,13 @@ def test_two_launchers_of_one_directory(
 def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
     run = old_run(tmp_path / "old")
     info = run.read_run()
+    run.skeletons.mkdir()
     told = restarting.begin(run, restarting.Restart(info, (0, 1)))
+    assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
     assert told == "run 0ld is started again; no slots are in memory"
     other = replace(info, command=("x.py", "--seed", "2"))
     assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
+    assert not run.skeletons.exists(), "recipes of the other command"
     assert run.read_run().command == other.command
 
 
