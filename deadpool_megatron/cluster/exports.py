@@ -417,6 +417,8 @@ class Exports:
 
     def _leave(self, reason: str) -> None:
         self._leaving = self._wish = None
+        if self._export is not None and not self._export.is_publishing:
+            self._abandon("the run ends")  # it must not write while the nodes dump
         self._feed(inputs.DumpRequested(reason))
 
     def _say(self, level: str, text: str, epoch: int | None = None) -> None:

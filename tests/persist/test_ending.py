@@ -61,6 +61,17 @@ def test_without_a_place_for_exports_or_without_time_the_dump_comes_at_once(
     assert world.orders() == []
 
 
+def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.orders()
+    world.exports.end_run(WHY, None)
+    assert world.orders() == DROP, "before the nodes are told to dump"
+    assert world.fed == [DUMP]
+    world.work()
+    world.exports.tick()
+    assert world.fed == [DUMP]
+
+
 def test_a_recovery_under_way_is_not_waited_for(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
     world.state.phase = Phase.OPENING
