@@ -156,6 +156,7 @@ def test_a_close_ends_the_wait_for_weights_and_nothing_is_sealed(
     wait_until(lambda: pair.buddy.state.counters["bytes received"], "the halves are there")
     pair.buddy.state.close(EPOCH)
     wait_until(lambda: not pair.buddy.state.table.writers, "the slot is let go")
+    assert not pair.given_up(), "a close is no failure of halves"
     assert not [h for h in pair.buddy.state.inventory().holdings if "shard" in h.parts]
 
 
