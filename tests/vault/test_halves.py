@@ -180,6 +180,26 @@ def test_what_breaks_while_it_is_put_together_travels_whole(
     assert pair.as_halves == 1
 
 
+def test_halves_that_break_three_times_are_not_tried_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a mistake that ends the buddy's vault would end it in every iteration."""
+    tried = []
+
+    def broken(*_: Any) -> str:
+        tried.append(1)
+        raise ConnectionClosed("no answer")
+
+    monkeypatch.setattr(halves.HalvesTaker, "finish", broken)
+    for iteration in range(5):
+        pair.keep(iteration)
+        pair.own(iteration)
+        pair.check(iteration)
+    assert len(tried) == 3
+    (warning,) = [e.data["text"] for e in pair.owner.events if e.kind is Kind.LOG]
+    assert warning.endswith("for the rest of epoch 1: no answer, 3 times in a row")
+
+
 def test_local_parts_are_owed_to_nobody(pair: Pair) -> None:
     pair.keep(0)
     pair.own(0)
