@@ -15,6 +15,7 @@ next update waits for it.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.planning.keys import Plan
-from deadpool_megatron.planning.roles import Placement, PlannedRole
+from deadpool_megatron.planning.roles import Placement, PlannedRole, data_parallel_peers
 
 GIGA = 1e9
 # hooks/protection.py gives extras this much room to grow, in each boundary's part of a slot.
@@ -60,14 +61,17 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     room = len(BOUNDARIES) * (int(extras * _EXTRAS_GROWTH) + _EXTRAS_PAGES)
     slots = placement.slots
     unique, own, copies, out, into = (Counter[int]() for _ in range(5))
+    seats = {role.role: role.node for role in placement.roles}
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
         own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
         halves = _half_bytes(plan, role)
         own[role.node] += slots * plan.protection.replicas * halves  # the weights of other owners
-        shipped = role.shipped_bytes - halves + extras
+        peers = data_parallel_peers(role.role, plan.parallel) if halves else ()
+        weights = {seats[peer] for peer in peers}
         for buddy in role.buddies:
             copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
+            shipped = role.shipped_bytes + extras - (halves if buddy in weights else 0)
             out[role.node] += shipped
             into[buddy] += shipped
     by_role = {role.role: role for role in placement.roles}
@@ -89,7 +93,8 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
 
 
 def _half_bytes(plan: Plan, role: PlannedRole) -> int:
-    """What --deadpool-compaction keeps off the wires: half of the dense masters."""
+    """What --deadpool-compaction keeps off the wires, half of the dense masters, where a peer sits
+    on the buddy."""
     protection, dense = plan.protection, role.parts[0]
     if protection.compaction == "off" or protection.scheme != "buddy" or dense.covered:
         return 0
@@ -194,6 +199,9 @@ def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) 
     return node / network_bytes_per_second(plan) + shard / (plan.cluster.pcie_gb_s * GIGA)
 
 
-def reprotect_seconds(plan: Plan, loads: dict[int, NodeLoad]) -> float:
-    """For sending the copies of the fullest node once more, to the spare in its place."""
+def reprotect_seconds(plan: Plan, placement: Placement) -> float:
+    """For sending the copies of the fullest node once more, to the spare in its place; whole, as
+    everything that an epoch begins with."""
+    protection = dataclasses.replace(plan.protection, compaction="off")
+    loads = node_loads(dataclasses.replace(plan, protection=protection), placement)
     return max(load.in_bytes_per_step for load in loads.values()) / network_bytes_per_second(plan)

@@ -83,6 +83,7 @@ class Splitter:
         """``part``: bytes of the part; ``masters`` has been checked against their number."""
         self._part = part
         self._masters = masters
+        self._most = most_exceptions(masters.count)
         self._places: list[NDArray[np.uint32]] = []
         self._values: list[Words] = []
         self._found = 0
@@ -100,14 +101,14 @@ class Splitter:
 
     def _keep(self, words: Words, places: NDArray[np.intp], reached: int) -> None:
         self._found += places.size
-        if places.size and self._found <= most_exceptions(self._masters.count):
+        if places.size and self._found <= self._most:
             self._places.append((places + reached).astype(np.uint32))
             self._values.append(words[places])
 
     @property
     def exceptions(self) -> Exceptions | None:
         """After the last piece; None when they are too many."""
-        if self._found > most_exceptions(self._masters.count):
+        if self._found > self._most:
             return None
         none = np.empty(0, np.uint32)
         return Exceptions(

@@ -9,7 +9,8 @@ sealed the masters are put together in place; only if the checksum of the whole 
 it is sealed, and is then a copy like any other.
 
 If anything of this fails (no base of that generation, other bytes) the buddy says so in ``sealed``
-under ``whole``, and the owner sends that part of that generation again, whole.
+under ``whole``, and the owner sends that part of that generation again, whole. So it does when no
+answer comes: nothing is tried twice that may have broken the connection, or the buddy.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ class HalvesSender:
         self._layout = layout
         self._node = node
         self._epoch = epoch
-        self._failures = 0
-        self._whole: Generation | None = None  # of which halves have failed
+        self._failures = 0  # in a row, and why the last one
+        self._why = ""
+        self._offered: Generation | None = None
+        self._tried: Generation | None = None  # whatever came of it
         self._told: Channel | None = None
         self._digest: int | None = None
         self._masters: dict[str, Masters] = {}
@@ -70,9 +73,14 @@ class HalvesSender:
         self, channel: Channel, generation: Generation, places: Iterable[Place]
     ) -> dict[str, Masters]:
         """The parts that may travel as halves; the buddy has been told where their masters lie."""
-        made_now = generation.lineage == self._epoch
-        if not made_now or generation == self._whole or self._failures >= _MOST_FAILURES:
+        if self._failures >= _MOST_FAILURES:
+            if self._why:
+                self._warn(self._why)
+                self._why = ""
             return {}
+        if generation.lineage != self._epoch or generation == self._tried:
+            return {}
+        self._offered = generation
         self._look_up(generation)
         with self._state.lock:
             copied = {
@@ -103,6 +111,9 @@ class HalvesSender:
 
     def send(self, channel: Channel, place: Place, masters: Masters, send: Send) -> int:
         """Send a part that the buddy wants as halves; answers the bytes of its exceptions."""
+        if self._tried != self._offered:  # until the buddy says otherwise
+            self._tried, self._why = self._offered, "no answer"
+            self._failures += 1
         for begin, end in masters.gaps(place.nbytes):
             send(place.view[begin:end])
         splitter = Splitter(place.view, masters)
@@ -127,12 +138,9 @@ class HalvesSender:
         if not failed:
             self._failures = 0
             return
-        self._whole = generation
-        self._failures += 1
-        name, why = next(iter(failed.items()))
-        log.info("%s of %s of role %d as halves: %s", name, generation, self._layout.role, why)
-        if self._failures == _MOST_FAILURES:
-            self._warn(why)
+        name, self._why = next(iter(failed.items()))
+        role, why = self._layout.role, self._why
+        log.info("%s of %s of role %d as halves: %s", name, generation, role, why)
 
     def _warn(self, why: str) -> None:
         text = (

@@ -74,6 +74,8 @@ class Intake:
         for taken, digest in waiting:
             assert self._halves is not None
             if why := self._halves.finish(taken, digest, epoch, time.monotonic() - started):
+                if not self._state.is_open(epoch):
+                    raise ConnectionClosed("the epoch was closed")
                 self._state.counters[f"halves: {why}"] += 1
                 failed[taken.name] = why
             else:

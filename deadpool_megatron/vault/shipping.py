@@ -15,6 +15,7 @@ Where several buddies lack the same, the put names those behind the first (``cha
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import time
 from collections.abc import Collection, Mapping
@@ -42,6 +43,12 @@ _LINK_SECONDS = 1.0
 
 # What to send, and the nodes that are to get the same through the one it is sent to.
 _Put = tuple[Generation, list[Place], tuple[int, ...]]
+
+
+def load_halves() -> None:
+    """Import what compaction needs while nothing is lost: a vault of a spare would do it in the
+    recovery, before it restores, which takes seconds where Python lies on a slow file system."""
+    importlib.import_module("deadpool_megatron.vault.halves")
 
 
 class Shipper(Sender[_Put]):

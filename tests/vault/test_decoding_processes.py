@@ -58,13 +58,16 @@ def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
         running.stop()
 
 
-@pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
+@pytest.mark.parametrize(
+    ("kind", "compaction"),
+    [(SchemeKind.PARITY, "off"), (SchemeKind.BUDDY, "on"), (SchemeKind.BUDDY, "off")],
+)
 def test_what_decoding_needs_is_loaded_before_anything_is_lost(
-    tmp_path: Path, kind: SchemeKind
+    tmp_path: Path, kind: SchemeKind, compaction: str
 ) -> None:
-    """In a spare that holds nothing; where nothing is coded, it is not loaded at all."""
+    """In a spare that holds nothing; so is what compaction needs. Elsewhere it is not at all."""
     plan = ProtectionPlan((Rule(ANY, ANY, Scheme(kind, group=2)),))
-    with cluster(tmp_path, 1) as running:
+    with cluster(tmp_path, 1, compaction=compaction) as running:
         running.open(replace(running.record(1), protection=plan))
         process = running.nodes[0].process
         assert process is not None
@@ -73,7 +76,7 @@ def test_what_decoding_needs_is_loaded_before_anything_is_lost(
         def loaded() -> bool:
             return "numpy" in maps.read_text()
 
-        if kind is SchemeKind.PARITY:
+        if kind is SchemeKind.PARITY or compaction == "on":
             wait_until(loaded, "numpy is loaded")
         else:
             assert not loaded()

@@ -17,6 +17,7 @@ from deadpool_megatron.vault import halves
 from deadpool_megatron.vault.dumping import dump
 from deadpool_megatron.vault.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.transport import Channel
+from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.vault.halving import EPOCH, Pair, Shape
 from tests.vault.harness import wait_until
 
@@ -155,7 +156,48 @@ def test_a_close_ends_the_wait_for_weights_and_nothing_is_sealed(
     wait_until(lambda: pair.buddy.state.counters["bytes received"], "the halves are there")
     pair.buddy.state.close(EPOCH)
     wait_until(lambda: not pair.buddy.state.table.writers, "the slot is let go")
+    assert not pair.given_up(), "a close is no failure of halves"
     assert not [h for h in pair.buddy.state.inventory().holdings if "shard" in h.parts]
+
+
+def test_what_breaks_while_it_is_put_together_travels_whole(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A buddy that never answers, or ends over it, must not be asked for the same again."""
+
+    def broken(*_: Any) -> str:
+        raise ConnectionClosed("no answer")
+
+    pair.keep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(halves.HalvesTaker, "finish", broken)
+        pair.own(0)
+        pair.check(0)
+    assert pair.as_halves == 0
+    pair.keep(1)
+    pair.own(1)
+    pair.check(1)
+    assert pair.as_halves == 1
+
+
+def test_halves_that_break_three_times_are_not_tried_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a mistake that ends the buddy's vault would end it in every iteration."""
+    tried = []
+
+    def broken(*_: Any) -> str:
+        tried.append(1)
+        raise ConnectionClosed("no answer")
+
+    monkeypatch.setattr(halves.HalvesTaker, "finish", broken)
+    for iteration in range(5):
+        pair.keep(iteration)
+        pair.own(iteration)
+        pair.check(iteration)
+    assert len(tried) == 3
+    (warning,) = [e.data["text"] for e in pair.owner.events if e.kind is Kind.LOG]
+    assert warning.endswith("for the rest of epoch 1: no answer, 3 times in a row")
 
 
 def test_local_parts_are_owed_to_nobody(pair: Pair) -> None:
