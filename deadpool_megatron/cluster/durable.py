@@ -59,7 +59,10 @@ def overlap(saves: Path, exports: Path) -> str:
         same = saves.samefile(exports)
     except OSError:  # one is not there yet
         same = False
-    real_saves, real_exports = saves.resolve(), exports.resolve()
+    try:
+        real_saves, real_exports = saves.resolve(), exports.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        return f"--save {saves} or the directory of the run's exports ({exports}): {error}"
     if same or real_saves == real_exports:
         return f"--save {saves} is where the run's exports go ({exports}): {advice}"
     for inner, outer in ((real_saves, real_exports), (real_exports, real_saves)):

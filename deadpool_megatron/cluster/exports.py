@@ -7,7 +7,7 @@ ends it, and the next one is tried when it is due; neither training nor a recove
 
 A run that has to end exports once more where exports are configured: before a time limit beside the
 training, and the dump comes after it, or at half the time that was announced; after a loss that no
-spare makes good from the dump, which is on the disk by then. So nothing is saved less than without.
+spare makes good from the dump, which is on the disk by then.
 """
 
 from __future__ import annotations

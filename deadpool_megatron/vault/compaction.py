@@ -34,14 +34,6 @@ _FREE_EXCEPTIONS = 64
 EXCEPTION_BYTES = 8
 
 
-def rounded(masters: Words) -> Halves:
-    """The bit patterns that a cast to bfloat16 gives: round to nearest even, NaN becomes 0x7fc0."""
-    high = masters >> 16
-    up = (masters + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> 16
-    nan = (masters & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
-    return np.where(nan, np.uint32(0x7FC0), up).astype(np.uint16)
-
-
 def split(masters: Words) -> tuple[Halves, NDArray[np.intp]]:
     """The low halves, and the places of the exceptions (ascending)."""
     low = masters.astype(np.uint16)  # keeps the low half

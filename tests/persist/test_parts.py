@@ -334,3 +334,9 @@ def test_a_skeleton_for_all_nodes_is_the_one_of_its_own(tmp_path: Path) -> None:
     share_skeleton(tmp_path, 3, shared)
     assert read_skeleton(shared, 3, "another").layout_hash == "another"
     assert [path.name for path in shared.iterdir()] == [skeleton_path(shared, 3).name]
+
+
+def test_links_in_a_circle_are_refused_in_one_line(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    assert "--save" in saves_refusal(circle, {"DEADPOOL_RUN_DIR": str(tmp_path)})

@@ -27,7 +27,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.chain import Chain
-from deadpool_megatron.vault.compaction import rounded
+from deadpool_megatron.vault.compaction import Halves, Words
 from deadpool_megatron.vault.segment import Segment, checksum, own_name
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.shipping import Shipper
@@ -46,6 +46,14 @@ RECORD = EpochRecord(
     store_port=0,
     replicas=1,
 )
+
+
+def rounded(masters: Words) -> Halves:
+    """The bit patterns that a cast to bfloat16 gives: round to nearest even, NaN becomes 0x7fc0."""
+    high = masters >> 16
+    up = (masters + (np.uint32(0x7FFF) + (high & np.uint32(1)))) >> 16
+    nan = (masters & np.uint32(0x7FFF_FFFF)) > np.uint32(0x7F80_0000)
+    return np.where(nan, np.uint32(0x7FC0), up).astype(np.uint16)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from deadpool_megatron.vault.compaction import (
     join_in_place,
     low_places,
     most_exceptions,
-    rounded,
     split,
 )
+from tests.vault.halving import rounded
 
 # Ties that go up and down, infinities, both NaNs and signs, denormals, the end of an exponent, the
 # largest number (its rounding is infinite).
