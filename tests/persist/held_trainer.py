@@ -6,17 +6,16 @@ Arguments: ITERATION=PATTERN[,...] (see holding.py), then those of the trainer.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer
 from deadpool_megatron.trainer import loop
-from tests.persist.holding import hold, waits_of
+from tests.persist.holding import Waits, hold, waits_of
 
 _train_step = loop.TrainingLoop.train_step
 
 
-def held(waits: dict[int, Path]) -> Any:
+def held(waits: Waits) -> Any:
     """The step, held."""
 
     def train_step(self: Any) -> None:

@@ -4,22 +4,47 @@ model take none, and the run must not be over before."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _PATIENCE_SECONDS = 90.0
+_DAWDLE_SECONDS = 1.0
 
 
-def waits_of(text: str) -> dict[int, Path]:
-    """``ITERATION=PATTERN[,...]``: before it, wait until a file whose name fits is there."""
-    pairs = (one.split("=") for one in text.split(",") if one)
-    return {int(iteration): Path(pattern) for iteration, pattern in pairs}
+@dataclass(frozen=True)
+class Waits:
+    """Iteration -> what has to be there before it: for good, and for a second at most."""
+
+    firm: dict[int, Path] = field(default_factory=dict)
+    brief: dict[int, Path] = field(default_factory=dict)
 
 
-def hold(waits: Mapping[int, Path], iteration: int) -> None:
+def waits_of(text: str) -> Waits:
+    """``ITERATION=PATTERN[,...]``: before it, wait until a file whose name fits is there.
+
+    ``FIRST-LAST=PATTERN``: before each of them, for a second at most. An export that has not begun
+    takes one of the *next* iterations, so that a process which stood still would wait for itself.
+    """
+    found = Waits()
+    for one in filter(None, text.split(",")):
+        iterations, pattern = one.split("=")
+        first, _, last = iterations.partition("-")
+        waits = found.brief if last else found.firm
+        waits.update(dict.fromkeys(range(int(first), int(last or first) + 1), Path(pattern)))
+    return found
+
+
+def hold(waits: Waits, iteration: int) -> None:
     """Wait before an iteration, if it is one of those."""
-    limit = time.monotonic() + _PATIENCE_SECONDS
-    pattern = waits.get(iteration)
+    _await(waits.brief.get(iteration), _DAWDLE_SECONDS)
+    pattern = waits.firm.get(iteration)
+    assert _await(pattern, _PATIENCE_SECONDS), f"nothing came to {pattern}"
+
+
+def _await(pattern: Path | None, seconds: float) -> bool:
+    limit = time.monotonic() + seconds
     while pattern is not None and not list(pattern.parent.glob(pattern.name)):
-        assert time.monotonic() < limit, f"nothing came to {pattern}"
+        if time.monotonic() >= limit:
+            return False
         time.sleep(0.02)
+    return True

@@ -18,8 +18,8 @@ HELD_TRAINER = str(Path(__file__).with_name("held_trainer.py"))
 DUE = "--eval-interval 4 --eval-iters 1 --save-interval 4"
 
 
-def program(flags: str, iterations: int, held: dict[int, str]) -> Program:
-    """Two nodes of two members; held before iterations until something is there."""
+def program(flags: str, iterations: int, held: dict[int | str, str]) -> Program:
+    """Two nodes of two members; held before iterations until something is there (holding.py)."""
     waits = ",".join(f"{iteration}={pattern}" for iteration, pattern in held.items())
     command = (HELD_TRAINER, waits, *MODEL.split(), *PP2.split(), *BF16.split())
     length = ("--train-iters", str(iterations))
@@ -64,8 +64,7 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     fired = f"{run.with_suffix('.faults')}.fired"
     exported = f"{run}/exports/iter_*"
     held = {7: f"{fired}/killed", 21: f"{fired}/full", 31: exported, 32: str(ordered)}
-    held[41] = f"{asked}/iter_*"
-    job = program(f"{text}", 44, held)
+    job = program(text, 65, {**held, "33-60": f"{asked}/iter_*", 62: f"{asked}/iter_*"})
     command = [sys.executable, "-m", "deadpool_megatron", "persist", str(run), str(asked)]
 
     def ask() -> None:
@@ -92,7 +91,7 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     left = [path.name for path in (run / "exports").iterdir() if path.name.startswith(".")]
     assert left == [], "of exports that failed nothing is left"
     # What was asked for is loaded as any checkpoint of Megatron is, and leads to the same end.
-    loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 44 --load {asked}"
+    loaded = f"{MODEL} {PP2} {BF16} {text} --train-iters 65 --load {asked}"
     hashes = run_ranks(4, train, loaded)[0]["hashes"]
     assert hashes == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
 

@@ -164,6 +164,7 @@ def test_chained_jobs_train_to_the_very_bits_of_one_run(cluster: Cluster, jobs: 
     whole = reference(layout, 30)
     assert second.wait_over()["exit_status"] == 0, second.story()
     found = read_result(second.run.path)
-    assert found.resumed_after == first.final_iteration()
+    # Saved is what all roles had committed: of the newest iteration the copies may be under way.
+    assert first.final_iteration() - found.resumed_after in (0, 1)
     comparison = compare_results(read_result(whole.directory), found)
     assert comparison.identical, "\n".join(map(str, comparison.differences))
