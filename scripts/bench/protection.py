@@ -43,7 +43,7 @@ WARM_UP = 3
 # Unmeasured steps before and after the one that is interrupted.
 BEFORE, AFTER = 2, 4
 # The configuration file and what is changed in it: hidden size, layers.
-SIZES = {"5M": (256, 6), "20M": (512, 6), "50M": (768, 7)}
+SIZES = {"5M": (256, 6), "20M": (512, 6), "50M": (832, 6)}
 TOKENS = 2048
 SCHEMES: dict[str, list[str]] = {
     "buddy": ["--deadpool-protection", "buddy"],
