@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, RestoreQuery
+from deadpool_megatron.layout.decision import NO_LIMIT, RestoreQuery
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -29,7 +29,7 @@ from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Sc
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.buffers import RestoredParts
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import checksum, copy_name
+from deadpool_megatron.vault.segment import PartState, Segment, checksum, copy_name, own_name
 from tests.vault.harness import (
     Cluster,
     Member,
@@ -181,11 +181,13 @@ def test_what_is_recomputed_takes_no_slot_of_an_older_generation(tmp_path: Path)
         opened(running)
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
         train(members, 1, range(7))
-        inventories = running.close(1)
         seats, kept = {role: Seat(role, 0, 0) for role in range(2)}, Generation(1, 6)
+        own = Segment.open(running.nodes[1].directory / own_name(1, seats[1]))
+        (slot,) = (number for number in range(own.slots) if own.generation(number) == kept)
+        own.invalidate_part(slot, "shard", PartState.BAD)  # as its vault does with damaged bytes
+        inventories = running.close(1)
         assert held(inventories[1], 1).keys() == {5, 6}
-        damaged = frozenset({BadPart(1, 1, kept, "shard")})
-        query = RestoreQuery(2, 2, inventories, seats, seats, {1: NO_LIMIT}, bad_parts=damaged)
+        query = RestoreQuery(2, 2, inventories, seats, seats, {1: NO_LIMIT})
         restore = choose_restore(query)
         assert isinstance(restore, Restore)
         assert restore.generation == kept
