@@ -20,6 +20,7 @@ Thread-safe. Nothing here sleeps in the caller.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -129,33 +130,43 @@ def _claim(fault: Fault, facts: Mapping[str, object]) -> bool:
 
 def _send(fault: Fault) -> None:
     number = signal.Signals[f"SIG{fault.signal}"]
-    pids = _target_pids(fault)
+    agents, others = _targets(fault)
     if fault.resume_after_seconds is not None:
-        _resume_later(pids, fault.resume_after_seconds)
+        _resume_later(agents + others, fault.resume_after_seconds)
     own = os.getpid()
-    for pid in [p for p in pids if p != own] + [p for p in pids if p == own]:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
+    pids = agents + others
+    if number == signal.SIGKILL:
+        # As if all died at once: no agent sees its processes die, and none outlives its agent.
+        for pid in agents:
+            if pid != own:
+                _signal(pid, signal.SIGSTOP)
+        pids = others + agents
+    for pid in sorted(pids, key=lambda pid: pid == own):  # this one last
+        _signal(pid, number)
 
 
-def _target_pids(fault: Fault) -> list[int]:
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _targets(fault: Fault) -> tuple[list[int], list[int]]:
+    """The agents among the processes that a fault is for, and the others."""
     if fault.target == "self":
-        return [os.getpid()]
+        return [], [os.getpid()]
     nodes = fault.nodes or (int(str(_context["node"])),)
     run_directory = Path(str(_context["run_dir"]))
-    pids: list[int] = []
+    agents: list[int] = []
+    others: list[int] = []
     for node in nodes:
         listing = json.loads((run_directory / "nodes" / f"{node}.json").read_text())
-        # The agent first: it must not see its children die and report them.
         if fault.target in ("agent", "node"):
-            pids.append(int(listing["agent"]))
+            agents.append(int(listing["agent"]))
         if fault.target in ("vault", "node"):
-            pids.append(int(listing["vault"]))
+            others.append(int(listing["vault"]))
         if fault.target in ("members", "node"):
-            pids += [int(pid) for pid in listing["members"].values()]
-    return pids
+            others += [int(pid) for pid in listing["members"].values()]
+    return agents, others
 
 
 def _resume_later(pids: list[int], seconds: float) -> None:

@@ -43,7 +43,6 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 _COORDINATOR_RESTARTS = 5
-_AGENT_RESTARTS = 5
 _LEAVE_SECONDS = 1.0
 _FENCE_SECONDS = 5.0
 
@@ -78,7 +77,6 @@ class Launcher:
         self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_restarts = 0
-        self._agent_restarts = 0
         self._next_node = max(options.numbers) + 1
         self._refills = options.refill
         self._signals = 0
@@ -107,6 +105,8 @@ class Launcher:
             self._run.create(self._info)
             auth.create_secret(self._run.path)
             self._held = claim_segments(self._run, self._info.run_id)
+            for note in self._run.all_followed():  # of an earlier start of the run
+                note.unlink(missing_ok=True)
             self._start_coordinator(restarted=self._options.restarted)
             if choose_method(self._info.settings.start_method) == "fork":
                 preload_modules(self._info.settings, self._options.modules)
@@ -159,7 +159,6 @@ class Launcher:
             lifeline_fd=self._lifeline,
             takes_up=takes_up or self._options.restarted,
         )
-        self._run.followed(node).unlink(missing_ok=True)  # of an earlier start of the run
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
@@ -201,7 +200,7 @@ class Launcher:
             del self._agents[node]
             # What the node held is gone with it, as on a real machine.
             kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
-            follows = not self._ending and self._is_followed(node)
+            follows = self._is_followed(node)
             kept = kept or follows
             clean_node(self._run, self._info.run_id, node, keep_slots=kept)
             if self._run.final.exists() or self._stop_deadline:
@@ -209,7 +208,6 @@ class Launcher:
             ending = Ending.from_wait_status(status)
             self._options.say(f"node {node}: agent {ending}")
             if follows:
-                self._agent_restarts += 1
                 self._options.say(f"node {self._next_node} takes up what node {node} held")
                 self._start_agent(self._next_node, takes_up=True)
                 self._next_node += 1
@@ -220,13 +218,10 @@ class Launcher:
                 self._next_node += 1
 
     def _is_followed(self, node: int) -> bool:
-        """Whether the next agent takes up what this one held; said before its vault is ended."""
-        if self._agent_restarts >= _AGENT_RESTARTS or self._run.final.exists():
+        """Whether the next agent takes up what this one held."""
+        if self._ending or self._run.final.exists():
             return False
-        follows = is_followed(self._info.settings, self._run, node)
-        if follows:
-            self._run.followed(node).touch()
-        return follows
+        return is_followed(self._info.settings, self._run, node)
 
     def _coordinator_ended(self) -> bool:
         """True when the run is over; a coordinator that failed is started again."""

@@ -148,6 +148,10 @@ class RunDirectory:
         """There once a launcher has another agent take up what the ended one of a node held."""
         return self.path / "nodes" / f"{node}.followed"
 
+    def all_followed(self) -> list[Path]:
+        """The notes ``followed`` of all nodes."""
+        return list((self.path / "nodes").glob("*.followed"))
+
     def log(self, name: str) -> Path:
         """``name``: ``node0-agent``, ``node0-slot1-2``, ``coordinator``, ..."""
         return self.path / "logs" / f"{name}.log"

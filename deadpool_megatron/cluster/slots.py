@@ -32,6 +32,7 @@ from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
 from deadpool_megatron.vault.table import Table
 
 _LOCK = "agent.lock"
+_MOST_FOLLOWED = 5  # agents that end again and again are not started for ever
 
 
 class NodeTaken(Exception):
@@ -57,16 +58,24 @@ def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
     """Whether a launcher starts an agent after that of ``node``, which has ended: where no other
     node has what it held (``local``), and the host did not go with it, for its vault lives.
 
-    The launcher makes a note before it ends the vault; so whoever looks later knows as well.
+    Whoever looks first makes a note of a yes, for the launcher then ends the vault, and coordinator
+    and launcher have to agree: one of them would wait for what the other does not do.
     """
     if settings.protection != Kind.LOCAL:
+        return False
+    note = run.followed(node)
+    if note.exists():
+        return True
+    if len(run.all_followed()) >= _MOST_FOLLOWED:
         return False
     try:
         vault = read_json(run.node(node)).get("vault")
     except (OSError, ValueError):
-        vault = None
-    lives = vault is not None and vault in node_processes(run, node)
-    return lives or run.followed(node).exists()
+        return False
+    if vault not in node_processes(run, node) or posix.is_doomed(vault):
+        return False
+    note.touch()
+    return True
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:
