@@ -21,7 +21,7 @@ _KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "prote
 class Commands:
     """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
     takes what a command asks of the machine, ``persist`` where to export to, ``dump`` why the run
-    has to end, and in how many seconds. Used from the coordinator's loop only.
+    has to end, and in how many seconds (raises LostRace). Used from the coordinator's loop only.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class Commands:
                 return {"ok": True}
             case "dump":
                 seconds = message.get("seconds")
-                self._dump(str(message["reason"]), None if seconds is None else float(seconds))
-                return {"ok": True}
+                seconds = None if seconds is None else float(seconds)
+                return self._end(str(message["reason"]), seconds)
             case "persist":
                 return self._persist(str(message.get("directory", "")))
             case "drain":
@@ -70,6 +70,13 @@ class Commands:
             case "protect":
                 return self._protect(message)
         return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
+
+    def _end(self, reason: str, seconds: float | None) -> dict[str, Any]:
+        try:
+            self._dump(reason, seconds)
+        except LostRace as error:
+            return {"ok": False, "error": str(error)}
+        return {"ok": True}
 
     def _drain(self, node: int) -> dict[str, Any]:
         nodes = self._state().nodes

@@ -29,6 +29,7 @@ from deadpool_megatron.cluster.cleanup import clean_run
 from deadpool_megatron.cluster.commands import Commands
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.durable_requests import DurableRequests
+from deadpool_megatron.cluster.end_order import EndOrder
 from deadpool_megatron.cluster.exports import Exports
 from deadpool_megatron.cluster.first_state import first_state
 from deadpool_megatron.cluster.journal import JournalError, LostRace
@@ -105,6 +106,7 @@ class Coordinator:
             send=self._orders.send,
             spawn=self._spawn,
         )
+        self._end_order = EndOrder(options, lambda: self._state, self._exports.end_run)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
@@ -116,10 +118,10 @@ class Coordinator:
             ),
             feed=self.feed,
             persist=self._exports.request,
-            dump=self._exports.end_run,
+            dump=self._end_order.take,
         )
-        began = time.monotonic()
-        self._state: State = first_state(self._machine, self._journal, self._chronicle, began)
+        now = time.monotonic()
+        self._state: State = first_state(self._machine, self._journal, self._chronicle, now)
 
     @property
     def _results(self) -> Results:
@@ -148,12 +150,9 @@ class Coordinator:
         door = Door(options.listener, lock, self._peers)
         port = options.listener.getsockname()[1]
         self._spawn(door.run())
-        pid = os.getpid()
-        process = {
-            "pid": pid,
-            "hostname": socket.gethostname(),
-            "started": {str(pid): posix.start_time(pid)},
-        }
+        pid, hostname = os.getpid(), socket.gethostname()
+        started = {str(pid): posix.start_time(pid)}
+        process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self._options.host, "port": port}
         write_json(self._run.coordinator, {**address, **process})
         if self._state.record is None:
@@ -371,6 +370,7 @@ class Coordinator:
                 self.feed(item)
             self.feed(inputs.Tick())
             self._exports.tick()
+            self._end_order.tick()
 
     # The end of this coordinator.
 

@@ -72,10 +72,12 @@ class Wish:
 @dataclass(frozen=True)
 class Leaving:
     """The run is to be dumped and to end when its last export is over, or at ``until``; when that
-    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end."""
+    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end.
+    ``ends``: when something else ends the run. Times are of the monotonic clock."""
 
     reason: str
     until: float
+    ends: float
     removal_seconds: float
     removed: bool = True
 
@@ -171,18 +173,19 @@ class Exports:
         """Have the run end with a dump; answer to ``deadpool stop --dump``.
 
         ``seconds``: how long it may take. Where exports are configured the run trains on meanwhile
-        and exports once more, for half that time at most. None: dump at once. Orders are repeated;
+        and exports once more, for half that time at most. None: dump next. Orders are repeated;
         the earliest end counts.
         """
         trains = self._state().phase is Phase.RUNNING
         if seconds is None or not self._settings.exports or not trains:
-            self._leave(reason)
+            self._leave(reason, seconds)
             return
-        until = time.monotonic() + _SHARE_OF_EXPORT * seconds
-        if self._leaving is not None:
-            self._leaving = replace(self._leaving, until=min(until, self._leaving.until))
+        now = time.monotonic()
+        until, ends = now + _SHARE_OF_EXPORT * seconds, now + seconds
+        if (said := self._leaving) is not None:
+            self._leaving = replace(said, until=min(until, said.until), ends=min(ends, said.ends))
             return
-        self._leaving = Leaving(reason, until, _SHARE_OF_REMOVAL * seconds)
+        self._leaving = Leaving(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         export = self._export
         if export is None or export.directory != self._directory:
             self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
@@ -234,7 +237,7 @@ class Exports:
         export, state = self._export, self._state()
         is_late = self._leaving is not None and time.monotonic() > self._leaving.until
         if self._leaving is not None and is_late and (export is None or export.is_publishing):
-            self._leave(self._leaving.reason)  # whatever the disk waits for
+            self._leave_by(self._leaving)  # whatever the disk waits for
         elif export is None and (self._leaving is None or self._leaving.removed):
             self._begin_if_due(state)
         elif export is not None and not export.is_publishing:
@@ -278,7 +281,7 @@ class Exports:
             return
         if state.phase is not Phase.RUNNING or state.record is None:
             if self._leaving is not None:
-                self._leave(self._leaving.reason)  # a recovery began before its last export did
+                self._leave_by(self._leaving)  # a recovery began before its last export did
             return
         newest = max(state.newest, state.record.restore.generation.iteration)
         # With a cadence there are generations of every n-th iteration only.
@@ -404,7 +407,7 @@ class Exports:
         """Have the dump after what was written of the export is gone: it may need the room."""
         await _remove(export.unfinished)
         if self._leaving is not None:  # else it was waited for long enough
-            self._leave(self._leaving.reason)
+            self._leave_by(self._leaving)
 
     def _conclude(self, export: Export, path: str) -> None:
         """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
@@ -413,13 +416,16 @@ class Exports:
             assert export.generation is not None
             self._feed(inputs.DumpExported(export.generation, path))
         elif self._leaving is not None and self._wish is None:
-            self._leave(self._leaving.reason)
+            self._leave_by(self._leaving)
 
-    def _leave(self, reason: str) -> None:
+    def _leave_by(self, leaving: Leaving) -> None:
+        self._leave(leaving.reason, max(0.0, leaving.ends - time.monotonic()))
+
+    def _leave(self, reason: str, seconds: float | None) -> None:
         self._leaving = self._wish = None
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
-        self._feed(inputs.DumpRequested(reason))
+        self._feed(inputs.DumpRequested(reason, seconds))
 
     def _say(self, level: str, text: str, epoch: int | None = None) -> None:
         record = self._state().record

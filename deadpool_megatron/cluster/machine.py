@@ -18,6 +18,7 @@ from deadpool_megatron.cluster import (
     machine_members,
     machine_moves,
     machine_nonfinite,
+    machine_pause,
     machine_plans,
     machine_takeover,
 )
@@ -172,7 +173,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _drain(turn, node)
         case ev.ProtectionRequested():
             machine_plans.take_request(turn, event)
-            machine_moves.consider_pause(turn)
+            machine_pause.consider_pause(turn)
         case ev.JournalWritten(epoch):
             _journal_written(turn, epoch)
         case ev.JournalFailed(epoch, text):
@@ -184,8 +185,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             machine_end.dump_exported(turn, generation, path)
         case ev.Diverged(text):
             machine_end.finish(turn, 3, text)
-        case ev.DumpRequested(reason):
-            _dump_requested(turn, reason)
+        case ev.DumpRequested(reason, seconds):
+            _dump_requested(turn, reason, seconds)
         case ev.UserStop(reason):
             machine_end.stop(turn, reason)
         case _:
@@ -227,7 +228,7 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
     if state.phase is Phase.WAITING_SPARE:
         machine_moves.decide(turn)
     machine_limits.check_gathered(turn)
-    machine_moves.consider_pause(turn)
+    machine_pause.consider_pause(turn)
 
 
 def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
@@ -329,14 +330,16 @@ def _drain(turn: Turn, node: int) -> None:
         turn.emit(Kind.LOG, node=node, level="info", text=text)
         return
     turn.set(drains=state.drains | {node})
-    machine_moves.consider_pause(turn)
+    machine_pause.consider_pause(turn)
     if turn.state.phase is Phase.RUNNING:
         text = f"the drain of node {node} waits for a spare node"
         turn.emit(Kind.LOG, node=node, level="warning", text=text)
 
 
-def _dump_requested(turn: Turn, reason: str) -> None:
-    """Whatever the phase, lead to a dump; the iteration under way is computed by the next run."""
+def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
+    """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
+    computed is committed; else the iteration under way is computed by the next run.
+    """
     state = turn.state
     if state.phase is Phase.DUMPING:
         machine_end.hurry(turn, reason)
@@ -345,7 +348,7 @@ def _dump_requested(turn: Turn, reason: str) -> None:
     turn.set(dump_wanted=reason)
     if state.record is None and state.phase is Phase.GATHERING:
         machine_end.dump(turn)  # nothing was begun
-    else:
+    elif not machine_pause.pause_for_dump(turn, reason, seconds):
         machine_moves.close(turn, Failure(reason, FailureKind.DRAINED))
 
 

@@ -308,9 +308,13 @@ class Diverged:
 
 @dataclass(frozen=True)
 class DumpRequested:
-    """The user wants the state saved and the run ended, to go on from there in another run."""
+    """The user wants the state saved and the run ended, to go on from there in another run.
+
+    ``seconds``: what is left until something else ends the run; None where nothing does.
+    """
 
     reason: str
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from deadpool_megatron.cluster.machine_end import (
     finish,
 )
 from deadpool_megatron.cluster.machine_moves import (
-    check_paused,
     close,
     decide,
     drop_node,
     kill,
     seating,
 )
+from deadpool_megatron.cluster.machine_pause import check_paused
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,

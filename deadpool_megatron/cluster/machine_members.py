@@ -14,15 +14,17 @@ from deadpool_megatron.cluster.machine_end import finish
 from deadpool_megatron.cluster.machine_moves import (
     check_closed,
     check_done,
+    close,
+    drop_node,
+    kill,
+    start_members,
+)
+from deadpool_megatron.cluster.machine_pause import (
     check_opened,
     check_paused,
-    close,
     consider_pause,
-    drop_node,
     enter_pause,
-    kill,
     pause_later,
-    start_members,
 )
 from deadpool_megatron.cluster.machine_state import (
     LAST_PHASES,

@@ -11,23 +11,19 @@ from dataclasses import replace
 from immutables import Map
 
 from deadpool_megatron.cluster import machine_restart, machine_room, machine_timing
-from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import (
     Announce,
     CloseEpoch,
     DropNode,
     KillMember,
-    Pause,
     StartMembers,
     WriteRecord,
 )
 from deadpool_megatron.cluster.machine_bugs import worth_another_try
 from deadpool_megatron.cluster.machine_end import check_ended, dump, dump_held, finish
-from deadpool_megatron.cluster.machine_plans import pause_cause, plan_is_due, tell_plan
 from deadpool_megatron.cluster.machine_state import (
     OPEN_PHASES,
     Failure,
-    PauseOrder,
     Phase,
     State,
     Turn,
@@ -39,7 +35,6 @@ from deadpool_megatron.cluster.persistent import PersistentSet, without
 from deadpool_megatron.cluster.roster import MemberStatus, Place
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
@@ -165,7 +160,7 @@ def decide(turn: Turn) -> None:
         replicas=losses_survived(turn.config.settings, turn.state.protection),
         protection=turn.state.protection,
         emitted_up_to=state.newest,
-        fewer_copies=_missing_copies(seats.seats, nodes, turn),
+        fewer_copies=copies_missing(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
         failure=state.closed_by,
     )
@@ -180,7 +175,7 @@ def decide(turn: Turn) -> None:
     turn.act(WriteRecord(record))
 
 
-def _missing_copies(
+def copies_missing(
     seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], turn: Turn
 ) -> frozenset[int]:
     return missing_copies(
@@ -291,91 +286,11 @@ def announce(turn: Turn) -> None:
             turn.member(place, member.status)  # its time for building counts from here
 
 
-def check_opened(turn: Turn) -> None:
-    """Run when every role has restored."""
-    state = turn.state
-    if state.phase is not Phase.OPENING or len(state.restored) < len(state.seats):
-        return
-    turn.set(members=state.members.with_warm(state.seats.role_by_place, turn.now))
-    recovery = state.recovery
-    phases = {**recovery.phases, **recovery.reported} if recovery else {}
-    if recovery is not None:
-        recovery = replace(recovery, mark=turn.now, opened=True)
-    turn.set(phase=Phase.RUNNING, deadline=None, recovery=recovery, ever_ran=True)
-    turn.emit(Kind.EPOCH_OPENED, phases=phases)
-    tell_plan(turn)
-    check_done(turn)
-    enter_pause(turn)
-    consider_pause(turn)
-
-
 def check_done(turn: Turn) -> None:
     """End the run well when every role has completed its last iteration."""
     running = turn.state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and len(turn.state.done) == turn.config.world_size:
         finish(turn, 0, "")
-
-
-def consider_pause(turn: Turn) -> None:
-    """Pause the running job when a wanted drain, or missing copies, can now be served."""
-    state, record = turn.state, turn.state.record
-    if state.phase is not Phase.RUNNING or record is None or state.suspicion is not None:
-        return
-    for node in sorted(state.drains):
-        if not seating(turn, frozenset({node})).unseated:
-            _pause(turn, f"drain of node {node}", frozenset({node}))
-            return
-    if plan_is_due(state):
-        _pause(turn, pause_cause(state), frozenset())
-        return
-    if not record.fewer_copies:
-        return
-    if record.fewer_copies - _missing_copies(record.seats, record_nodes(state, record.seats), turn):
-        _pause(turn, "a new node can hold the missing copies", frozenset())
-
-
-def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
-    turn.set(pause=PauseOrder(_boundary_after(turn.state, turn.state.newest), cause, leaving))
-    enter_pause(turn)
-
-
-def _boundary_after(state: State, iteration: int) -> int:
-    """One that no role has reached yet, and whose generation is protected: nothing is lost."""
-    every = 1 if state.record is None else state.record.protection.every
-    return next_due(iteration + 2, every)
-
-
-def enter_pause(turn: Turn) -> None:
-    """Have all members stand still when a pause is wanted and the epoch runs."""
-    state = turn.state
-    if state.phase is Phase.RUNNING and state.pause is not None and state.record is not None:
-        limit = turn.config.settings.hang_seconds * state.record.protection.every
-        turn.set(phase=Phase.PAUSING, deadline=turn.now + limit)
-        turn.act(Pause(state.record.epoch, state.pause.iteration))
-        check_paused(turn)
-
-
-def pause_later(turn: Turn, iteration: int) -> None:
-    """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
-    state = turn.state
-    assert state.pause is not None
-    assert state.record is not None
-    later = _boundary_after(state, max(state.newest, iteration))
-    turn.set(pause=replace(state.pause, iteration=later, paused=PersistentSet()))
-    turn.act(Pause(state.record.epoch, later))
-
-
-def check_paused(turn: Turn, *, overdue: bool = False) -> None:
-    """When all stand still (or had their time), go through a close as after a failure."""
-    state = turn.state
-    if state.phase is not Phase.PAUSING or state.pause is None:
-        return
-    paused, done, wanted = state.pause.paused, state.done, turn.config.world_size
-    # Cheap for all but the last: a role that is done may have paused, too.
-    complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
-    if overdue or complete:
-        turn.set(leaving=state.pause.leaving)
-        close(turn, Failure(state.pause.cause, FailureKind.DRAINED))
 
 
 def kill(turn: Turn, place: Place, *, hung: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
 whatever reason that is made, and if nothing else happens members pause for it at the next boundary
-that is protected (machine_moves.consider_pause), so that nothing is computed again. Pure functions.
+that is protected (machine_pause.consider_pause), so that nothing is computed again. Pure functions.
 """
 
 from __future__ import annotations

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from deadpool_megatron.cluster import machine_events as ev
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine_moves import (
-    check_opened,
-    close,
-    opening_seconds,
-)
+from deadpool_megatron.cluster.machine_moves import close, opening_seconds
+from deadpool_megatron.cluster.machine_pause import check_opened
 from deadpool_megatron.cluster.machine_state import (
     Config,
     Failure,

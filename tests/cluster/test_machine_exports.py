@@ -89,8 +89,9 @@ def test_a_run_that_had_its_last_export_before_ends_with_the_dump() -> None:
     rig = Rig(nodes=2, spares=0, **WHERE).run()
     rig.steps(7)
     rig.feed(ev.DumpRequested("time is over"))
-    rig.closed(g(7))
-    rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1)))
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1)))
     assert rig.one(act.Finish).exit_status == 75
 
 

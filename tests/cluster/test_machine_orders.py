@@ -73,28 +73,71 @@ def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool
     assert len(rig.of(act.CloseEpoch)) == (not opened)
 
 
-def wanted_dump() -> Rig:
+def wanted_dump(seconds: float | None = None) -> Rig:
     rig = Rig(nodes=2, spares=1).run()
     rig.steps(7)
-    rig.feed(ev.DumpRequested("time is over"))
+    rig.feed(ev.DumpRequested("time is over", seconds))
     return rig
 
 
-def test_wanted_dump_closes_saves_and_ends_although_there_is_a_spare() -> None:
+def test_wanted_dump_pauses_saves_and_ends_although_there_is_a_spare() -> None:
     rig = wanted_dump()
+    assert rig.one(act.Pause) == act.Pause(1, 9), "what is computed is committed first"
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
     assert rig.one(act.CloseEpoch).cause == "time is over"
-    rig.closed(g(7))
-    assert rig.one(act.Dump) == act.Dump((0, 1, 2), "/dump/1-7", g(7), "step")
-    rig.feed(*(ev.Dumped(node, g(7)) for node in (0, 1, 2)))
+    rig.closed(g(9))
+    assert rig.one(act.Dump) == act.Dump((0, 1, 2), "/dump/1-9", g(9), "step")
+    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1, 2)))
     finish = rig.one(act.Finish)
     assert finish.exit_status == 75
-    assert finish.reason.startswith("time is over; state dumped to /dump/1-7")
-    assert finish.resume == Restore("dump", g(7), "step", path="/dump/1-7")
+    assert finish.reason.startswith("time is over; state dumped to /dump/1-9")
+    assert finish.resume == Restore("dump", g(9), "step", path="/dump/1-9")
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(None, 1.0), (50.0, 0.2), (1e6, 1.0)])
+def test_wanted_dump_spends_a_part_of_its_time_on_the_pause(
+    seconds: float | None, share: float
+) -> None:
+    rig = wanted_dump(seconds)
+    limit = share * (seconds if share < 1.0 and seconds else rig.settings.hang_seconds)
+    rig.tick(limit - 0.01)
+    assert not rig.of(act.CloseEpoch)
+    rig.tick(0.01)
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+    rig.closed(g(7))
+    assert rig.one(act.Dump).generation == g(7)
+
+
+def test_wanted_dump_joins_a_pause_and_moves_nothing() -> None:
+    """A node was to be drained; the run ends instead."""
+    rig = drained()
+    rig.feed(ev.DumpRequested("time is over", 50.0))
+    assert not rig.of(act.Pause)
+    assert not rig.of(act.CloseEpoch)
+    rig.tick(10.0)
+    assert rig.one(act.CloseEpoch)
+    rig.closed(g(7))
+    assert rig.one(act.Dump).nodes == (0, 1, 2)
+
+
+def test_wanted_dump_does_not_wait_for_roles_that_just_failed() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.MemberFault(*rig.seat(1), 1, "connection reset"))
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+
+
+def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
+    rig = wanted_dump()
+    rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
+    assert rig.one(act.Finish).exit_status == 0
 
 
 def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
     rig = wanted_dump()
     rig.feed(ev.NodeLost(1, "connection closed"))
+    assert rig.one(act.CloseEpoch).cause == "node 1: connection closed"
     rig.closed(g(7))
     assert rig.one(act.Dump).nodes == (0, 2)
     rig.feed(ev.Dumped(0, g(7)), ev.Dumped(2, g(7)))
@@ -142,6 +185,7 @@ def test_dump_that_is_wanted_twice_is_ordered_once() -> None:
     rig = wanted_dump()
     rig.feed(ev.DumpRequested("again"))
     assert rig.last == []
+    rig.tick(rig.settings.hang_seconds)
     rig.closed(g(7))
     rig.feed(ev.DumpRequested("again"))
     assert rig.last == []

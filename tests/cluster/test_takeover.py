@@ -44,6 +44,22 @@ def test_killed_coordinator_is_followed_by_another_and_training_goes_on(tmp_path
     assert len(run.events(Kind.RUN_ENDED)) == 1
 
 
+def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) -> None:
+    """Whoever gave it may be gone: it is carried out once, by the next one."""
+    fault = {"id": "coordinator", "point": "coordinator.end-order"}
+    with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
+        run.wait_iteration(5)
+        lost = deadpool("stop", "--dump", "--within", "60", str(run.run.path))
+        assert lost.returncode == 2, lost.stderr
+        run.wait_term(2)
+        run.wait_for("the result", run.run.final.exists)
+    final = read_json(run.run.final)
+    assert final["exit_status"] == 75, final["reason"]
+    assert final["reason"].startswith("stopped by 'deadpool stop --dump'; state dumped to")
+    (dumped,) = run.events(Kind.DUMPED)
+    assert dumped.data["generation"][1] == final["steps"][-1]["iteration"], "nothing is lost"
+
+
 def test_standbys_take_over_through_etcd_and_under_tls(tmp_path: Path) -> None:
     """Nothing of this goes through files: neither terms nor signs of life nor decisions."""
     (tmp_path / "etcd").mkdir()
