@@ -69,18 +69,29 @@ SCHEMES = {
 }
 
 
+_LOOK_SECONDS = 0.005
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_process() -> Iterator[None]:
+    """Threads of one process need no barrier between processes, which takes 10 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deadpool_megatron.vault.table.fence", lambda: None)
+        yield
+
+
 class QuickTransport(FakeTransport):
     """Looks more often whether it is to end."""
 
     def accept(self, seconds: float) -> Channel | None:
-        return super().accept(min(seconds, 0.02))
+        return super().accept(min(seconds, _LOOK_SECONDS))
 
 
 class QuickListener(socket.socket):
     """The same for members."""
 
     def settimeout(self, value: float | None) -> None:
-        super().settimeout(0.02 if value else value)
+        super().settimeout(_LOOK_SECONDS if value else value)
 
 
 class LocalNode:
