@@ -51,7 +51,8 @@ def dump(turn: Turn) -> None:
     if isinstance(restore, NoRestore):
         dump_held(turn, 1, f"{reason}; {restore.reason}")
     elif restore.kind == "initial":
-        _finish_with_slots(turn, 75, f"{reason}; nothing was computed yet", restore)
+        why = "nothing was saved" if _failed(turn) else "nothing was computed yet"
+        _finish_with_slots(turn, 75, f"{reason}; {why}", restore)
     elif restore.kind != "memory":
         dump_held(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
     else:

@@ -276,6 +276,21 @@ Cluster.TestCase.settings = settings(
 TestCluster = Cluster.TestCase
 
 
+def test_who_alone_has_the_first_iteration_and_cannot_write_it_keeps_it() -> None:
+    """Found by the machine above: no step was reported yet, but one is committed."""
+    cluster = Cluster()
+    cluster.begin(nodes=2, spares=1, nproc=1, replicas=2, parity_group=0, started=True)
+    cluster.lose_node(index=0)
+    cluster.lose_node(index=0)
+    cluster.restart_coordinator(index=0, landed=False, received=0, come_back=True)
+    cluster.settle()
+    cluster.teardown()
+    finish = cluster.world.finished
+    assert finish is not None
+    assert finish.keeps_slots
+    assert "nothing was saved; nodes [2] could not write what they hold" in finish.reason
+
+
 @pytest.mark.parametrize("parity_group", [0, 3])
 def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -> None:
     """Liveness of the simulation itself: it is not only true because nothing ever happens."""
