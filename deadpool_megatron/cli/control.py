@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.journals import open_journal
 from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord
 
-# A coordinator that took over has not heard of an order; it is repeated this often.
+# A coordinator that took over may not have heard of an order; it is repeated this often.
 _REPEAT_SECONDS = 5.0
 _KILL_EXAMPLES = """\
 examples:
@@ -245,7 +245,7 @@ def _stop(args: argparse.Namespace) -> int:
             left = args.within and max(0.0, args.within - (time.monotonic() - began))
             _order_stop(run, args.dump, left)
         except RunNotReachable:
-            pass  # a standby takes over, and has not heard of the order
+            pass  # a standby takes over, and may not have heard of the order
         again = time.monotonic() + _REPEAT_SECONDS
         while not run.final.exists() and time.monotonic() < min(again, limit):
             time.sleep(0.1)

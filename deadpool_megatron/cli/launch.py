@@ -237,7 +237,9 @@ class Launcher:
             self.trouble = f"the coordinator ended with status {code}: {line}"
             return True
         self._options.say(f"the coordinator ended (status {code}) and is started again")
-        self._start_coordinator()
+        # Until one has begun to serve, what it takes up is what an earlier start has left.
+        began = self._run.coordinator.exists()
+        self._start_coordinator(restarted=self._options.restarted and not began)
         return False
 
     def _look_for_trouble(self) -> None:

@@ -12,7 +12,6 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import secrets
 import signal
@@ -26,7 +25,7 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent_exports import NodeExports
 from deadpool_megatron.cluster.agent_link import CoordinatorLink, CoordinatorLost, first_of
-from deadpool_megatron.cluster.agent_members import Member, Members, wait_ended
+from deadpool_megatron.cluster.agent_members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent_options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent_stacks import LastStacks
 from deadpool_megatron.cluster.agent_vault import VaultKeeper
@@ -163,7 +162,7 @@ class Agent:
         elif kind == "start":
             self._orders.put_nowait(self._start(message))
         elif kind == "close":
-            self._orders.put_nowait(self._close(int(message["epoch"]), str(message["cause"])))
+            self._order_close(int(message["epoch"]), str(message["cause"]))
         elif kind == "record":
             self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
         elif kind == "dump":
@@ -190,7 +189,7 @@ class Agent:
         told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
-            self._orders.put_nowait(self._close(closed, str(message.get("cause", ""))))
+            self._order_close(closed, str(message.get("cause", "")))
         if told is not None:
             record = self._records.take(told)
             if record.epoch > closed:
@@ -231,10 +230,16 @@ class Agent:
                 self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
+    def _order_close(self, epoch: int, cause: str) -> None:
+        """What is closed is told at once: the next coordinator may ask while a dump is written."""
+        if epoch <= self._closed:
+            self._tell_inventory(epoch)
+        else:
+            self._orders.put_nowait(self._close(epoch, cause))
+
     async def _close(self, epoch: int, cause: str) -> None:
         if epoch <= self._closed:
-            if self._inventory is not None and self._inventory["epoch"] == epoch:
-                self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
+            self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
         self._closed = epoch
@@ -244,7 +249,11 @@ class Agent:
         await self._wait_drained(epoch)
         self._inventory = pack_inventory(await self._vault.inventory(epoch))
         failpoints.hit("agent.inventory", epoch=epoch)
-        self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
+        self._tell_inventory(epoch)
+
+    def _tell_inventory(self, epoch: int) -> None:
+        if self._inventory is not None and self._inventory["epoch"] == epoch:
+            self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
 
     async def _wait_drained(self, epoch: int) -> None:
         """Every member with a seat leaves the epoch, or is killed and reaped."""
@@ -254,18 +263,7 @@ class Agent:
             for member in self._members.by_slot.values()
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
-        limit = self._settings.close_seconds
-        with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
-            async with asyncio.timeout(limit):
-                while any(m.drained(epoch) is None and not m.ended.is_set() for m in seated):
-                    self._drained.clear()
-                    await self._drained.wait()
-        killed = [member for member in seated if not member.drained(epoch)]
-        for member in killed:
-            late = member.drained(epoch) is None
-            how = f"did not leave within {limit:g} s" if late else "could not be left cleanly"
-            member.kill(f"epoch {epoch} {how}")
-        await wait_ended(killed, limit)
+        await wait_drained(seated, epoch, self._drained, self._settings.close_seconds)
 
     async def _adopt(self, record: EpochRecord) -> None:
         known = 0 if self._record is None else self._record.epoch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import time
@@ -305,6 +306,28 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
         print(f"processes {left} did not end within {deadline_seconds:g} s", file=sys.stderr)
         return False
     return True
+
+
+async def wait_drained(
+    members: list[Member], epoch: int, changed: asyncio.Event, deadline_seconds: float
+) -> None:
+    """Until every member has left the epoch; who is late, or failed at it, is killed and reaped.
+
+    ``changed`` is set whenever one of them has left or ended.
+    """
+    with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
+        async with asyncio.timeout(deadline_seconds):
+            while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
+                changed.clear()
+                await changed.wait()
+    killed = [member for member in members if not member.drained(epoch)]
+    for member in killed:
+        late = member.drained(epoch) is None
+        how = (
+            f"did not leave within {deadline_seconds:g} s" if late else "could not be left cleanly"
+        )
+        member.kill(f"epoch {epoch} {how}")
+    await wait_ended(killed, deadline_seconds)
 
 
 def default_environment(

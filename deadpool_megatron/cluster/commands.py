@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ _KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "prote
 class Commands:
     """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
     takes what a command asks of the machine, ``persist`` where to export to, ``dump`` why the run
-    has to end, and in how many seconds (raises LostRace). Used from the coordinator's loop only.
+    has to end, and in how many seconds. Used from the coordinator's loop only.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Commands:
         status: Callable[[], dict[str, Any]],
         feed: Callable[[inputs.Input], None],
         persist: Callable[[str], dict[str, Any]],
-        dump: Callable[[str, float | None], None],
+        dump: Callable[[str, float | None], Awaitable[None]],
     ) -> None:
         self._persist = persist
         self._dump = dump
@@ -42,7 +42,7 @@ class Commands:
         self._status = status
         self._feed = feed
 
-    def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
 
         Raises KeyError, TypeError or ValueError for a message that no command of ours sends.
@@ -62,7 +62,8 @@ class Commands:
             case "dump":
                 seconds = message.get("seconds")
                 seconds = None if seconds is None else float(seconds)
-                return self._end(str(message["reason"]), seconds)
+                await self._dump(str(message["reason"]), seconds)
+                return {"ok": True}
             case "persist":
                 return self._persist(str(message.get("directory", "")))
             case "drain":
@@ -70,13 +71,6 @@ class Commands:
             case "protect":
                 return self._protect(message)
         return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
-
-    def _end(self, reason: str, seconds: float | None) -> dict[str, Any]:
-        try:
-            self._dump(reason, seconds)
-        except LostRace as error:
-            return {"ok": False, "error": str(error)}
-        return {"ok": True}
 
     def _drain(self, node: int) -> dict[str, Any]:
         nodes = self._state().nodes

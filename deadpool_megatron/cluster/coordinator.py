@@ -38,7 +38,7 @@ from deadpool_megatron.cluster.leadership import Rhythm
 from deadpool_megatron.cluster.liveness import Ending
 from deadpool_megatron.cluster.looks import Looks
 from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Phase, State
+from deadpool_megatron.cluster.machine_state import Phase
 from deadpool_megatron.cluster.orders import Orders
 from deadpool_megatron.cluster.pacing import acknowledge_seconds
 from deadpool_megatron.cluster.peers import AgentPeer, Peers, join_credit_seconds
@@ -120,8 +120,7 @@ class Coordinator:
             persist=self._exports.request,
             dump=self._end_order.take,
         )
-        now = time.monotonic()
-        self._state: State = first_state(self._machine, self._journal, self._chronicle, now)
+        self._state = first_state(self._machine, self._journal, self._chronicle, time.monotonic())
 
     @property
     def _results(self) -> Results:
@@ -206,6 +205,8 @@ class Coordinator:
                     self._carry_out(action)
                 if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
                     self._store.count_epoch()
+                if before is Phase.GATHERING and self._state.phase is not before:
+                    self._end_order.carry_out()
         except Exception as error:
             _fail(error)
         finally:
@@ -305,7 +306,7 @@ class Coordinator:
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """See :class:`~deadpool_megatron.cluster.commands.Commands`."""
-        return self._commands.answer(message)
+        return await self._commands.answer(message)
 
     # Reports.
 
@@ -370,7 +371,6 @@ class Coordinator:
                 self.feed(item)
             self.feed(inputs.Tick())
             self._exports.tick()
-            self._end_order.tick()
 
     # The end of this coordinator.
 

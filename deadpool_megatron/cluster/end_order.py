@@ -6,18 +6,22 @@ time takes the order with it, and what gave it (a batch script, a user) may be g
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
-from deadpool_megatron.cluster.journal import JournalError, LostRace
+from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journals import write_patiently
 from deadpool_megatron.cluster.machine_state import Phase, State
 
 _KIND = "end"
 # Orders are repeated (``--wait``), each time with what is left of the same time.
 _SAME_SECONDS = 5.0
+# Saving the state needs no journal, and may be the last chance: it is not waited for longer.
+_NOTE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,10 @@ class _Note:
 
     reason: str
     ends: float | None
+
+    def left(self) -> float | None:
+        """Seconds."""
+        return None if self.ends is None else max(0.0, self.ends - time.time())
 
 
 class EndOrder:
@@ -41,48 +49,57 @@ class EndOrder:
         end_run: Callable[[str, float | None], None],
     ) -> None:
         self._journal = options.journal
+        self._patience = options.info.settings.spare_timeout_seconds
         self._state = state
         self._end_run = end_run
         self._said: _Note | None = None
-        self._found: _Note | None = None
+        self._due: _Note | None = None
+        self._writing: set[asyncio.Task[None]] = set()
         found = self._journal.newest(_KIND)
+        self._number = 0 if found is None else found[0]
         if found is None or found[1]["reason"] == "":
             return
         if options.restarted:  # what was ordered before all its processes ended is over
-            self._write(_Note("", None))
+            self._number += 1
+            self._journal.write(_KIND, self._number, asdict(_Note("", None)))
         else:
             ends = found[1]["ends"]
-            self._found = _Note(str(found[1]["reason"]), None if ends is None else float(ends))
+            self._due = _Note(str(found[1]["reason"]), None if ends is None else float(ends))
 
-    def take(self, reason: str, seconds: float | None) -> None:
-        """``seconds``: how long the run may take to end, None to have no limit.
-
-        Raises LostRace when another coordinator decides now.
-        """
+    async def take(self, reason: str, seconds: float | None) -> None:
+        """``seconds``: how long the run may take to end, None to have no limit."""
         note = _Note(reason, None if seconds is None else time.time() + seconds)
         if self._said is None or _is_earlier(note, self._said):
-            try:
-                self._write(note)
-            except LostRace:
-                raise
-            except JournalError:
-                pass  # saving the state does not need the journal, and may be the last chance
             self._said = note
-        self._end_run(reason, seconds)
+            self._number += 1
+            writing = asyncio.create_task(self._write(self._number, note))
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
+            await asyncio.wait({writing}, timeout=_NOTE_SECONDS)
+        state = self._state()
+        if state.phase is not Phase.GATHERING or state.record is None:
+            self._end_run(reason, note.left())
+        elif self._due is None or _is_earlier(note, self._due):
+            self._due = note
 
-    def tick(self) -> None:
-        """Carry out what an earlier coordinator was told, once it is known what goes on."""
-        if self._found is None or self._state().phase is Phase.GATHERING:
-            return
-        note, self._found = self._found, None
-        self._said = note
-        left = None if note.ends is None else max(0.0, note.ends - time.time())
-        self._end_run(note.reason, left)
+    def carry_out(self) -> None:
+        """What came before it was known what goes on, to an earlier coordinator or to this one."""
+        if self._due is not None:
+            note, self._due = self._due, None
+            self._said = self._said or note
+            self._end_run(note.reason, note.left())
 
-    def _write(self, note: _Note) -> None:
-        newest = self._journal.newest(_KIND)
-        self._journal.write(_KIND, 1 if newest is None else newest[0] + 1, asdict(note))
+    async def _write(self, number: int, note: _Note) -> None:
+        try:
+            name = (_KIND, number)
+            await write_patiently(self._journal, name, asdict(note), self._patience, _ignore)
+        except JournalError:
+            return  # it is carried out all the same; LostRace: another one has noted an order
         failpoints.hit("coordinator.end-order")
+
+
+def _ignore(_: str) -> None:
+    """Whoever writes epochs to this journal tells of its troubles."""
 
 
 def _is_earlier(note: _Note, than: _Note) -> bool:

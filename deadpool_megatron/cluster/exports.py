@@ -176,11 +176,13 @@ class Exports:
         and exports once more, for half that time at most. None: dump next. Orders are repeated;
         the earliest end counts.
         """
-        trains = self._state().phase is Phase.RUNNING
+        trains, now = self._state().phase is Phase.RUNNING, time.monotonic()
+        if seconds is None and self._leaving is not None:
+            self._leave(reason, max(0.0, self._leaving.ends - now))
+            return
         if seconds is None or not self._settings.exports or not trains:
             self._leave(reason, seconds)
             return
-        now = time.monotonic()
         until, ends = now + _SHARE_OF_EXPORT * seconds, now + seconds
         if (said := self._leaving) is not None:
             self._leaving = replace(said, until=min(until, said.until), ends=min(ends, said.ends))

@@ -36,7 +36,7 @@ class Journal(ABC):
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
     next number), ``node`` (node ids that were handed out to late comers), ``plan`` (protection that
-    was asked for).
+    was asked for), ``end`` (the order to save the state and to end).
     """
 
     @abstractmethod

@@ -178,7 +178,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _journal_written(turn, epoch)
         case ev.JournalFailed(epoch, text):
             if turn.state.phase is Phase.DECIDING and epoch == turn.state.epoch:
-                machine_end.finish(turn, 1, f"epoch {epoch} cannot be journalled: {text}")
+                machine_end.cannot_decide(turn, f"epoch {epoch} cannot be journalled: {text}")
         case ev.Dumped():
             _dumped(turn, event)
         case ev.DumpExported(generation, path):
@@ -343,6 +343,8 @@ def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     state = turn.state
     if state.phase is Phase.DUMPING:
         machine_end.hurry(turn, reason)
+    if state.dump_wanted:
+        machine_pause.hurry(turn, seconds)
     if state.phase in LAST_PHASES or state.dump_wanted:
         return
     turn.set(dump_wanted=reason)

@@ -59,6 +59,14 @@ def dump(turn: Turn) -> None:
         _dump_generation(turn, restore)
 
 
+def cannot_decide(turn: Turn, why: str) -> None:
+    """No epoch can follow; what a user wants saved does not need one."""
+    if turn.state.dump_wanted:
+        dump(turn)
+    else:
+        finish(turn, 1, why)
+
+
 def _why_dumped(turn: Turn) -> str:
     waited = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
     return turn.state.dump_wanted or waited

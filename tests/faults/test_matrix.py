@@ -6,6 +6,7 @@ held against the undisturbed run. A cell that fails is named by the first differ
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -22,17 +23,33 @@ from tests.faults.cells import (
     last_iteration,
     pairwise,
 )
-from tests.faults.jobs import Layout, Outcome
+from tests.faults.jobs import Layout, Outcome, restart_kinds
 from tests.faults.layouts import PP2_DP2, TP2_PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 CHAIN_LENGTH = 8
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 1"
-# Schemes other than buddy: their flags, the event that is left by a role restored so, and whether
-# each lost role is; under recompute some are lost when a whole copy is there.
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One other than buddy. ``proof``: the event that is left by a role restored in its way,
+    ``each``: of every lost node's; under recompute some are lost when a whole copy is there.
+    ``target``: what dies where buddy's array takes a node.
+    """
+
+    flags: str
+    proof: str = ""
+    each: bool = False
+    target: str = "node"
+
+
 SCHEMES = {
-    "parity": ("--deadpool-protection parity --deadpool-parity-group 3", "decoded", True),
-    "recompute": ("--deadpool-protection recompute --deadpool-full-every 4", "replayed", False),
+    "parity": Scheme("parity --deadpool-parity-group 3", "decoded", each=True),
+    "recompute": Scheme("recompute --deadpool-full-every 4", "replayed"),
+    "mixed": Scheme("mixed"),
+    # It survives whatever happens to processes, not a lost node: that is in test_local.
+    "local": Scheme("local", target="members"),
 }
 # The reference is as long as the longest chain; shorter chains are compared with a shorter one.
 _LENGTHS = (24, 36, 48, 64)
@@ -99,15 +116,21 @@ def test_four_roles_every_cell(
     strike(tmp_path, PP2_DP2, part, plan)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@parametrised(PP2_DP2, pairwise(PP2_DP2, PHASES))
-def test_four_roles_covering_array_of_each_scheme(
-    tmp_path: Path, part: list[Cell], plan: list[dict[str, object]], scheme: str
-) -> None:
-    settings, proof, always = SCHEMES[scheme]
-    outcome = strike(tmp_path, PP2_DP2, part, plan, settings)
-    lost = sum(cell.target == "node" for cell in part)
-    assert len(outcome.of_kind(proof)) >= (lost if always else 1), outcome.story()
+@pytest.mark.parametrize("name", SCHEMES)
+def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
+    scheme = SCHEMES[name]
+    array = [
+        replace(cell, target=scheme.target) if cell.target == "node" else cell
+        for cell in pairwise(PP2_DP2, PHASES)
+    ]
+    ((part, plan),) = chains(array, len(array))
+    outcome = strike(tmp_path, PP2_DP2, part, plan, f"--deadpool-protection {scheme.flags}")
+    kinds = restart_kinds(outcome)
+    assert kinds.count("memory") >= len(array), outcome.story()
+    assert "durable" not in kinds, outcome.story()
+    if scheme.proof:
+        lost = sum(cell.target == "node" for cell in array)
+        assert len(outcome.of_kind(scheme.proof)) >= (lost if scheme.each else 1), outcome.story()
 
 
 @parametrised(TP2_PP2_DP2, pairwise(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))

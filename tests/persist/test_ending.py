@@ -83,6 +83,15 @@ def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> Non
     assert told(world) == [DUMP]
 
 
+def test_who_does_not_want_to_wait_does_not_make_the_end_later(tmp_path: Path) -> None:
+    world = leaving(tmp_path)
+    world.exports.end_run(WHY, None)
+    seconds = world.fed[-1].seconds
+    assert seconds is not None
+    assert 90 < seconds <= 100
+    world.work()
+
+
 def test_a_recovery_under_way_is_not_waited_for(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
     world.state.phase = Phase.OPENING
