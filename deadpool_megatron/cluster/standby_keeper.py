@@ -50,6 +50,7 @@ class StandbyKeeper:
         self._unread = b""
         self._address: tuple[str, int] | None = None
         self._contact = False
+        self._was_in_touch = False
         self._closing = False
 
     @property
@@ -81,13 +82,16 @@ class StandbyKeeper:
         self._watcher = ChildWatch(process.pid, self._ended)
         process.returncode = 0  # reaped by its pid: this object must not try to as well
         asyncio.get_running_loop().add_reader(self._reports, self._readable)
-        if self._contact:
+        if self._was_in_touch:  # a takeover, also for one that has only just been started
             self._tell("found")
+            if not self._contact:
+                self._tell("lost")
 
     def contact(self, there_is: bool) -> None:
         """Whether the coordinator answers this agent; a standby looks more often while not."""
         if there_is != self._contact:
             self._contact = there_is
+            self._was_in_touch = self._was_in_touch or there_is
             self._tell("found" if there_is else "lost")
 
     async def close(self, grace_seconds: float) -> None:
