@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -144,14 +146,17 @@ class NodeExports:
             self._run,
             self._info.run_id,
             log,
-            lambda ending: self._written(name, log, ending),
+            lambda ending: self._written(name, Path(message["directory"]), log, ending),
             # It computes nothing on devices, and must not take memory there.
             {"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def _written(self, name: str, log: Path, ending: Ending) -> None:
-        if name != self._name:
-            return  # dropped; there may be a new one
+    def _written(self, name: str, directory: Path, log: Path, ending: Ending) -> None:
+        if name != self._name:  # dropped; there may be a new one
+            # The coordinator removes it, too, but may have done so before this process was gone.
+            remove = partial(shutil.rmtree, directory, ignore_errors=True)
+            asyncio.get_running_loop().run_in_executor(None, remove)
+            return
         self._writer = None
         if ending.exit_code == 0:
             self._tell(name, "written")

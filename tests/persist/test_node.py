@@ -108,6 +108,30 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path)
     asyncio.run(story())
 
 
+def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path) -> None:
+    """The coordinator has removed the directory by then, and may be gone itself."""
+    vault = SlowVault(tmp_path)
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    run = RunDirectory(tmp_path / "run")
+    (run.path / "logs").mkdir(parents=True)
+    unfinished = tmp_path / "unfinished"
+
+    async def story() -> None:
+        exports = NodeExports(0, run, info, tmp_path, vault, lambda _: None)
+        exports.order(order("take", "1.1"))
+        await until(lambda: "1.1" in vault.answers)
+        vault.answers["1.1"].set_result(taken(tmp_path))
+        await asyncio.sleep(0)
+        exports.order({**order("write", "1.1"), "directory": str(unfinished)})
+        exports.order(order("drop", "1.1"))
+        unfinished.mkdir()
+        (unfinished / "part").touch()
+        await exports.close()
+        await until(lambda: not unfinished.exists())
+
+    asyncio.run(story())
+
+
 def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
