@@ -98,7 +98,7 @@ def add_parser(subparsers: Any) -> None:
         "--wait",
         type=float,
         metavar="SECONDS",
-        help="until the run is over; the order is repeated should nobody have taken it",
+        help="until the run is over; the order is repeated meanwhile",
     )
 
 

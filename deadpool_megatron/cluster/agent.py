@@ -238,7 +238,7 @@ class Agent:
             self._orders.put_nowait(self._close(epoch, cause))
 
     async def _close(self, epoch: int, cause: str) -> None:
-        if epoch <= self._closed:
+        if epoch <= self._closed:  # by an order that was before it in the queue
             self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
@@ -282,7 +282,8 @@ class Agent:
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
     async def _dump(self, message: dict[str, Any]) -> None:
-        answer = {"t": "dumped", "generation": message["generation"], "files": [], "error": ""}
+        which = {"generation": message["generation"], "boundary": message["boundary"]}
+        answer = {"t": "dumped", **which, "files": [], "error": ""}
         try:
             answer["files"] = await self._vault.dump(message)
         except (OSError, TimeoutError, VaultError) as error:

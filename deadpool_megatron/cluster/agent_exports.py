@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
+import subprocess
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +53,7 @@ class NodeExports:
         self._taken: list[Taken] = []
         self._taking: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
+        self._removing: list[ChildWatch] = []
         drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
 
     def order(self, message: Mapping[str, Any]) -> None:
@@ -92,9 +92,14 @@ class NodeExports:
         self.drop()
         for task in self._taking:
             task.cancel()
-        if writer is not None:
-            with contextlib.suppress(TimeoutError):  # it dies with this process
-                await asyncio.wait_for(writer.ended.wait(), _END_SECONDS)
+        with contextlib.suppress(TimeoutError):  # it dies with this process
+            async with asyncio.timeout(_END_SECONDS):
+                if writer is not None:
+                    await writer.ended.wait()
+                for one in self._removing:
+                    await one.ended.wait()
+        for one in self._removing:
+            one.kill()
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
@@ -154,8 +159,7 @@ class NodeExports:
     def _written(self, name: str, directory: Path, log: Path, ending: Ending) -> None:
         if name != self._name:  # dropped; there may be a new one
             # The coordinator removes it, too, but may have done so before this process was gone.
-            remove = partial(shutil.rmtree, directory, ignore_errors=True)
-            asyncio.get_running_loop().run_in_executor(None, remove)
+            self._remove(directory)
             return
         self._writer = None
         if ending.exit_code == 0:
@@ -164,6 +168,20 @@ class NodeExports:
             self._tell(name, "failed", text=f"the exporter {ending}: {last_line(log)}".rstrip(": "))
         self._taken = []
         drop_taken(self._segments)
+
+    def _remove(self, directory: Path) -> None:
+        """In a process: with a second thread the agent could not fork, and a disk may hang."""
+        self._removing = [one for one in self._removing if not one.ended.is_set()]
+        with contextlib.suppress(OSError):  # no more processes
+            process = subprocess.Popen(
+                ["rm", "-rf", "--", str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+            process.returncode = 0  # reaped by its pid: this object must not try to as well
+            self._removing.append(ChildWatch(process.pid, lambda _: None))
 
     def _tell(self, name: str, step: str, **facts: Any) -> None:
         self._send({"t": "export", "name": name, "step": step, **facts})

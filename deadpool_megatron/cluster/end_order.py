@@ -10,10 +10,11 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
-from deadpool_megatron.cluster.journal import JournalError
+from deadpool_megatron.cluster.journal import JournalError, LostRace
 from deadpool_megatron.cluster.journals import write_patiently
 from deadpool_megatron.cluster.machine_state import Phase, State
 
@@ -26,20 +27,35 @@ _NOTE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class _Note:
-    """``ends``: wall clock (seconds since 1970), for another host reads it; None: no haste."""
+    """All that was ordered: the earliest end (``ends``: wall clock, seconds since 1970, for another
+    host reads it; None: there is none), and whether the dump is wanted next (``at_once``)."""
 
     reason: str
     ends: float | None
+    at_once: bool
 
-    def left(self) -> float | None:
-        """Seconds."""
-        return None if self.ends is None else max(0.0, self.ends - time.time())
+    @classmethod
+    def of(cls, reason: str, seconds: float | None) -> _Note:
+        ends = None if seconds is None else time.time() + seconds
+        return cls(reason, ends, seconds is None)
+
+    def and_then(self, later: _Note) -> _Note:
+        """Both; this one where the other asks for nothing more."""
+        ends = self.ends
+        if later.ends is not None and (ends is None or later.ends < ends - _SAME_SECONDS):
+            ends = later.ends
+        return _Note(self.reason, ends, self.at_once or later.at_once)
+
+    def orders(self) -> list[float | None]:
+        """As they were given: seconds until the end, None for the dump next."""
+        timed = [] if self.ends is None else [max(0.0, self.ends - time.time())]
+        return [*timed, *([None] if self.at_once else [])]
 
 
 class EndOrder:
-    """``end_run(reason, seconds)`` carries the order out. Used from the coordinator's loop only.
+    """``end_run(reason, seconds)`` carries an order out. Used from the coordinator's loop only.
 
-    Raises JournalError.
+    The constructor raises JournalError.
     """
 
     def __init__(
@@ -52,57 +68,83 @@ class EndOrder:
         self._patience = options.info.settings.spare_timeout_seconds
         self._state = state
         self._end_run = end_run
+        # What was ordered so far, and of that what is still to be carried out.
         self._said: _Note | None = None
         self._due: _Note | None = None
-        self._writing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         found = self._journal.newest(_KIND)
         self._number = 0 if found is None else found[0]
         if found is None or found[1]["reason"] == "":
             return
         if options.restarted:  # what was ordered before all its processes ended is over
             self._number += 1
-            self._journal.write(_KIND, self._number, asdict(_Note("", None)))
+            self._journal.write(_KIND, self._number, asdict(_Note("", None, False)))
         else:
-            ends = found[1]["ends"]
-            self._due = _Note(str(found[1]["reason"]), None if ends is None else float(ends))
+            self._said = self._due = _from_entry(found[1])
 
     async def take(self, reason: str, seconds: float | None) -> None:
-        """``seconds``: how long the run may take to end, None to have no limit."""
-        note = _Note(reason, None if seconds is None else time.time() + seconds)
-        if self._said is None or _is_earlier(note, self._said):
-            self._said = note
-            self._number += 1
-            writing = asyncio.create_task(self._write(self._number, note))
-            self._writing.add(writing)
-            writing.add_done_callback(self._writing.discard)
-            await asyncio.wait({writing}, timeout=_NOTE_SECONDS)
+        """``seconds``: how long the run may take to end; None: it has no limit, and the dump is to
+        be next."""
+        began, note = time.monotonic(), _Note.of(reason, seconds)
+        known = self._said
+        self._said = note if known is None else known.and_then(note)
+        if self._said != known:
+            await asyncio.wait({self._spawn(self._write())}, timeout=_NOTE_SECONDS)
         state = self._state()
-        if state.phase is not Phase.GATHERING or state.record is None:
-            self._end_run(reason, note.left())
-        elif self._due is None or _is_earlier(note, self._due):
-            self._due = note
+        if state.phase is Phase.GATHERING and state.record is not None:
+            self._due = note if self._due is None else self._due.and_then(note)
+        elif seconds is None:
+            self._end_run(reason, None)
+        else:
+            self._end_run(reason, max(0.0, seconds - (time.monotonic() - began)))
 
     def carry_out(self) -> None:
-        """What came before it was known what goes on, to an earlier coordinator or to this one."""
-        if self._due is not None:
-            note, self._due = self._due, None
-            self._said = self._said or note
-            self._end_run(note.reason, note.left())
+        """It is known what goes on now: the orders that came before, to whomever."""
+        note, self._due = self._due, None
+        if note is not None:
+            for seconds in note.orders():
+                self._end_run(note.reason, seconds)
+        elif self._number == 0 and self._state().record is not None:
+            self._spawn(self._look_again())
 
-    async def _write(self, number: int, note: _Note) -> None:
+    async def _look_again(self) -> None:
+        """The coordinator before may not have known that it had been superseded, and taken one."""
+        read = asyncio.get_running_loop().run_in_executor(None, self._journal.newest, _KIND)
         try:
-            name = (_KIND, number)
-            await write_patiently(self._journal, name, asdict(note), self._patience, _ignore)
+            found = await read
         except JournalError:
-            return  # it is carried out all the same; LostRace: another one has noted an order
-        failpoints.hit("coordinator.end-order")
+            return  # whoever gave it repeats it, or finds the run going on
+        if found is not None and self._said is None:
+            self._number, self._said = found[0], _from_entry(found[1])
+            self._due = self._said
+            self.carry_out()
+
+    async def _write(self) -> None:
+        """What is newest then; a number that is taken was taken by a coordinator before."""
+        while (note := self._said) is not None:
+            self._number += 1
+            name = (_KIND, self._number)
+            try:
+                await write_patiently(self._journal, name, asdict(note), self._patience, _ignore)
+            except LostRace:
+                continue
+            except JournalError:
+                self._said = None  # the next order tries again
+            else:
+                failpoints.hit("coordinator.end-order")
+            return
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _from_entry(entry: dict[str, Any]) -> _Note:
+    ends = entry["ends"]
+    return _Note(str(entry["reason"]), None if ends is None else float(ends), entry["at_once"])
 
 
 def _ignore(_: str) -> None:
     """Whoever writes epochs to this journal tells of its troubles."""
-
-
-def _is_earlier(note: _Note, than: _Note) -> bool:
-    if note.ends is None:
-        return False
-    return than.ends is None or note.ends < than.ends - _SAME_SECONDS

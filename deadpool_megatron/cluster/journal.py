@@ -32,7 +32,9 @@ class LostRace(JournalError):
 
 
 class Journal(ABC):
-    """Write-once entries named (kind, number), and one sign of life. Not thread-safe.
+    """Write-once entries named (kind, number), and one sign of life.
+
+    Different entries may be written and read in several threads at once.
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
     next number), ``node`` (node ids that were handed out to late comers), ``plan`` (protection that
@@ -63,12 +65,10 @@ class Journal(ABC):
 
 
 class DirectoryJournal(Journal):
-    """Journal in a directory of any POSIX file system, NFS included. Not thread-safe."""
+    """Journal in a directory of any POSIX file system, NFS included."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # Entries that have their name, of which it is not known that they are durable.
-        self._uncertain: dict[Path, str] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:

@@ -375,6 +375,7 @@ def _dumped(turn: Turn, event: ev.Dumped) -> None:
         or order is None
         or event.node not in order.awaited
         or event.generation != order.restore.generation
+        or event.boundary not in ("", order.restore.boundary)
     ):
         turn.refuse("dump", "not asked for", event.node)
         return

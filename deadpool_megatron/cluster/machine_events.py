@@ -284,11 +284,13 @@ class JournalFailed:
 
 @dataclass(frozen=True)
 class Dumped:
-    """A node wrote its part of the generation to disk, or could not (``error``)."""
+    """A node wrote its part of the generation to disk, or could not (``error``); ``boundary``: its
+    extras as they were after that, empty for all that it holds."""
 
     node: int
     generation: Generation
     error: str = ""
+    boundary: str = ""
 
 
 @dataclass(frozen=True)

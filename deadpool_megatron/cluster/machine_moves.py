@@ -160,7 +160,7 @@ def decide(turn: Turn) -> None:
         replicas=losses_survived(turn.config.settings, turn.state.protection),
         protection=turn.state.protection,
         emitted_up_to=state.newest,
-        fewer_copies=copies_missing(seats.seats, nodes, turn),
+        fewer_copies=owed_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
         failure=state.closed_by,
     )
@@ -175,9 +175,10 @@ def decide(turn: Turn) -> None:
     turn.act(WriteRecord(record))
 
 
-def copies_missing(
+def owed_copies(
     seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], turn: Turn
 ) -> frozenset[int]:
+    """Roles that have fewer copies than wanted if these nodes play them."""
     return missing_copies(
         {role: seat.node for role, seat in seats.items()},
         {node: address.domain for node, address in nodes.items()},

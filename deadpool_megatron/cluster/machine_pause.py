@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine_actions import Pause
-from deadpool_megatron.cluster.machine_moves import check_done, close, copies_missing, seating
+from deadpool_megatron.cluster.machine_moves import check_done, close, owed_copies, seating
 from deadpool_megatron.cluster.machine_plans import pause_cause, plan_is_due, tell_plan
 from deadpool_megatron.cluster.machine_state import (
     Failure,
@@ -29,7 +29,7 @@ _SHARE_OF_PAUSE = 0.2
 
 
 def check_opened(turn: Turn) -> None:
-    """Run when every role has restored."""
+    """Run when every role has restored; what had to wait for that pauses next."""
     state = turn.state
     if state.phase is not Phase.OPENING or len(state.restored) < len(state.seats):
         return
@@ -60,7 +60,7 @@ def consider_pause(turn: Turn) -> None:
         return
     if not record.fewer_copies:
         return
-    if record.fewer_copies - copies_missing(record.seats, record_nodes(state, record.seats), turn):
+    if record.fewer_copies - owed_copies(record.seats, record_nodes(state, record.seats), turn):
         _pause(turn, "a new node can hold the missing copies", frozenset())
 
 

@@ -145,7 +145,8 @@ class RunDirectory:
         return self.path / "nodes" / f"{node}.json"
 
     def followed(self, node: int) -> Path:
-        """There once a launcher has another agent take up what the ended one of a node held."""
+        """There once it is settled that a launcher has another agent take up what the ended one of
+        a node held."""
         return self.path / "nodes" / f"{node}.followed"
 
     def all_followed(self) -> list[Path]:

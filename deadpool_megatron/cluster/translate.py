@@ -71,7 +71,7 @@ def from_agent(
         )
     if kind == "dumped":
         generation = Generation.from_list(message["generation"])
-        return inputs.Dumped(node, generation, str(message["error"]))
+        return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
     if kind == "member":
         return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
             _seat(node, message), message["m"]

@@ -67,10 +67,48 @@ def test_an_order_that_comes_while_agents_come_back_waits_for_them(world: World)
     world.orders.clear()
     world.phase = Phase.GATHERING
     following = world.coordinator()
-    take(following, 95.0, 20.0, 90.0, None)
+    take(following, 95.0, 20.0, 90.0)
     assert not world.orders
     following.carry_out()
     assert world.seconds() == [20], "the earliest end"
+
+
+def test_who_does_not_want_to_wait_is_heard_beside_a_time_limit(world: World) -> None:
+    order = world.coordinator()
+    take(order, 100.0, None)
+    assert world.seconds() == [100, None]
+    world.orders.clear()
+    world.coordinator().carry_out()
+    assert world.seconds() == [100, None], "in this order: the dump comes next, and has a limit"
+
+
+def test_a_later_end_than_the_one_that_was_found_changes_nothing(world: World) -> None:
+    take(world.coordinator(), 20.0)
+    take(world.coordinator(), 3600.0)
+    assert len(world.journal.entries("end")) == 1
+    world.orders.clear()
+    world.coordinator().carry_out()
+    assert world.seconds() == [20]
+
+
+def test_an_order_to_who_had_been_superseded_without_knowing_it(world: World) -> None:
+    """Its successor had looked into the journal by then, and looks again."""
+
+    async def story() -> None:
+        world.phase = Phase.GATHERING
+        following = world.coordinator()
+        earlier = world.coordinator()
+        await earlier.take("enough", 100.0)
+        world.phase = Phase.RUNNING
+        following.carry_out()
+        async with asyncio.timeout(10):
+            while not world.orders:
+                await asyncio.sleep(0.01)
+        await following.take("enough", 10.0)
+
+    asyncio.run(story())
+    assert world.seconds() == [100, 10]
+    assert len(world.journal.entries("end")) == 2
 
 
 def test_nothing_was_begun_yet(world: World) -> None:
@@ -88,11 +126,11 @@ def test_without_haste_there_is_none_later(world: World) -> None:
 
 def test_orders_that_are_repeated_are_noted_once_and_earlier_ends_again(world: World) -> None:
     order = world.coordinator()
-    take(order, 100.0, 99.0, 98.0, None)
+    take(order, 100.0, 99.0, 98.0)
     assert len(world.journal.entries("end")) == 1
     take(order, 10.0)
     assert len(world.journal.entries("end")) == 2
-    assert world.seconds() == [100, 99, 98, None, 10]
+    assert world.seconds() == [100, 99, 98, 10]
 
 
 def test_a_run_that_is_started_again_has_nothing_to_end(world: World) -> None:

@@ -153,6 +153,17 @@ def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
     assert rig.one(act.Finish).exit_status == 0
 
 
+def test_a_dump_of_another_moment_does_not_count() -> None:
+    """One that an earlier coordinator ordered, before an evaluation of the same iteration."""
+    rig = wanted_dump()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.feed(*(ev.Dumped(node, g(9), boundary="evaluation") for node in (0, 1, 2)))
+    assert not rig.of(act.Finish)
+    rig.feed(*(ev.Dumped(node, g(9), boundary="step") for node in (0, 1, 2)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
 def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
     rig = wanted_dump()
     rig.feed(ev.NodeLost(1, "connection closed"))

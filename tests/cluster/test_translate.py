@@ -62,8 +62,8 @@ def said(**m: Any) -> dict[str, Any]:
             inputs.NodeInventory(Inventory(7, 3)),
         ),
         (
-            {"t": "dumped", "generation": [1, 2], "files": [], "error": "full"},
-            inputs.Dumped(7, Generation(1, 2), "full"),
+            {"t": "dumped", "generation": [1, 2], "boundary": "step", "files": [], "error": "full"},
+            inputs.Dumped(7, Generation(1, 2), "full", "step"),
         ),
         ({"t": "something else"}, None),
     ],

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deadpool_megatron.cluster.agent_exports import NodeExports
+from deadpool_megatron.cluster.posix import thread_count
 from deadpool_megatron.cluster.run_directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
@@ -117,6 +118,7 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
     unfinished = tmp_path / "unfinished"
 
     async def story() -> None:
+        threads = thread_count()
         exports = NodeExports(0, run, info, tmp_path, vault, lambda _: None)
         exports.order(order("take", "1.1"))
         await until(lambda: "1.1" in vault.answers)
@@ -127,7 +129,8 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
         unfinished.mkdir()
         (unfinished / "part").touch()
         await exports.close()
-        await until(lambda: not unfinished.exists())
+        assert not unfinished.exists()
+        assert thread_count() == threads, "an agent with two threads could start no member"
 
     asyncio.run(story())
 

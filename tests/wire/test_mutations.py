@@ -78,7 +78,7 @@ _SAID: tuple[dict[str, Any], ...] = (
     {"t": "member-lost", **_SEAT, "exit_code": 1, "signal": "SIGKILL", "cause": "x"},
     {"t": "member-suspected", **_SEAT, "cause": "x", "silent_seconds": 1.0},
     {"t": "inventory", "inventory": {"node": 0, "epoch": 1, "holdings": [], "layouts": []}},
-    {"t": "dumped", "generation": [1, 2], "error": ""},
+    {"t": "dumped", "generation": [1, 2], "boundary": "step", "error": ""},
     {"t": "member", **_SEAT, "m": {"t": "hello", "pid": 1}},
     {"t": "member", **_SEAT, "m": {"t": "restored", "epoch": 9, "generation": [1, 2]}},
     {"t": "member", **_SEAT, "m": {"t": "fault", "epoch": 9, "text": "x"}},
