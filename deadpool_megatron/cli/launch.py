@@ -105,8 +105,7 @@ class Launcher:
             self._run.create(self._info)
             auth.create_secret(self._run.path)
             self._held = claim_segments(self._run, self._info.run_id)
-            for note in self._run.all_followed():  # of an earlier start of the run
-                note.unlink(missing_ok=True)
+            self._run.forget_followed()
             self._start_coordinator(restarted=self._options.restarted)
             if choose_method(self._info.settings.start_method) == "fork":
                 preload_modules(self._info.settings, self._options.modules)

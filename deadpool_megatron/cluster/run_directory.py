@@ -9,6 +9,7 @@ Layout (contract between all processes of a run)::
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -23,6 +24,8 @@ from deadpool_megatron.settings import Settings, SettingsError
 SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
+_FOLLOWED = Path("followed")
+_NOT_FOLLOWED = Path("not-followed")
 
 
 class RunDirectoryError(Exception):
@@ -144,13 +147,25 @@ class RunDirectory:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
 
-    def followed(self, node: int) -> Path:
-        """There once it is settled that a launcher has another agent take up what the ended one of
-        a node held."""
-        return self.path / "nodes" / f"{node}.followed"
+    def settle_followed(self, node: int, follows: bool) -> bool:
+        """Whether a launcher has another agent take up what the ended one of a node held: what was
+        said first, by whomever. Raises OSError."""
+        note = self.path / "nodes" / f"{node}.followed"
+        with contextlib.suppress(FileExistsError):
+            # A link is there with what it says, or not at all.
+            note.symlink_to(_FOLLOWED if follows else _NOT_FOLLOWED)
+        return note.readlink() == _FOLLOWED
 
-    def all_followed(self) -> list[Path]:
-        """The notes ``followed`` of all nodes."""
+    def count_followed(self) -> int:
+        """Agents that were followed by another one. Raises OSError."""
+        return sum(note.readlink() == _FOLLOWED for note in self._followed())
+
+    def forget_followed(self) -> None:
+        """At the start: of an earlier start of the run. Raises OSError."""
+        for note in self._followed():
+            note.unlink(missing_ok=True)
+
+    def _followed(self) -> list[Path]:
         return list((self.path / "nodes").glob("*.followed"))
 
     def log(self, name: str) -> Path:

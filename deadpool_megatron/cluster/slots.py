@@ -58,27 +58,25 @@ def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
     """Whether a launcher starts an agent after that of ``node``, which has ended: where no other
     node has what it held (``local``), and the host did not go with it, for its vault lives.
 
-    Whoever looks first makes a note of a yes, for the launcher then ends the vault, and coordinator
-    and launcher have to agree: one of them would wait for what the other does not do.
+    What is found first stays the answer, for the launcher then ends the vault, and coordinator and
+    launcher have to agree: one of them would wait for what the other does not do.
     """
     if settings.protection != Kind.LOCAL:
         return False
-    note = run.followed(node)
-    if note.exists():
-        return True
-    if len(run.all_followed()) >= _MOST_FOLLOWED:
+    try:
+        return run.settle_followed(node, _is_alone_dead(run, node))
+    except OSError:
+        return False
+
+
+def _is_alone_dead(run: RunDirectory, node: int) -> bool:
+    if run.count_followed() >= _MOST_FOLLOWED:
         return False
     try:
         vault = read_json(run.node(node)).get("vault")
     except (OSError, ValueError):
         return False
-    if vault not in node_processes(run, node) or posix.is_doomed(vault):
-        return False
-    try:
-        note.touch()
-    except OSError:
-        return False  # no answer that both would keep to
-    return True
+    return vault in node_processes(run, node) and not posix.is_doomed(vault)
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:

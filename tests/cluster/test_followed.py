@@ -62,6 +62,18 @@ def test_a_vault_that_is_about_to_die_went_with_its_host(
     assert not is_followed(LOCAL, run, 1), "a zombie, or not even that yet"
     vault.wait()
     assert not is_followed(LOCAL, run, 1)
+    run.forget_followed()
+    assert not is_followed(LOCAL, run, 1), "there is no such process"
+
+
+def test_who_looked_first_is_right(tmp_path: Path, vault: subprocess.Popen[bytes]) -> None:
+    """Between two looks a vault may die; a next start of the run looks anew."""
+    run = _listed(tmp_path, 1, vault.pid)
+    assert not run.settle_followed(1, follows=False)
+    assert not is_followed(LOCAL, run, 1)
+    run.forget_followed()
+    assert is_followed(LOCAL, run, 1)
+    assert run.settle_followed(1, follows=False)
 
 
 def test_agents_that_end_again_and_again_are_not_followed_for_ever(
