@@ -276,15 +276,20 @@ def _kill(args: argparse.Namespace) -> int:
     if listing["hostname"] != socket.gethostname():
         raise CommandError(f"node {node} is host {listing['hostname']}: run this command there")
     members = {int(k): int(pid) for k, pid in listing["members"].items()}
+    number = signal.Signals[f"SIG{args.signal}"]
     if slot is None:
-        # The agent first: it must not see its children die and report them.
-        pids = [int(listing["agent"]), int(listing["vault"]), *members.values()]
+        agent, others = int(listing["agent"]), [int(listing["vault"]), *members.values()]
+        # The agent first: it must not see its children die and report them. Nor must they outlive
+        # it, or they look as if it had died alone; only a KILL reaches who is stopped.
+        first = signal.SIGSTOP if number == signal.SIGKILL else number
+        last = [(agent, number)] if first != number else []
+        orders = [(agent, first), *((pid, number) for pid in others), *last]
     else:
-        pids = [members[slot]]
-    for pid in pids:
+        orders = [(members[slot], number)]
+    for pid, each in orders:
         ticks = listing["started"].get(str(pid))
         if ticks is not None and posix.is_alive(pid, int(ticks)):
-            os.kill(pid, signal.Signals[f"SIG{args.signal}"])
+            os.kill(pid, each)
     what = f"node {node}" if slot is None else f"role {args.role} (node {node} slot {slot})"
     print(f"SIG{args.signal} sent to {what}")
     return 0
