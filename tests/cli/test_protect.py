@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ class Desk:
         self.commands._journal = self.journal = DirectoryJournal(directory)
 
     def ask(self, **wish: object) -> dict[str, object]:
-        return self.commands.answer({"command": "protect", **wish})
+        return asyncio.run(self.commands.answer({"command": "protect", **wish}))
 
 
 def test_what_is_not_named_stays(tmp_path: Path) -> None:
