@@ -344,7 +344,7 @@ def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     if state.phase is Phase.DUMPING:
         machine_end.hurry(turn, reason)
     if state.dump_wanted:
-        machine_pause.hurry(turn, seconds)
+        machine_pause.shorten_pause(turn, seconds)
     if state.phase in LAST_PHASES or state.dump_wanted:
         return
     turn.set(dump_wanted=reason)

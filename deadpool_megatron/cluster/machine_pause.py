@@ -71,11 +71,11 @@ def pause_for_dump(turn: Turn, reason: str, seconds: float | None) -> bool:
     state = turn.state
     if state.phase is Phase.RUNNING and state.suspicion is None:
         _pause(turn, reason, frozenset())
-    hurry(turn, seconds)
+    shorten_pause(turn, seconds)
     return turn.state.phase is not state.phase or state.phase is Phase.PAUSING
 
 
-def hurry(turn: Turn, seconds: float | None) -> None:
+def shorten_pause(turn: Turn, seconds: float | None) -> None:
     """Only so much is left for the pause under way, if there is one, and for the dump after it."""
     if turn.state.phase is Phase.PAUSING and seconds is not None:
         assert turn.state.deadline is not None

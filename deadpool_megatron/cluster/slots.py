@@ -64,12 +64,12 @@ def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
     if settings.protection != Kind.LOCAL:
         return False
     try:
-        return run.settle_followed(node, _is_alone_dead(run, node))
+        return run.settle_followed(node, _died_alone(run, node))
     except OSError:
         return False
 
 
-def _is_alone_dead(run: RunDirectory, node: int) -> bool:
+def _died_alone(run: RunDirectory, node: int) -> bool:
     if run.count_followed() >= _MOST_FOLLOWED:
         return False
     try:
