@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from deadpool_megatron.cluster.posix import close_inherited, die_with_parent, thread_count
+from deadpool_megatron.cluster.process.posix import close_inherited, die_with_parent, thread_count
 
 
 @dataclass(frozen=True)

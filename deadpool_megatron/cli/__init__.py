@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
-from deadpool_megatron.cluster.run_directory import RunDirectoryError
+from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.settings import SettingsError
 from deadpool_megatron.wire.auth import AuthenticationError
 

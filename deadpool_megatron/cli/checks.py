@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.cleanup import run_processes
-from deadpool_megatron.cluster.journal import JournalError
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.run_directory import (
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.run_directory.cleanup import run_processes
+from deadpool_megatron.cluster.run_directory.directory import (
     SEGMENT_ROOT,
     RunDirectory,
     RunDirectoryError,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.cleanup import (
+from deadpool_megatron.cluster.run_directory.cleanup import (
     Cleaned,
     clean_run,
     is_held,
@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.cleanup import (
     runs_in_memory,
     vault_processes,
 )
-from deadpool_megatron.cluster.run_directory import (
+from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError

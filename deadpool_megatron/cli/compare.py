@@ -13,7 +13,7 @@ from typing import Any
 
 from deadpool_megatron.cli.results import ResultError, RunResult, Step, read_result
 from deadpool_megatron.cli.tables import count
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunDirectoryError
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 
 # How many differences are listed; a run that went astray differs everywhere afterwards.
 _SHOWN = 12

@@ -17,11 +17,11 @@ from deadpool_megatron.cli.common import (
     ask,
     raw,
 )
-from deadpool_megatron.cluster import posix
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.journal import JournalError
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord
 
 # A coordinator that took over may not have heard of an order; it is repeated this often.

@@ -17,10 +17,10 @@ from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import CommandError, listen, raw
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import local_address
-from deadpool_megatron.cluster.journal import Journal, JournalError
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.leadership import Term, claim_term, newest_term
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import Journal, JournalError
+from deadpool_megatron.cluster.journal.terms import Term, claim_term, newest_term
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.wire import auth, tls
 
 EXIT_JOURNAL = 1
@@ -99,11 +99,12 @@ def _coordinator(args: argparse.Namespace) -> int:
 
 def _standby(args: argparse.Namespace) -> int:
     # Warm: nothing is left to import in a takeover.
-    from deadpool_megatron.cluster import coordinator, posix
-    from deadpool_megatron.cluster.standby import Standby, StandbyOptions
+    from deadpool_megatron.cluster.coordinator import service
+    from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
+    from deadpool_megatron.cluster.process import posix
     from deadpool_megatron.recovery import plan
 
-    del coordinator, plan
+    del service, plan
     posix.set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)
     info = run.read_run()
@@ -140,8 +141,8 @@ def _coordinate(
     restarted: bool,
 ) -> int:
     # The planner comes from a layer above the cluster package, so it is handed in from here.
-    from deadpool_megatron.cluster.coordinator import run_coordinator
-    from deadpool_megatron.cluster.coordinator_options import CoordinatorOptions
+    from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+    from deadpool_megatron.cluster.coordinator.service import run_coordinator
     from deadpool_megatron.recovery import plan
 
     return run_coordinator(

@@ -22,21 +22,21 @@ from deadpool_megatron.cli.common import coordinator_address, listen
 from deadpool_megatron.cli.node import domain_of
 from deadpool_megatron.cli.preloading import preload_modules
 from deadpool_megatron.cli.slurm_environment import local_address
-from deadpool_megatron.cluster import posix
-from deadpool_megatron.cluster.agent_options import AgentOptions
-from deadpool_megatron.cluster.agent_process import run_agent
-from deadpool_megatron.cluster.cleanup import claim_segments, clean_node, clean_run
-from deadpool_megatron.cluster.journal import JournalError
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.liveness import Ending, last_line
-from deadpool_megatron.cluster.run_directory import (
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.process import run_agent
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.liveness import Ending, last_line
+from deadpool_megatron.cluster.process.starter import choose_method
+from deadpool_megatron.cluster.run_directory.cleanup import claim_segments, clean_node, clean_run
+from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     read_json,
     slots_are_kept,
 )
-from deadpool_megatron.cluster.slots import is_followed
-from deadpool_megatron.cluster.starter import choose_method
+from deadpool_megatron.cluster.run_directory.slots import is_followed
 from deadpool_megatron.wire import auth
 
 EXIT_FAILED = 1

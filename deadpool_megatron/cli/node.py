@@ -44,12 +44,12 @@ from deadpool_megatron.cli.slurm_environment import (
     local_address,
     slurm_environment,
 )
-from deadpool_megatron.cluster.agent import EXIT_FENCED
-from deadpool_megatron.cluster.agent_options import AgentOptions
-from deadpool_megatron.cluster.agent_process import run_agent
-from deadpool_megatron.cluster.cleanup import claim_segments
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.cluster.slots import NodeTaken, remove_unclaimed
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.process import run_agent
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED
+from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings

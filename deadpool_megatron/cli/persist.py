@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
 _LOOK_SECONDS = 0.5
 _EXAMPLES = """\

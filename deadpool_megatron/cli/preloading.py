@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster import posix
-from deadpool_megatron.cluster.starter import choose_method
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.settings import Settings
 
 DEFAULT_PRELOAD = (

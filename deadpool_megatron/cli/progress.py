@@ -18,7 +18,7 @@ from deadpool_megatron.cli.story import (
 )
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 
 _STEP_LINE_SECONDS = 1.0

@@ -30,7 +30,7 @@ from deadpool_megatron.cli.story import (
 )
 from deadpool_megatron.cli.tables import count, seconds, size, table
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind, event_files, read_events
 
 # More failures than this share one column of means instead of having one each.

@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunDirectoryError, read_json
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    read_json,
+)
 
 # The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
 # ones. The text says what happens in each, for people.

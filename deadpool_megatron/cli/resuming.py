@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.cleanup import run_processes, vault_processes
-from deadpool_megatron.cluster.journal import JournalError
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.cluster.salvage import kept_line, salvage
+from deadpool_megatron.cluster.agent.salvage import kept_line, salvage
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.whole_dumps import newest_whole

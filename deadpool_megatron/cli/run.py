@@ -18,7 +18,7 @@ from deadpool_megatron.cli.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import local_address
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\

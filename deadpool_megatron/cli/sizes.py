@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import RunInfo, segment_root
+from deadpool_megatron.cluster.run_directory.directory import RunInfo, segment_root
 from deadpool_megatron.settings import Settings
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from deadpool_megatron.cli import checkpoint_files
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.tables import size, table
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.vault.verify import (
     Finding,

@@ -15,7 +15,7 @@ from deadpool_megatron.cli.screen import Screen
 from deadpool_megatron.cli.story import Story, describe_loss
 from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 
 _POLL_SECONDS = 0.05

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch._C._distributed_c10d import TCPStore
 
-from deadpool_megatron.cluster.member_link import MemberLink
+from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks import extras as megatron_extras

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.failures import nonfinite_loss
-from deadpool_megatron.cluster.member_link import MemberLink
+from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.wire.readiness import readable

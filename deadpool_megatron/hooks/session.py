@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 import torch
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.course import EpochCourse
 from deadpool_megatron.hooks.dimension import PeerMismatch

@@ -32,7 +32,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.extras import frozen_and_buffers
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.hooks.optimizer import inner_optimizers, is_distributed

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.posix import die_with_parent, set_process_name
+from deadpool_megatron.cluster.process.posix import die_with_parent, set_process_name
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton

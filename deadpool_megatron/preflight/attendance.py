@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, write_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.preflight import stream
 from deadpool_megatron.preflight.board import Announcement, Board, State
 from deadpool_megatron.preflight.conductor import GRACE_SECONDS, Conductor

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.run_directory import read_json, write_json
+from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
 
 
 class State(enum.StrEnum):

@@ -33,7 +33,7 @@ from deadpool_megatron.cli.report import read_story
 from deadpool_megatron.cli.results import ResultError
 from deadpool_megatron.cli.story import summary
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 

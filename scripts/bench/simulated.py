@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.telling import unpack
+from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.layout.deltas import apply
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.placement import CopyPlacement

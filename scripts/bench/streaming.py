@@ -33,7 +33,7 @@ from slow_steps import VARIABLE
 from deadpool_megatron.cli.report import read_story
 from deadpool_megatron.cli.story import summary
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 
 sys.path.insert(0, str(ROOT))  # the hosts are those of the tests

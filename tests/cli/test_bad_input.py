@@ -15,8 +15,8 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli import checks, launch, restarting, resuming
-from deadpool_megatron.cluster import cleanup
-from deadpool_megatron.cluster.run_directory import (
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     segment_root,

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.run_directory import (
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     read_json,
     segment_root,

@@ -10,8 +10,8 @@ import pytest
 
 from deadpool_megatron.cli import launch
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, segment_root
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
 from deadpool_megatron.settings import Settings
 
 

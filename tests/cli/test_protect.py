@@ -13,13 +13,13 @@ from immutables import Map
 from deadpool_megatron import cli
 from deadpool_megatron.cli.control import _rpo_line
 from deadpool_megatron.cli.story import describe_protection
-from deadpool_megatron.cluster import machine_events as inputs
-from deadpool_megatron.cluster.commands import Commands
-from deadpool_megatron.cluster.first_state import first_state
-from deadpool_megatron.cluster.journal import DirectoryJournal
-from deadpool_megatron.cluster.machine import Machine
-from deadpool_megatron.cluster.machine_state import Config, NodeState, State
-from deadpool_megatron.cluster.run_directory import RunInfo
+from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.first_state import first_state
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state import Config, NodeState, State
+from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.recovery import plan

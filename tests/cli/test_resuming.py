@@ -9,7 +9,7 @@ import pytest
 
 from deadpool_megatron.cli import resuming
 from deadpool_megatron.cli.resuming import Others, resume_point
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 

@@ -10,7 +10,7 @@ import pytest
 from deadpool_megatron import cli
 from deadpool_megatron.cli import launch, preloading, scripts
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.megatron_lm import importing
 
 DEFAULT = "a.module,another"
@@ -182,7 +182,9 @@ def test_bad_input_is_one_line(
 def test_coordinator_and_agent(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deadpool_megatron.cluster.coordinator.run_coordinator", lambda options: 0)
+    monkeypatch.setattr(
+        "deadpool_megatron.cluster.coordinator.service.run_coordinator", lambda options: 0
+    )
     monkeypatch.delenv(scripts.VARIABLE, raising=False)
     directory = str(tmp_path / "run")
     command = (script, "--deadpool", "--deadpool-max-lag", "1")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.settings import Settings
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool

@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.journal import Journal
-from deadpool_megatron.cluster.journals import open_journal
-from deadpool_megatron.cluster.leadership import Term, newest_term
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.cluster.journal.terms import Term, newest_term
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+)
 from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256

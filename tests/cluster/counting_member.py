@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.member_link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import (
     BOUNDARIES,

@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+)
 from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256

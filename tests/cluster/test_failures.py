@@ -7,13 +7,12 @@ import pytest
 from deadpool_megatron.cluster.failures import (
     IN_WORDS,
     FailureKind,
-    fatal_words,
     in_words,
     kind_of_end,
-    last_words,
     nonfinite_loss,
     same_text,
 )
+from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
 
 DEVICE = FailureKind.DEVICE_ERROR
 COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256

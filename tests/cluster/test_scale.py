@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.status import PacedStatus
+from deadpool_megatron.cluster.coordinator.status import PacedStatus
 
 pytestmark = pytest.mark.slow
 

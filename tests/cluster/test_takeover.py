@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
-from tests.cluster.etcd_server import EtcdServer
+from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
 from tests.wire import certificates
 

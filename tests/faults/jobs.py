@@ -28,7 +28,7 @@ from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD
 from deadpool_megatron.cli.results import read_result
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster.starter import choose_method
+from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests import forks
 from tests.megatron_lm.checkout import checkout

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster import cleanup, posix
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+)
 from tests.faults import layouts
 from tests.faults.jobs import (
     assert_unnoticed,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.member_link import StopOrder
+from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.dimension import PeerMismatch
 from deadpool_megatron.hooks.entry import RestoreFailed

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, environment
 

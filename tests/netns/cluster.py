@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster import posix
-from deadpool_megatron.cluster.journal import DirectoryJournal
-from deadpool_megatron.cluster.leadership import Term, newest_term
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.terms import Term, newest_term
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from tests.netns.switch import Switch, ip_batch
 
 TOOLS = ("ip", "nft", "nsenter", "ss", "unshare")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job
 from tests.netns.hosts import Hosts

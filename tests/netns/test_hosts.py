@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from tests.netns import hosts
 from tests.netns.hosts import Host, Hosts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
 from tests.netns.hosts import Hosts

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.durable_requests import DurableRequests
-from deadpool_megatron.cluster.machine_events import DurableValid
-from deadpool_megatron.cluster.machine_state import Phase
-from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
+from deadpool_megatron.cluster.machine.inputs import DurableValid
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings

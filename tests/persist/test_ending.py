@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.machine_actions import ExportDump
-from deadpool_megatron.cluster.machine_events import DumpExported, DumpRequested, DurableValid
-from deadpool_megatron.cluster.machine_state import Phase
-from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.cluster.machine.actions import ExportDump
+from deadpool_megatron.cluster.machine.inputs import DumpExported, DumpRequested, DurableValid
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from tests.persist.world import DROP, TAKE, World
 

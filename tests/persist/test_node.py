@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deadpool_megatron.cluster.agent_exports import NodeExports
-from deadpool_megatron.cluster.posix import thread_count
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.agent.exports import NodeExports
+from deadpool_megatron.cluster.process.posix import thread_count
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.durable import (
+from deadpool_megatron.cluster.coordinator.durable import (
     DurableError,
     make_valid,
     overlap,
@@ -26,7 +26,7 @@ from deadpool_megatron.cluster.durable import (
     to_prune,
     unfinished_export,
 )
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import (

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from deadpool_megatron.cluster.exports import Exports
-from deadpool_megatron.cluster.machine_state import Phase
-from deadpool_megatron.cluster.run_directory import RunDirectory
+from deadpool_megatron.cluster.coordinator.exports import Exports
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 from deadpool_megatron.settings import Settings

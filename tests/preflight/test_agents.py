@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cluster.run_directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
 from tests.preflight.nodes import Check

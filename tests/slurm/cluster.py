@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from tests.netns import hosts
 from tests.netns.hosts import Host, Hosts
 

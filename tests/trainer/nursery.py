@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.cluster.posix import die_with_parent
+from deadpool_megatron.cluster.process.posix import die_with_parent
 from deadpool_megatron.platform import select_platform
 
 # What is shown of each failed rank's output, from its end.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster import posix
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme

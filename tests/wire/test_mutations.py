@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import xxhash
 
-from deadpool_megatron.cluster.run_directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.transport import realm_of

@@ -1,0 +1,187 @@
+"""One node's part in exports: has its vault set a generation aside, and runs the exporter.
+
+The exporter is a process of its own, of the lowest priority, that dies with this agent; training
+processes have no part in it. Whatever goes wrong here is reported and ends this export only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.taking import Taken, drop_taken
+
+_END_SECONDS = 5.0
+
+
+class Taker(Protocol):
+    """What is needed of the vault's keeper."""
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
+
+
+class NodeExports:
+    """One export at a time; a new order ends an older one. For the agent's loop."""
+
+    def __init__(
+        self,
+        node: int,
+        run: RunDirectory,
+        info: RunInfo,
+        segments: Path,
+        vault: Taker,
+        send: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._node = node
+        self._run = run
+        self._info = info
+        self._segments = segments
+        self._vault = vault
+        self._send = send
+        self._name = ""
+        self._taken: list[Taken] = []
+        self._taking: set[asyncio.Task[None]] = set()
+        self._writer: ChildWatch | None = None
+        self._removing: list[ChildWatch] = []
+        drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
+
+    def order(self, message: Mapping[str, Any]) -> None:
+        """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
+        for what was dumped to a disk, or ``export-drop``."""
+        name = str(message["name"])
+        if message["t"] == "export-dump":
+            self.drop()
+            self._name = name
+            self._start_writing(message)
+        elif message["t"] == "export-take":
+            self.drop()
+            self._name = name
+            task = asyncio.get_running_loop().create_task(self._take(name, message["iteration"]))
+            self._taking.add(task)
+            task.add_done_callback(self._taking.discard)
+        elif name != self._name:
+            return  # of an export that is over here
+        elif message["t"] == "export-write":
+            self._start_writing(message)
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """End what is under way and give its memory back."""
+        self._name = ""
+        if self._writer is not None:
+            self._writer.kill()
+        self._taken = []
+        # A vault that still sets something aside gives it up when it finds its file gone.
+        drop_taken(self._segments)
+
+    async def close(self) -> None:
+        """The end of the agent."""
+        writer = self._writer
+        self.drop()
+        for task in self._taking:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):  # it dies with this process
+            async with asyncio.timeout(_END_SECONDS):
+                if writer is not None:
+                    await writer.ended.wait()
+                for one in self._removing:
+                    await one.ended.wait()
+        for one in self._removing:
+            one.kill()
+
+    async def _take(self, name: str, iteration: int) -> None:
+        limit = self._info.settings.persist_seconds
+        failure, taken = "", list[Taken]()
+        try:
+            taken = await self._vault.take(name, iteration, limit)
+        except (VaultError, OSError, TimeoutError) as error:
+            failure = str(error) or type(error).__name__
+        if failure or name != self._name:
+            drop_taken(self._segments, name)
+        if name != self._name:
+            return  # dropped meanwhile
+        if failure:
+            self._tell(name, "failed", text=failure)
+            return
+        self._taken = taken
+        places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
+        self._tell(name, "taken", roles=places)
+
+    def _start_writing(self, message: Mapping[str, Any]) -> None:
+        try:
+            self._write(message)
+        except OSError as error:  # a full disk, a log that cannot be opened, no more processes
+            self._tell(self._name, "failed", text=f"the exporter was not started: {error}")
+            self.drop()
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        name, log = self._name, self._run.log(f"node{self._node}-persist")
+        job = self._segments / "export.json"
+        dump = message.get("dump")
+        # Of roles that are lost with their nodes only the shared disk has the skeletons.
+        skeletons = self._segments if dump is None else self._run.skeletons
+        roles = [one.role for one in self._taken] if dump is None else dump["roles"]
+        facts = {
+            "node": self._node,
+            "run_dir": str(self._run.path),
+            "directory": message["directory"],
+            "iteration": message["iteration"],
+            "skeletons": str(skeletons),
+            "taken": [one.to_dict() for one in self._taken],
+            "dump": dump,
+            "world_size": self._info.world_size,
+            "joins": 0 in roles,
+            "deadline_seconds": self._info.settings.persist_seconds,
+        }
+        job.write_text(json.dumps(facts))
+        self._writer = start_child(
+            ["deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
+            self._run,
+            self._info.run_id,
+            log,
+            lambda ending: self._written(name, Path(message["directory"]), log, ending),
+            # It computes nothing on devices, and must not take memory there.
+            {"CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def _written(self, name: str, directory: Path, log: Path, ending: Ending) -> None:
+        if name != self._name:  # dropped; there may be a new one
+            # The coordinator removes it, too, but may have done so before this process was gone.
+            self._remove(directory)
+            return
+        self._writer = None
+        if ending.exit_code == 0:
+            self._tell(name, "written")
+        else:
+            self._tell(name, "failed", text=f"the exporter {ending}: {last_line(log)}".rstrip(": "))
+        self._taken = []
+        drop_taken(self._segments)
+
+    def _remove(self, directory: Path) -> None:
+        """In a process: with a second thread the agent could not fork, and a disk may hang."""
+        self._removing = [one for one in self._removing if not one.ended.is_set()]
+        with contextlib.suppress(OSError):  # no more processes
+            process = subprocess.Popen(
+                ["rm", "-rf", "--", str(directory)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+            process.returncode = 0  # reaped by its pid: this object must not try to as well
+            self._removing.append(ChildWatch(process.pid, lambda _: None))
+
+    def _tell(self, name: str, step: str, **facts: Any) -> None:
+        self._send({"t": "export", "name": name, "step": step, **facts})

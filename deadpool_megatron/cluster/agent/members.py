@@ -1,0 +1,344 @@
+"""The member processes of one node, as the agent sees them: sockets, last words, endings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from deadpool_megatron.cluster.process.liveness import (
+    ChildWatch,
+    Ending,
+    FreezeDetector,
+    fatal_line,
+    last_line,
+)
+from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.process.starter import Starter
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
+
+_RECEIVE_BYTES = 1 << 16
+# What a coordinator that has just started must hear again, newest of each kind.
+STICKY = (
+    *("hello", "warm", "registered", "drained", "restored", "done"),
+    *("paused", "fault", "restore-failed"),
+)
+
+
+class FramePipe:
+    """Frames over a stream socket with callbacks of the running loop; never blocks, never threads.
+
+    ``on_message`` gets each frame, ``on_end`` is called once at end of stream or after garbage.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        on_message: Callable[[dict[str, Any]], None],
+        on_end: Callable[[str], None],
+    ) -> None:
+        connection.setblocking(False)
+        self._connection = connection
+        self._on_message = on_message
+        self._on_end = on_end
+        self._frames = FrameBuffer()
+        self._unsent = bytearray()
+        self._open = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection.fileno(), self._readable)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send or queue; a stream that has ended swallows it."""
+        if not self._open:
+            return
+        if not self._unsent:
+            self._loop.add_writer(self._connection.fileno(), self._writable)
+        self._unsent += encode(message)
+        self._writable()
+
+    def read_rest(self) -> None:
+        """Take what the peer sent before it ended."""
+        while self._open and self._readable():
+            continue
+
+    def close(self) -> None:
+        """Close without calling ``on_end``."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+            self._connection.close()
+
+    def _readable(self) -> bool:
+        try:
+            piece = self._connection.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            piece = b""
+        if not piece:
+            self._end("end of stream")
+            return False
+        try:
+            for message in self._frames.feed(piece):
+                self._on_message(message)
+        except WireError as error:
+            self._end(str(error))
+            return False
+        return True
+
+    def _writable(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._connection.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()  # the reading side reports the end
+        self._loop.remove_writer(self._connection.fileno())
+
+    def _end(self, why: str) -> None:
+        self.close()
+        self._on_end(why)
+
+
+class MemberReports(Protocol):
+    """Where members' messages and ends go: the agent."""
+
+    def member_said(self, member: Member, message: dict[str, Any]) -> None:
+        """A message other than a beat."""
+
+    def member_frozen(self, member: Member, silent_seconds: float) -> None:
+        """It shows no sign of life and is to be killed. Called once for a member."""
+
+    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
+        """The process is reaped; all its messages were delivered before. ``cause``: why it was
+        killed (``ordered``), or what its log says last about how it failed.
+        """
+
+
+class Member:
+    """One member process. ``said`` holds its newest message of each sticky kind."""
+
+    def __init__(
+        self, spec: MemberSpec, starter: Starter, settings: Settings, reports: MemberReports
+    ) -> None:
+        self.slot = spec.slot
+        self.incarnation = spec.incarnation
+        self.log = spec.log
+        self.beat: dict[str, Any] = {}
+        self.said: dict[str, dict[str, Any]] = {}
+        self.started_at = time.monotonic()
+        self._kill_cause = ""
+        self._frozen = False
+        self._settings = settings
+        self._reports = reports
+        started = starter.start(spec)
+        self.pid = started.pid
+        self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
+        self._watch = ChildWatch(started.pid, self._ended)
+        self._freeze = FreezeDetector(started.pid, settings.freeze_seconds, self.started_at)
+
+    @property
+    def ended(self) -> asyncio.Event:
+        """Set when the process is reaped."""
+        return self._watch.ended
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one order."""
+        self._pipe.send(message)
+
+    def drained(self, epoch: int) -> bool | None:
+        """None: has not left the closed epoch yet; else whether it left it clean."""
+        said = self.said.get("drained")
+        if said is None or int(said.get("epoch", 0)) < epoch:
+            return None
+        return bool(said.get("clean"))
+
+    def said_since(self, closed: int) -> list[dict[str, Any]]:
+        """What a new coordinator has to hear: all sticky messages but those of closed epochs."""
+        return [m for m in self.said.values() if int(m.get("epoch", closed + 1)) > closed]
+
+    def kill(self, cause: str) -> None:
+        """SIGKILL its process group, with the cause for the report."""
+        self._kill_cause = self._kill_cause or cause
+        self._watch.kill()
+
+    def check(self, now: float) -> None:
+        """Kill the process when it is frozen, or has not said hello in time."""
+        if "hello" not in self.said:
+            if now - self.started_at > self._settings.start_seconds:
+                self.kill(f"no hello within start_seconds ({self._settings.start_seconds:g} s)")
+            return
+        if not self._kill_cause and not self._frozen and self._freeze.is_frozen(now):
+            self._frozen = True
+            self._reports.member_frozen(self, self._freeze.silent_seconds(now))
+
+    def forgive(self, seconds: float) -> None:
+        """See FreezeDetector.forgive."""
+        self._freeze.forgive(seconds)
+
+    def _message(self, message: dict[str, Any]) -> None:
+        kind = str(message.get("t"))
+        self._freeze.beat(time.monotonic())
+        if kind == "beat":
+            self.beat = message
+            return
+        if kind in STICKY:
+            self.said[kind] = message
+        self._reports.member_said(self, message)
+
+    def _stream_ended(self, why: str) -> None:
+        if why != "end of stream":
+            self.kill(f"sent garbage: {why}")
+
+    def _ended(self, ending: Ending) -> None:
+        self._pipe.read_rest()
+        self._pipe.close()
+        words = ""
+        if ending.exit_code:
+            words = last_line(self.log)
+        elif ending.signal_name is not None:
+            words = fatal_line(self.log)
+        ordered = bool(self._kill_cause)
+        self._reports.member_ended(self, ending, self._kill_cause or words, ordered)
+
+
+class Members:
+    """All live members of the node, by slot."""
+
+    def __init__(
+        self,
+        make_spec: Callable[[int, int, Mapping[str, str]], MemberSpec],
+        starter: Starter,
+        settings: Settings,
+        reports: MemberReports,
+    ) -> None:
+        self._make_spec = make_spec
+        self._starter = starter
+        self._settings = settings
+        self._reports = reports
+        self._checked_at = time.monotonic()
+        self.by_slot: dict[int, Member] = {}
+        self.incarnations: dict[int, int] = {}
+
+    def start(self, slot: int, incarnation: int, environment: Mapping[str, str]) -> None:
+        """Start a member unless this incarnation or a newer one was started before.
+
+        Raises StartError.
+        """
+        if incarnation <= self.incarnations.get(slot, -1):
+            return  # an order repeated by a restarted coordinator
+        old = self.by_slot.get(slot)
+        if old is not None:
+            # A stopped predecessor that woke up would write into its successor's slots.
+            raise RuntimeError(f"slot {slot} still has process {old.pid}")
+        self.incarnations[slot] = incarnation
+        spec = self._make_spec(slot, incarnation, environment)
+        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports)
+
+    def prepare(self, slot: int) -> None:
+        """Get ready for a replacement in this slot; see Starter.prepare."""
+        self._starter.prepare(slot)
+
+    def remove(self, member: Member) -> None:
+        """Forget an ended member."""
+        if self.by_slot.get(member.slot) is member:
+            del self.by_slot[member.slot]
+
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """Send one order to every live member."""
+        for member in self.by_slot.values():
+            member.send(message)
+
+    def beats(self) -> dict[str, dict[str, Any]]:
+        """The newest beat of each member, by slot."""
+        return {
+            str(m.slot): {"incarnation": m.incarnation, **m.beat}
+            for m in self.by_slot.values()
+            if m.beat
+        }
+
+    def restored(self) -> dict[str, int]:
+        """The newest epoch that each member has restored, by slot."""
+        return {
+            str(m.slot): m.said["restored"]["epoch"]
+            for m in self.by_slot.values()
+            if "restored" in m.said
+        }
+
+    def check(self) -> None:
+        """Look for frozen members; to be called every beat interval."""
+        now = time.monotonic()
+        late = now - self._checked_at - self._settings.beat_interval_seconds
+        self._checked_at = now
+        for member in list(self.by_slot.values()):
+            if late > self._settings.beat_interval_seconds:
+                member.forgive(late)
+            member.check(now)
+
+    async def kill_all(self, cause: str, deadline_seconds: float) -> None:
+        """SIGKILL all and wait until they are reaped."""
+        members = list(self.by_slot.values())
+        for member in members:
+            member.kill(cause)
+        await wait_ended(members, deadline_seconds)
+
+    def close(self) -> None:
+        """End parked processes."""
+        self._starter.close()
+
+
+async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
+    """Wait until all have ended; False when the time is over (a process the kernel holds)."""
+    try:
+        async with asyncio.timeout(deadline_seconds):
+            for member in members:
+                await member.ended.wait()
+    except TimeoutError:
+        left = [member.pid for member in members if not member.ended.is_set()]
+        print(f"processes {left} did not end within {deadline_seconds:g} s", file=sys.stderr)
+        return False
+    return True
+
+
+async def wait_drained(
+    members: list[Member], epoch: int, changed: asyncio.Event, deadline_seconds: float
+) -> None:
+    """Until every member has left the epoch; who is late, or failed at it, is killed and reaped.
+
+    ``changed`` is set whenever one of them has left or ended.
+    """
+    with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
+        async with asyncio.timeout(deadline_seconds):
+            while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
+                changed.clear()
+                await changed.wait()
+    killed = [member for member in members if not member.drained(epoch)]
+    for member in killed:
+        late = member.drained(epoch) is None
+        how = (
+            f"did not leave within {deadline_seconds:g} s" if late else "could not be left cleanly"
+        )
+        member.kill(f"epoch {epoch} {how}")
+    await wait_ended(killed, deadline_seconds)
+
+
+def default_environment(
+    node: int, slot: int, incarnation: int, run: Mapping[str, str], segments: Path
+) -> dict[str, str]:
+    """The variables every member gets, besides the agent's socket; ``run``: those of the run."""
+    return {
+        **run,
+        "DEADPOOL_NODE": str(node),
+        "DEADPOOL_SLOT": str(slot),
+        "DEADPOOL_INCARNATION": str(incarnation),
+        "DEADPOOL_VAULT_SOCKET": str(segments / "vault.sock"),
+        "DEADPOOL_SEGMENT_DIR": str(segments),
+    }

@@ -1,0 +1,75 @@
+"""What an agent is started with, and what its members are started with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deadpool_megatron.cluster.agent.members import default_environment
+from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_DIRECTORY,
+    ENVIRONMENT_RUN_ID,
+    RunDirectory,
+    RunInfo,
+    member_log_name,
+)
+from deadpool_megatron.settings import ENVIRONMENT_NAME
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """One node. ``address()`` says where the coordinator listens (None: not known yet), as long as
+    the standby has not seen a newer one in the journal.
+
+    ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
+    file when the launcher is gone; where there is a launcher, it restarts the coordinator on this
+    host, and no network can come between. ``standby``: command of the standby, () for none.
+    ``takes_up``: without slots of its own, take those of a node of this host whose agent is gone;
+    ``keeps_slots``: another agent comes after this one when it is fenced, and takes up what it had.
+    """
+
+    node: int
+    run: RunDirectory
+    info: RunInfo
+    secret: bytes
+    address: Callable[[], tuple[str, int] | None]
+    host: str
+    domain: str
+    modules: tuple[str, ...]
+    directory: Path
+    lifeline_fd: int | None = None
+    standby: tuple[str, ...] = ()
+    takes_up: bool = False
+    keeps_slots: bool = False
+
+    @property
+    def segments(self) -> Path:
+        """Shared-memory directory of the node."""
+        return self.run.segments(self.info.run_id, self.node)
+
+
+def member_spec(
+    options: AgentOptions, slot: int, incarnation: int, extra: Mapping[str, str]
+) -> MemberSpec:
+    """How a member process of the node starts; ``extra``: more of its environment."""
+    info = options.info
+    of_run = {
+        ENVIRONMENT_DIRECTORY: str(options.run.path),
+        ENVIRONMENT_RUN_ID: info.run_id,
+        # Communicators bind where this host is reached, as the vault does.
+        ENVIRONMENT_NAME: replace(info.settings, interface=options.host).to_json(),
+        "DEADPOOL_WORLD_SIZE": str(info.world_size),
+        "DEADPOOL_NPROC": str(info.nproc_per_node),
+    }
+    environment = default_environment(options.node, slot, incarnation, of_run, options.segments)
+    return MemberSpec(
+        node=options.node,
+        slot=slot,
+        incarnation=incarnation,
+        command=info.command,
+        environment={**environment, **extra},
+        log=options.run.log(member_log_name(options.node, slot, incarnation)),
+        directory=options.directory,
+    )

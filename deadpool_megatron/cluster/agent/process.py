@@ -1,0 +1,39 @@
+"""The process of an agent: one for each node on a host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import slots
+
+
+def run_agent(options: AgentOptions) -> int:
+    """Run an agent in this process, which has one thread; answers its exit status.
+
+    Slots that an agent of this node has left are taken up as they are, or those of another node of
+    this host whose agent is gone. Raises NodeTaken.
+    """
+    posix.set_process_name(f"dp-agent{options.node}")
+    lock = slots.claim(options.segments, options.node)
+    run_id = options.info.run_id
+    slots.end_leftovers(options.run, run_id, options.node, options.segments)
+    if options.takes_up:
+        former = slots.take_up(options.run, run_id, options.segments)
+        if former is not None:
+            text = f"node {options.node} takes up the slots of node {former}"
+            print(text, file=sys.stderr, flush=True)
+    failpoints.load()
+    failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
+    started = time.monotonic()
+    found = slots.found_slots(options.node, options.segments)
+    code = asyncio.run(Agent(options, found).run())
+    os.close(lock)
+    print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)
+    return code

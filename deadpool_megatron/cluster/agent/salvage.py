@@ -1,0 +1,62 @@
+"""What a run that is over has left in memory of this host, written to its dump directory.
+
+Nodes that were lost to a run because their agents died may be alive, with slots that nobody has
+removed. Together with what healthy nodes wrote when the run ended they can be a whole generation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.run_directory.cleanup import remove_segments
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
+from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
+from deadpool_megatron.layout.decision import is_kept, keep_line
+from deadpool_megatron.layout.records import EpochRecord, without_details
+from deadpool_megatron.vault.dumping import dump_held
+from deadpool_megatron.vault.state import VaultState
+
+
+def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
+    """Lineage -> last iteration that the run did not abandon. Raises JournalError."""
+    journal = open_journal(info.settings, info.run_id, run.journal)
+    kept: dict[int, int] = {}
+    for _, values in sorted(journal.entries("epoch").items()):
+        record = EpochRecord.from_dict(without_details(values))
+        kept = keep_line(kept, record.restore, record.epoch)
+    return kept
+
+
+def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
+    """Write what lies on the kept line in directories without a live agent; answers the files.
+
+    What was written leaves the memory. Raises VaultError with one line when it cannot be written.
+    """
+    written = []
+    for directory in sorted(segment_root(info.run_id).glob("node*")):
+        number = directory.name.removeprefix("node")
+        if not number.isdigit() or not any(directory.glob("*.seg")):
+            continue
+        try:
+            lock = claim(directory, int(number))
+        except (NodeTaken, FileNotFoundError):
+            continue
+        try:
+            end_leftovers(run, info.run_id, int(number), directory)
+            written += _write(run.dump, directory, int(number), info, kept)
+            remove_segments(directory)
+        finally:
+            os.close(lock)
+    return written
+
+
+def _write(
+    base: Path, directory: Path, node: int, info: RunInfo, kept: Mapping[int, int]
+) -> list[str]:
+    state = VaultState(node, directory, info.settings, lambda _: None)
+    state.table.scan()
+    held = {holding.generation for holding in state.table.holdings()}
+    return dump_held(state, base, [one for one in held if is_kept(kept, one)])

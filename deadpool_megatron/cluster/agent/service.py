@@ -1,0 +1,453 @@
+"""The per-node supervisor: starts members and the vault, watches them, carries orders and reports.
+
+One thread, one asyncio loop, no executors: members are forked from here. The order of a close is
+fixed: first the vault stops sealing, then the members are interrupted, then every seated member has
+left the epoch or is killed, and only then the inventory is taken and sent.
+
+Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
+be. A node that is cut off from a coordinator that lives ends its members (fencing.py), for its
+roles are about to be given away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.exports import NodeExports
+from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
+from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.agent.stacks import LastStacks
+from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
+from deadpool_megatron.cluster.link.record_delta import RecordKeeper
+from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.starter import (
+    ExecStarter,
+    ForkStarter,
+    StartError,
+    choose_method,
+)
+from deadpool_megatron.cluster.run_directory.cleanup import remove_segments, write_listing
+from deadpool_megatron.cluster.run_directory.slots import incarnations
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.inventories import pack_inventory
+from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.wire.auth import AuthenticationError
+
+EXIT_FENCED = 69
+_FLUSH_SECONDS = 2.0
+# Events that results are made of; a coordinator drops those that it has already.
+_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
+
+
+class Agent:
+    """See the module text; :meth:`run` is the whole life of it."""
+
+    def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
+        self._options = options
+        self._found = found  # in memory, before this agent's first vault
+        self._node = options.node
+        self._settings = options.info.settings
+        self._segments = options.segments
+        self._records = RecordKeeper()
+        self._record: EpochRecord | None = None
+        # What members are told; a node that joined late is in no record yet.
+        self._shown: EpochRecord | None = None
+        self._closed = 0
+        self._inventory: dict[str, Any] | None = None
+        self._boot = ""
+        self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
+        self._serving: asyncio.Task[None] | None = None
+        self._exit_code = 0
+        self._ending: tuple[str, bool] | None = None
+        self._cut_limit = Fence(self._settings)
+        self._standby: StandbyKeeper | None = None
+
+    async def run(self) -> int:
+        """Serve until the run is over; answers the exit status of the agent."""
+        method = choose_method(self._settings.start_method)
+        starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
+        self._stopping = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
+        self._members = Members(partial(member_spec, self._options), starter, self._settings, self)
+        self._members.incarnations |= incarnations(self._node, self._segments)
+        if self._options.standby:
+            self._standby = StandbyKeeper(
+                self._options.standby,
+                str(self._options.run.path),
+                self._options.info.run_id,
+                self._options.run.log(f"node{self._node}-standby"),
+                on_look=self._cut_limit.looked,
+                on_over=self._run_over,
+            )
+        self._link = CoordinatorLink(
+            self._address,
+            self._options.secret,
+            self._options.info.run_id,
+            self._settings,
+            self._join,
+            self._on_order,
+            self._cut_limit.heard,
+        )
+        self._stacks = LastStacks(self._link.send, self._seat_of)
+        self._vault = VaultKeeper(
+            self._node,
+            self._options.run,
+            self._options.info,
+            self._segments,
+            self._options.host,
+            report=self._link.send,
+            listing_changed=self._write_listing,
+        )
+        place = (self._node, self._options.run, self._options.info, self._segments)
+        self._exports = NodeExports(*place, self._vault, self._link.send)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
+        if self._options.lifeline_fd is not None:
+            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
+        try:
+            self._vault.start()
+            self._write_listing()
+            if self._standby is not None:
+                self._standby.start()
+            # Shielded: the last reports are acknowledged while everything else winds down.
+            self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
+            await first_of(
+                asyncio.shield(self._serving),
+                self._vault.supervise(),
+                self._work(),
+                self._tick(),
+                self._stopping.wait(),
+            )
+        except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error), keep=True)
+        finally:
+            await self._shut_down()
+        return self._exit_code
+
+    # Orders of the coordinator.
+
+    def _join(self) -> dict[str, Any]:
+        return {
+            "t": "join",
+            "node": self._node,
+            "boot": self._own_boot,
+            "host": self._options.host,
+            **self._vault.facts(),
+            "nproc": self._options.info.nproc_per_node,
+            "domain": self._options.domain,
+            "hostname": socket.gethostname(),
+            "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
+            "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
+            "epoch": 0 if self._record is None else self._record.epoch,
+            "told": self._records.epoch,
+            "closed": self._closed,
+            "restored": self._members.restored(),
+            "found": pack_inventory(self._found) if self._found and not self._record else None,
+        }
+
+    def _on_order(self, message: Mapping[str, Any]) -> None:
+        kind = message.get("t")
+        if kind == "welcome":
+            self._welcome(message)
+        elif kind == "start":
+            self._orders.put_nowait(self._start(message))
+        elif kind == "close":
+            self._order_close(int(message["epoch"]), str(message["cause"]))
+        elif kind == "record":
+            self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
+        elif kind == "dump":
+            self._orders.put_nowait(self._dump(dict(message)))
+        elif kind == "kill":
+            self._kill(message)
+        elif str(kind).startswith("export-"):
+            self._exports.order(message)
+        elif kind in ("pause", "durable-done"):
+            self._members.send_all(message)
+        elif kind == "stop":
+            self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
+        elif kind == "refused":
+            self._fence(f"refused by the coordinator: {message.get('why')}")
+
+    def _welcome(self, message: Mapping[str, Any]) -> None:
+        boot = str(message["boot"])
+        if boot != self._boot:
+            # What was said before the first one is kept by the link until it is acknowledged.
+            if self._boot:
+                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
+                self._exports.drop()  # the one before knows of no export
+            self._boot = boot
+        told = message.get("record")
+        closed = int(message.get("closed", 0))
+        if self._record is not None and closed >= self._record.epoch:
+            self._order_close(closed, str(message.get("cause", "")))
+        if told is not None:
+            record = self._records.take(told)
+            if record.epoch > closed:
+                self._orders.put_nowait(self._adopt(record))
+
+    def _repeat_within(self, seconds: float) -> None:
+        """Tell a new coordinator what the members have said; all agents at once may be too many."""
+        if seconds:
+            moment = random.uniform(0, seconds)
+            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
+            return
+        for member in self._members.by_slot.values():
+            for said in member.said_since(self._closed):
+                self._report(member, said)
+
+    async def _work(self) -> None:
+        """Orders one after the other: a close never overtakes the record it closes."""
+        while True:
+            await (await self._orders.get())
+
+    async def _start(self, message: Mapping[str, Any]) -> None:
+        provisional = message.get("provisional", {})
+        for text, incarnation in sorted(message["slots"].items()):
+            slot = int(text)
+            old = self._members.by_slot.get(slot)
+            if old is not None:
+                if old.incarnation >= int(incarnation):
+                    continue
+                old.kill("replaced by order of the coordinator")
+                if not await wait_ended([old], self._settings.close_seconds):
+                    continue
+            extra = {}
+            if text in provisional:
+                extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
+            try:
+                self._members.start(slot, int(incarnation), extra)
+            except StartError as error:
+                self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+        self._write_listing()
+
+    def _order_close(self, epoch: int, cause: str) -> None:
+        """What is closed is told at once: the next coordinator may ask while a dump is written."""
+        if epoch <= self._closed:
+            self._tell_inventory(epoch)
+        else:
+            self._orders.put_nowait(self._close(epoch, cause))
+
+    async def _close(self, epoch: int, cause: str) -> None:
+        if epoch <= self._closed:  # by an order that was before it in the queue
+            self._tell_inventory(epoch)
+            return
+        failpoints.hit("agent.close", epoch=epoch)
+        self._closed = epoch
+        self._inventory = None
+        await self._vault.close_epoch(epoch)
+        self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
+        await self._wait_drained(epoch)
+        self._inventory = pack_inventory(await self._vault.inventory(epoch))
+        failpoints.hit("agent.inventory", epoch=epoch)
+        self._tell_inventory(epoch)
+
+    def _tell_inventory(self, epoch: int) -> None:
+        if self._inventory is not None and self._inventory["epoch"] == epoch:
+            self._link.send({"t": "inventory", "epoch": epoch, "inventory": self._inventory})
+
+    async def _wait_drained(self, epoch: int) -> None:
+        """Every member with a seat leaves the epoch, or is killed and reaped."""
+        seats = set() if self._record is None else set(self._record.seats.values())
+        seated = [
+            member
+            for member in self._members.by_slot.values()
+            if Seat(self._node, member.slot, member.incarnation) in seats
+        ]
+        await wait_drained(seated, epoch, self._drained, self._settings.close_seconds)
+
+    async def _adopt(self, record: EpochRecord) -> None:
+        known = 0 if self._record is None else self._record.epoch
+        if record.epoch <= max(self._closed, known):
+            return
+        if self._node not in record.nodes:
+            if self._record is not None:
+                self._fence(f"epoch {record.epoch} goes on without this node")
+                return
+            self._shown = record  # joined after this decision: a spare of the next one
+            self._members.send_all({"t": "record", "record": record.to_dict()})
+            return
+        failpoints.hit("agent.record", epoch=record.epoch)
+        self._record = self._shown = record
+        await self._vault.adopt(record)
+        self._members.send_all({"t": "record", "record": record.to_dict()})
+
+    async def _dump(self, message: dict[str, Any]) -> None:
+        which = {"generation": message["generation"], "boundary": message["boundary"]}
+        answer = {"t": "dumped", **which, "files": [], "error": ""}
+        try:
+            answer["files"] = await self._vault.dump(message)
+        except (OSError, TimeoutError, VaultError) as error:
+            answer["error"] = str(error) or type(error).__name__
+        self._link.send(answer)
+
+    def _kill(self, message: Mapping[str, Any]) -> None:
+        member = self._members.by_slot.get(int(message["slot"]))
+        if member is None or member.incarnation != int(message["incarnation"]):
+            return
+        cause = str(message.get("cause", "killed by order of the coordinator"))
+        if message.get("hung"):
+            self._stacks.kill(member, cause)
+        elif not self._stacks.is_asked(member):
+            member.kill(cause)
+
+    # Reports of members (see MemberReports).
+
+    def member_said(self, member: Member, message: dict[str, Any]) -> None:
+        """Pass a member's message on, with its seat."""
+        kind = message.get("t")
+        if kind == "hello":
+            if self._shown is not None and self._shown.epoch > self._closed:
+                member.send({"t": "record", "record": self._shown.to_dict()})
+            self._members.prepare(member.slot)
+        elif kind == "drained":
+            self._drained.set()
+        elif kind == "event":
+            event = {"node": self._node, **message["event"]}
+            self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
+            return
+        self._report(member, message)
+
+    def member_frozen(self, member: Member, silent_seconds: float) -> None:
+        """Report it with the time since its last sign of life, ask where it stands, kill it."""
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
+        self._link.send({"t": "member-suspected", **seat, **how})
+        self._stacks.kill(member, "frozen")
+
+    def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
+        """Epoch, node, and the role that the member plays."""
+        if self._record is None:
+            return 0, self._node, None
+        seat = Seat(self._node, member.slot, member.incarnation)
+        role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
+        return self._record.epoch, self._node, role
+
+    def _name(self, member: Member) -> str:
+        return f"member {self._node}.{member.slot}.{member.incarnation}"
+
+    def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
+        """Report a reaped member, unless the run is over and it just left."""
+        self._members.remove(member)
+        self._drained.set()
+        how: dict[str, Any] = {"exit_code": ending.exit_code}
+        if ending.signal_name is not None:
+            how = {"signal": ending.signal_name}
+        if self._ending is None:
+            how["ordered"] = ordered
+            self._report_lost(member.slot, member.incarnation, how, cause)
+            self._write_listing()
+
+    def _report(self, member: Member, message: Mapping[str, Any]) -> None:
+        seat = {"slot": member.slot, "incarnation": member.incarnation}
+        self._link.send({"t": "member", **seat, "m": message})
+
+    def _report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
+        seat = {"slot": slot, "incarnation": incarnation}
+        self._link.send({"t": "member-lost", **seat, **how, "cause": cause})
+
+    async def _tick(self) -> None:
+        while True:
+            self._members.check()
+            if self._link.beat_is_due:
+                beats = {"members": self._members.beats(), "vault": self._vault.status}
+                self._link.beat({"t": "beat", **beats})
+            self._look_for_cut(time.monotonic())
+            await asyncio.sleep(self._settings.beat_interval_seconds)
+
+    # Contact with the coordinator.
+
+    def _address(self) -> tuple[str, int] | None:
+        newest = None if self._standby is None else self._standby.address
+        return newest or self._options.address()
+
+    def _patience_seconds(self) -> float:
+        """How long a first connection may take; later ones are the fence's business, except where
+        a launcher watches over both sides.
+        """
+        return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
+
+    def _look_for_cut(self, now: float) -> None:
+        silent = self._cut_limit.silent_seconds(now)
+        if self._standby is not None:
+            self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
+        verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
+        if verdict and self._ending is None:
+            self._fence(verdict, keep=True)
+
+    def _run_over(self) -> None:
+        """The coordinator wrote the result; its order to stop may have been lost with it."""
+        if not self._link.connected:
+            self._end("the run is over", True)
+
+    # Beginning and end.
+
+    def _write_listing(self) -> None:
+        members = self._members.by_slot.values()
+        listed = {member.slot: (member.pid, member.incarnation) for member in members}
+        path = self._options.run.node(self._node)
+        self._files(partial(write_listing, path, self._vault.pid, listed, self._segments))
+
+    def _files(self, change: Callable[[], None]) -> None:
+        """Change this node's listing; a run directory that is away for a while ends no node."""
+        try:
+            change()
+        except OSError as error:
+            print(f"node {self._node}: its listing is not up to date: {error}", file=sys.stderr)
+
+    def _launcher_gone(self) -> None:
+        assert self._options.lifeline_fd is not None
+        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._fence("the launcher is gone", keep=True)
+
+    def _fence(self, why: str, *, keep: bool = False) -> None:
+        """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
+        print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
+        self._exit_code = EXIT_FENCED
+        if self._ending is None:
+            for member in self._members.by_slot.values():
+                member.kill(why)
+        self._end(why, not (keep or self._options.keeps_slots))
+
+    def _end(self, reason: str, remove: bool) -> None:
+        if self._ending is None:
+            self._ending = (reason, remove)
+            self._members.send_all({"t": "stop", "reason": reason})
+        self._stopping.set()
+
+    async def _shut_down(self) -> None:
+        """Members leave or are killed, then the vault, then the shared memory; whatever happens."""
+        reason, remove = self._ending or ("agent failed", False)
+        self._ending = (reason, remove)
+        members = list(self._members.by_slot.values())
+        if self._exit_code or not await wait_ended(members, self._settings.drain_seconds):
+            await self._members.kill_all(reason, self._settings.close_seconds)
+        self._members.close()
+        # Even of a node that is not wanted any more the steps on the kept line count.
+        heard = self._link.connected or (self._standby is not None and self._exit_code)
+        await self._link.flush(_FLUSH_SECONDS if heard else 0.0)
+        if self._serving is not None:
+            self._serving.cancel()
+        self._link.close()
+        await self._exports.close()
+        await self._vault.shut_down(remove)
+        if remove:
+            remove_segments(self._segments)
+        self._files(self._options.run.node(self._node).unlink)
+        if self._standby is not None:
+            grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
+            await self._standby.close(grace)

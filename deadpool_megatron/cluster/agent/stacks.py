@@ -1,0 +1,59 @@
+"""Members that do not move are asked where they stand before they are killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.agent.members import Member
+from deadpool_megatron.cluster.process.stacks import Asked, Stacks
+from deadpool_megatron.events import Event, Kind
+
+_ANSWER_SECONDS = 0.5
+
+
+class LastStacks:
+    """Used from the agent's loop. ``report`` takes a message for the coordinator; ``place(member)``
+    answers (epoch, node, role) for the event.
+    """
+
+    def __init__(
+        self,
+        report: Callable[[Mapping[str, Any]], None],
+        place: Callable[[Member], tuple[int, int, int | None]],
+    ) -> None:
+        self._report = report
+        self._place = place
+        self._asked: dict[Member, asyncio.Task[None]] = {}
+
+    def kill(self, member: Member, cause: str) -> None:
+        """Ask, report the answer, and kill the member, at the latest half a second from now."""
+        if member not in self._asked and not member.ended.is_set():
+            asked = Asked(member.pid, member.log)
+            self._asked[member] = asyncio.create_task(self._take(member, asked, cause))
+
+    def is_asked(self, member: Member) -> bool:
+        """Whether it is being asked, and killed afterwards."""
+        return member in self._asked
+
+    async def _take(self, member: Member, asked: Asked, cause: str) -> None:
+        try:
+            stacks = await asked.answer(_ANSWER_SECONDS)
+            self._tell(member, stacks)
+        finally:
+            member.kill(cause)
+            del self._asked[member]
+
+    def _tell(self, member: Member, stacks: Stacks) -> None:
+        epoch, node, role = self._place(member)
+        data = {
+            "slot": member.slot,
+            "incarnation": member.incarnation,
+            "frames": list(stacks.frames),
+            "threads": stacks.threads,
+            "missing": stacks.missing,
+            "log": member.log.name,
+        }
+        event = Event(Kind.STACK, epoch, node, role, data=data)
+        self._report({"t": "event", "event": event.to_dict()})

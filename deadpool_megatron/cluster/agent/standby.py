@@ -1,0 +1,162 @@
+"""The agent's side of its standby: start it, hear what it saw, tell it whether there is contact."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_DIRECTORY,
+    ENVIRONMENT_RUN_ID,
+)
+
+_RESTART_SECONDS = 1.0
+_LINE_BYTES = 1 << 16
+
+
+class StandbyKeeper:
+    """Keeps one watching standby alive. One that has claimed a term goes on as the coordinator,
+    and ends with this process at the latest. Used from the agent's loop only.
+
+    ``command``: of a standby, without ``--report-fd``. ``on_look(term, beat, at)``: the journal was
+    read, beginning at monotonic time ``at``; ``on_over()``: the run is over.
+    """
+
+    def __init__(
+        self,
+        command: tuple[str, ...],
+        run_dir: str,
+        run_id: str,
+        log: Path,
+        on_look: Callable[[int, str, float], None],
+        on_over: Callable[[], None],
+    ) -> None:
+        self._command = command
+        names = {ENVIRONMENT_DIRECTORY: run_dir, ENVIRONMENT_RUN_ID: run_id}
+        self._environment = {**os.environ, **names}
+        # Opened once: the run directory may be away when the next standby starts.
+        self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._on_look = on_look
+        self._on_over = on_over
+        self._watcher: ChildWatch | None = None
+        self._coordinators: list[ChildWatch] = []
+        self._reports = -1
+        self._orders = -1
+        self._unread = b""
+        self._address: tuple[str, int] | None = None
+        self._contact = False
+        self._was_in_touch = False
+        self._closing = False
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Where the newest coordinator listens; None before there was one."""
+        return self._address
+
+    def start(self) -> None:
+        """Start a standby that watches."""
+        if self._closing:
+            return
+        orders, self._orders = os.pipe()
+        self._reports, reports = os.pipe()
+        os.set_blocking(self._reports, False)
+        parent = os.getpid()
+        process = subprocess.Popen(
+            [sys.executable, *self._command, "--report-fd", str(reports)],
+            pass_fds=(reports,),
+            stdin=orders,
+            stdout=self._log,
+            stderr=self._log,
+            env=self._environment,
+            preexec_fn=lambda: posix.die_with_parent(parent),
+            process_group=0,
+        )
+        os.close(orders)
+        os.close(reports)
+        self._unread = b""
+        self._watcher = ChildWatch(process.pid, self._ended)
+        process.returncode = 0  # reaped by its pid: this object must not try to as well
+        asyncio.get_running_loop().add_reader(self._reports, self._readable)
+        if self._was_in_touch:  # a takeover, also for one that has only just been started
+            self._tell("found")
+            if not self._contact:
+                self._tell("lost")
+
+    def contact(self, there_is: bool) -> None:
+        """Whether the coordinator answers this agent; a standby looks more often while not."""
+        if there_is != self._contact:
+            self._contact = there_is
+            self._was_in_touch = self._was_in_touch or there_is
+            self._tell("found" if there_is else "lost")
+
+    async def close(self, grace_seconds: float) -> None:
+        """End the standby; a coordinator gets its time to say good-bye to the other agents."""
+        self._closing = True
+        if self._watcher is not None:
+            self._watcher.kill()
+            await self._watcher.ended.wait()
+        for coordinator in self._coordinators:
+            try:
+                await asyncio.wait_for(coordinator.ended.wait(), grace_seconds)
+            except TimeoutError:
+                coordinator.kill()
+                await coordinator.ended.wait()
+        os.close(self._log)
+
+    def _readable(self) -> None:
+        try:
+            piece = os.read(self._reports, _LINE_BYTES)
+        except BlockingIOError:
+            return
+        if not piece:
+            self._disconnect()
+            return
+        *lines, self._unread = (self._unread + piece).split(b"\n")
+        for line in lines:
+            self._take(json.loads(line))
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        if "over" in line:
+            self._on_over()
+        elif "claimed" in line:
+            assert self._watcher is not None
+            self._coordinators.append(self._watcher)
+            self._watcher = None
+            self._disconnect()
+            self.start()
+        else:
+            address = line["address"]
+            if address is not None:
+                self._address = (str(address[0]), int(address[1]))
+            self._on_look(int(line["term"]), str(line["beat"]), float(line["at"]))
+
+    def _disconnect(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._reports)
+        os.close(self._reports)
+        os.close(self._orders)
+        self._reports = self._orders = -1
+
+    def _ended(self, ending: Ending) -> None:
+        if self._watcher is not None and self._watcher.ending is not None:
+            self._watcher = None
+            if self._reports >= 0:
+                self._readable()  # its last words
+            if self._reports >= 0:
+                self._disconnect()
+            if not self._closing:
+                asyncio.get_running_loop().call_later(_RESTART_SECONDS, self.start)
+
+    def _tell(self, word: str) -> None:
+        if self._orders >= 0:
+            try:
+                os.write(self._orders, f"{word}\n".encode())
+            except BrokenPipeError:
+                pass  # it has ended; its successor is told at its start

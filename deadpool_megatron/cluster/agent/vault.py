@@ -1,0 +1,286 @@
+"""The agent's care for its vault: sockets that outlive it, restarts, orders with deadlines.
+
+The vault is started by exec, in a process group of its own and without a parent-death signal: what
+it holds must survive this agent. A vault that does not obey in time is killed and started again on
+the same slots, in the state it should have been in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.link.pacing import is_told
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
+from deadpool_megatron.settings import ENVIRONMENT_NAME
+from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.rooms import usable_bytes
+from deadpool_megatron.vault.taking import Taken
+
+VAULT_SOCKET = "vault.sock"
+_STATUS_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 5.0
+_BACKLOG = 512
+# Of every role in every iteration.
+_ROUTINE = (Kind.SEALED, Kind.COMMITTED)
+_ERRORS = (VaultError, OSError, TimeoutError)
+
+
+class VaultKeeper:
+    """One vault process after the other. ``report`` sends a frame to the coordinator."""
+
+    def __init__(
+        self,
+        node: int,
+        run: RunDirectory,
+        info: RunInfo,
+        segments: Path,
+        host: str,
+        report: Callable[[Mapping[str, Any]], None],
+        listing_changed: Callable[[], None],
+    ) -> None:
+        self._node = node
+        self._run = run
+        self._info = info
+        self._settings = info.settings
+        self._segments = segments
+        self._report = report
+        self._listing_changed = listing_changed
+        self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._tcp.bind((host, 0))
+        self._tcp.listen(_BACKLOG)
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        (segments / VAULT_SOCKET).unlink(missing_ok=True)
+        self._unix.bind(str(segments / VAULT_SOCKET))
+        (segments / VAULT_SOCKET).chmod(0o600)
+        self._unix.listen(_BACKLOG)
+        self._memory_bytes = usable_bytes(segments, info.settings.memory_bytes)
+        self._watch: ChildWatch | None = None
+        self._control: VaultControl | None = None
+        self._ready = asyncio.Event()
+        self._closed = 0
+        self._record: EpochRecord | None = None
+        self._shutting_down = False
+        self._pause = _FIRST_PAUSE_SECONDS
+        self.status: dict[str, Any] = {}
+
+    def facts(self) -> dict[str, int]:
+        """For the coordinator: the TCP port at which other vaults reach this one, the same after a
+        restart; and the bytes for generations that the node had when it came.
+        """
+        return {
+            "vault_port": int(self._tcp.getsockname()[1]),
+            "memory_bytes": self._memory_bytes,
+        }
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present vault; between two of them that of the last one."""
+        assert self._watch is not None
+        return self._watch.pid
+
+    def start(self) -> None:
+        """Start the first vault."""
+        log = self._run.log(f"node{self._node}-vault")
+        unix, tcp = self._unix.fileno(), self._tcp.fileno()
+        places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
+        sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
+        self._watch = start_child(
+            ["deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
+            self._run,
+            self._info.run_id,
+            log,
+            self._ended,
+            {ENVIRONMENT_NAME: self._settings.to_json()},
+            (unix, tcp),
+        )
+
+    async def supervise(self) -> None:
+        """Connect to each vault, bring it up to date, watch it, start the next one; for ever."""
+        while True:
+            watch = self._watch
+            assert watch is not None
+            began = time.monotonic()
+            try:
+                await self._bring_up()
+            except _ERRORS as error:
+                self._log(f"vault of node {self._node} does not come up: {error}")
+                watch.kill()
+            else:
+                self._ready.set()
+            await self._follow(watch)
+            self._ready.clear()
+            if self._control is not None:
+                await self._control.close()
+                self._control = None
+            if time.monotonic() - began > _LONGEST_PAUSE_SECONDS:
+                self._pause = _FIRST_PAUSE_SECONDS
+            await asyncio.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            self.start()
+            self._listing_changed()
+
+    async def close_epoch(self, epoch: int) -> None:
+        """Returns when nothing of the epoch can be sealed here any more, whatever it takes."""
+        self._closed = max(self._closed, epoch)
+        limit = self._settings.close_seconds / 2
+        control = self._control
+        if control is None:
+            return  # a vault that starts is closed
+        try:
+            await control.close_epoch(epoch, limit)
+        except _ERRORS as error:
+            await self._kill(f"epoch {epoch} was not closed: {error}")
+
+    async def inventory(self, epoch: int) -> Inventory:
+        """What the node holds, after a close. Empty if two vaults in a row cannot say."""
+        for _ in range(2):
+            try:
+                control = await self._connected()
+                return await control.inventory(self._settings.close_seconds / 2)
+            except _ERRORS as error:
+                await self._kill(f"no inventory of epoch {epoch}: {error}")
+        return Inventory(self._node, epoch)
+
+    async def adopt(self, record: EpochRecord) -> None:
+        """Open the record's epoch. A vault that fails at it is started again and adopts then."""
+        self._record = record
+        if self._control is None:
+            return  # supervise() does it when the vault is up
+        try:
+            await self._control.adopt(record, self._settings.close_seconds)
+        except _ERRORS as error:
+            await self._kill(f"epoch {record.epoch} was not adopted: {error}")
+
+    async def dump(self, message: Mapping[str, Any]) -> list[str]:
+        """Write a generation to disk. Raises OSError, TimeoutError or VaultError."""
+        control = await self._connected()
+        generation = Generation.from_list(message["generation"])
+        limit = self._settings.first_step_seconds
+        held = [Generation.from_list(one) for one in message.get("held", ())]
+        if held:
+            return await control.dump_held(str(message["directory"]), held, limit)
+        return await control.dump(
+            str(message["directory"]), generation, str(message["boundary"]), limit
+        )
+
+    async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+        """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
+        control = await self._connected()
+        return await control.take(name, iteration, deadline_seconds)
+
+    async def shut_down(self, remove: bool) -> None:
+        """End the vault, in order if its slots are to stay, and close the sockets."""
+        self._shutting_down = True
+        watch = self._watch
+        if watch is not None and watch.ending is None:
+            try:
+                if self._control is None or remove:
+                    raise ConnectionError("nobody needs what it holds")
+                await self._control.shutdown(remove, _SHUTDOWN_SECONDS)
+                await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+            except _ERRORS:
+                watch.kill()
+                await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+        if self._control is not None:
+            await self._control.close()
+        self._tcp.close()
+        self._unix.close()
+
+    async def _bring_up(self) -> None:
+        """Connect and repeat what the vault before this one was told."""
+        path = self._segments / VAULT_SOCKET
+        limit = self._settings.connect_seconds
+        self._control = await self._unless_ended(VaultControl.connect(path, self._event, limit))
+        if self._closed:
+            await self._control.close_epoch(self._closed, limit)
+        if self._record is not None and self._record.epoch > self._closed:
+            await self._control.adopt(self._record, limit)
+
+    async def _unless_ended(self, awaitable: Awaitable[VaultControl]) -> VaultControl:
+        """The listening socket answers for a dead vault, too: do not wait for that."""
+        assert self._watch is not None
+        connecting = asyncio.ensure_future(awaitable)
+        ended = asyncio.ensure_future(self._watch.ended.wait())
+        try:
+            await asyncio.wait({connecting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if connecting.done():
+                return connecting.result()
+            raise ConnectionError(f"it {self._watch.ending}")
+        finally:
+            connecting.cancel()
+            ended.cancel()
+
+    async def _follow(self, watch: ChildWatch) -> None:
+        """Until the vault ends: ask for its status now and then."""
+        while not watch.ended.is_set():
+            control = self._control
+            if control is not None and self._ready.is_set():
+                try:
+                    self.status = _short(await control.status(self._settings.node_silence_seconds))
+                except TimeoutError:
+                    await self._kill("it does not answer")
+                except (VaultError, OSError):
+                    self._log(f"vault of node {self._node} did not tell its status")
+            try:
+                await asyncio.wait_for(watch.ended.wait(), _STATUS_SECONDS)
+            except TimeoutError:
+                pass  # time for the next status
+
+    async def _connected(self) -> VaultControl:
+        await asyncio.wait_for(self._ready.wait(), self._settings.connect_seconds)
+        assert self._control is not None
+        return self._control
+
+    async def _kill(self, why: str) -> None:
+        watch = self._watch
+        if watch is None or watch.ending is not None:
+            return
+        self._log(f"vault of node {self._node} is killed: {why}")
+        self._ready.clear()
+        watch.kill()
+        await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+
+    def _ended(self, ending: Ending) -> None:
+        self._ready.clear()
+        if self._shutting_down:
+            return
+        line = last_line(self._run.log(f"node{self._node}-vault")) if ending.exit_code else ""
+        self._event(Event(Kind.VAULT_LOST, data={"cause": f"{ending}: {line}".rstrip(": ")}))
+
+    def _event(self, event: Event) -> None:
+        if event.kind in _ROUTINE and not is_told(
+            event.role or 0, event.iteration or 0, self._info.world_size
+        ):
+            return
+        epoch = event.epoch or (0 if self._record is None else self._record.epoch)
+        values = {**event.to_dict(), "node": self._node, "epoch": epoch}
+        self._report({"t": "event", "event": values})
+
+    def _log(self, text: str) -> None:
+        self._event(Event(Kind.LOG, data={"level": "warning", "text": text}))
+
+
+def _short(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the vault's status goes into every beat."""
+    counters = {str(k): v for k, v in status.get("counters", {}).items()}
+    return {
+        "committed": {
+            role: f"{generation[0]}:{generation[1]}@{boundary}"
+            for role, (generation, boundary) in status.get("committed", {}).items()
+        },
+        "bytes": status.get("allocated_bytes", 0),
+        **({"limit_bytes": status["limit_bytes"]} if status.get("limit_bytes") else {}),
+        **counters,
+    }

@@ -1,0 +1,1 @@
+"""The service that decides for the run."""

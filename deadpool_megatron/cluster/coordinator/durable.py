@@ -1,0 +1,266 @@
+"""Making a durable checkpoint valid: one rename, after everything in it has reached the disk.
+
+Two kinds: what the training processes save, and what is exported in the background, whose writers
+know nothing of each other. By ``latest_checkpointed_iteration.txt`` Megatron finds the newest of a
+directory.
+
+The directory that a checkpoint goes to may be older than the run. So the run notes each name before
+it gives it: what has the name already is this run's own, of an earlier request, or it is of another
+run, or torn, and then neither fallen back to nor pruned.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_DIRECTORY,
+    RunDirectory,
+    read_json,
+    write_json,
+)
+from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.settings import Settings
+
+
+class DurableError(Exception):
+    """The checkpoint did not become valid; one clear line."""
+
+
+def export_directory(settings: Settings, run: RunDirectory) -> Path:
+    """Where the exports of a run go, unless somebody who asks for one names another place."""
+    return Path(settings.persist_directory) if settings.persist_directory else run.exports
+
+
+def saves_refusal(saves: str | Path | None, environ: Mapping[str, str]) -> str:
+    """Why the run that a process with this environment belongs to cannot save to ``saves``, one
+    line; empty if it can, or if this is no process of a run."""
+    run_directory = environ.get(ENVIRONMENT_DIRECTORY)
+    if not saves or run_directory is None:
+        return ""
+    run = RunDirectory(Path(run_directory))
+    return overlap(Path(saves), export_directory(Settings.from_environment(environ), run))
+
+
+def overlap(saves: Path, exports: Path) -> str:
+    """Why saves and exports cannot have these directories, one line; empty if they can.
+
+    Both give the same names and replace the same ``latest_checkpointed_iteration.txt``. One may lie
+    in the other, but not within one of its checkpoints, which is removed as a whole. Looks at the
+    file system: links and mounts may make one directory of two names.
+    """
+    saves, exports = saves.absolute(), exports.absolute()
+    advice = "give exports a directory of their own (--deadpool-persist-directory)"
+    try:
+        same = saves.samefile(exports)
+    except OSError:  # one is not there yet
+        same = False
+    try:
+        real_saves, real_exports = saves.resolve(), exports.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        return f"--save {saves} or the directory of the run's exports ({exports}): {error}"
+    if same or real_saves == real_exports:
+        return f"--save {saves} is where the run's exports go ({exports}): {advice}"
+    for inner, outer in ((real_saves, real_exports), (real_exports, real_saves)):
+        if inner.is_relative_to(outer) and _CHECKPOINT.match(inner.relative_to(outer).parts[0]):
+            return (
+                f"--save {saves} and the directory of the run's exports ({exports}): one lies in a"
+                f" checkpoint of the other; {advice}"
+            )
+    return ""
+
+
+def make_valid(
+    temporary: Path, final: Path, restore: Restore, run: RunDirectory, run_id: str
+) -> None:
+    """Sync the files, rename the directory, then point ``latest.json`` at it, unless something
+    newer is there: an export may have overtaken a save that was asynchronous.
+
+    ``temporary`` may be ``final`` itself, where a loop writes in place. Otherwise a checkpoint of
+    the same name is left alone if this run gave it the name: an earlier request made it valid, and
+    the one at hand repeats it after a recovery. Anybody else's is set aside, as
+    ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
+    """
+    try:
+        if temporary == final:
+            _sync(final)  # its writer has synced the files
+            _note(run, _SAVED, final)
+        elif final.exists() and _is_named(run, final):
+            _note(run, _SAVED, final)
+            shutil.rmtree(temporary, ignore_errors=True)
+        elif temporary.is_dir():
+            if final.exists():
+                final.rename(final.with_name(f"{final.name}.before-{run_id}"))
+            _note(run, _SAVED, final)
+            _sync_all(temporary)
+            _rename(temporary, final)
+        else:
+            raise DurableError(f"{temporary} is not a directory")
+        for leftover in final.parent.glob(".iter_*.epoch*"):
+            # Of saves that a failure interrupted; this one is the only save of the open epoch.
+            if leftover != temporary:
+                shutil.rmtree(leftover, ignore_errors=True)
+        if _newest_in(run.latest) <= restore.generation.iteration:
+            write_json(run.latest, restore.to_dict(), lasting=True)
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def publish_export(
+    temporary: Path,
+    final: Path,
+    restore: Restore,
+    run: RunDirectory,
+    run_id: str,
+    counts: Callable[[], bool] = lambda: True,
+) -> None:
+    """Give an exported checkpoint its name, and point at it unless something newer is there.
+
+    ``counts()``: whether its generation still belongs to the run, asked when all is on the disk.
+    A checkpoint that this run gave the name already stays: of the same iteration, it holds the
+    same. Raises DurableError, also where anybody else's has the name: it may be of another run, or
+    torn, or just being written. Runs in a worker thread.
+    """
+    iteration = restore.generation.iteration
+    try:
+        _sync_all(temporary)
+        if not counts():
+            raise DurableError("training has gone on from before it")
+        if not final.exists():
+            _note(run, _EXPORTED, final)
+            _rename(temporary, final)
+        elif _is_named(run, final):
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            raise DurableError(
+                f"{final} is there already and this run did not export it: it is left alone; name"
+                " another directory (deadpool persist RUN TO, --deadpool-persist-directory)"
+            )
+        tracker = final.parent / _TRACKER
+        if _number_in(tracker) < iteration:
+            following = tracker.with_name(f".{tracker.name}.new")
+            following.write_text(str(iteration))
+            _sync(following)
+            following.replace(tracker)
+        if _newest_in(run.latest) < iteration:
+            write_json(run.latest, restore.to_dict(), lasting=True)
+        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
+            # Of exports of this run that a failure ended together with their coordinator.
+            shutil.rmtree(leftover, ignore_errors=True)
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
+    """Where an export is written until it is whole."""
+    return directory / f"{_EXPORT_PREFIX}{run_id}-{name}"
+
+
+def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
+    """Which of the exports (oldest first) may go so that ``keep`` are left; 0 keeps all. The newest
+    stays in any case, and so does what somebody would go back to."""
+    spare = len(exported) - max(1, keep) if keep else 0
+    return [path for path in exported[: max(0, spare)] if path not in needed]
+
+
+def remember_and_prune(
+    run: RunDirectory, run_id: str, final: Path, keep: int, needed: Collection[str]
+) -> None:
+    """Enter a valid export into the run's list and remove old ones. Raises DurableError."""
+    try:
+        listed = [str(path) for path in read_json(run.exported)["paths"]]
+    except FileNotFoundError:
+        listed = []
+    except (OSError, ValueError, KeyError) as error:
+        raise DurableError(f"{run.exported} is damaged, nothing is pruned: {error}") from error
+    try:
+        named = _named(run)
+        listed = [*(path for path in listed if path != str(final)), str(final)]
+        # What the program itself saved under such a name is its own.
+        listed = [path for path in listed if f"{_SAVED} {path}" not in named]
+        gone = to_prune(listed, keep, needed)
+        for path in map(Path, gone):
+            # Its name goes first: nobody must begin to load half of it.
+            doomed = unfinished_export(path.parent, run_id, path.name)
+            if path.is_dir():
+                path.rename(doomed)
+                shutil.rmtree(doomed)
+        left = [path for path in listed if path not in gone]
+        write_json(run.exported, {"paths": left}, lasting=True)
+    except OSError as error:
+        raise DurableError(f"{error.filename}: {error.strerror}") from error
+
+
+# Who has a checkpoint: the program, by a save of its own, or the exports, which are pruned.
+_SAVED = "saved"
+_EXPORTED = "exported"
+# What either may remove as a whole: a checkpoint, whole or unfinished.
+_CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
+_TRACKER = "latest_checkpointed_iteration.txt"
+_EXPORT_PREFIX = ".export-"
+
+
+def _note(run: RunDirectory, who: str, final: Path) -> None:
+    """One line more, on the disk before anything gets the name."""
+    line = f"{who} {final}"
+    if line in _named(run):
+        return
+    handle = os.open(run.named, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        # A line of its own even after one that a crash has cut short.
+        os.write(handle, f"\n{line}\n".encode())
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_named(run: RunDirectory, final: Path) -> bool:
+    """Whether this run has given the name, for whomever."""
+    return not _named(run).isdisjoint({f"{_SAVED} {final}", f"{_EXPORTED} {final}"})
+
+
+def _named(run: RunDirectory) -> frozenset[str]:
+    try:
+        return frozenset(run.named.read_text().splitlines())
+    except FileNotFoundError:
+        return frozenset()
+
+
+def _number_in(tracker: Path) -> int:
+    try:
+        return int(tracker.read_text())
+    except (FileNotFoundError, ValueError):
+        return -1
+
+
+def _newest_in(latest: Path) -> int:
+    """Iteration of what it points at; -1 for nothing, or for what somebody has removed."""
+    try:
+        values = read_json(latest)
+        return int(values["generation"][1]) if Path(str(values["path"])).is_dir() else -1
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return -1
+
+
+def _sync_all(temporary: Path) -> None:
+    for path in sorted(temporary.rglob("*")):
+        if path.is_file():
+            _sync(path)
+    _sync(temporary)
+
+
+def _rename(temporary: Path, final: Path) -> None:
+    temporary.rename(final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,95 @@
+"""What the coordinator finds by looking at its agents again and again: silence, hangs, slow nodes.
+
+Each look answers inputs for the machine; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
+from deadpool_megatron.cluster.coordinator.slow_nodes import SlowNodes, slow_event
+from deadpool_megatron.cluster.coordinator.status import role_beats
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.watch.hang import ProgressClock, find_hang
+from deadpool_megatron.events import Event
+from deadpool_megatron.settings import Settings
+
+
+class Looks:
+    """Used from the coordinator's loop only; ``now`` is its monotonic clock, in seconds."""
+
+    def __init__(self, settings: Settings, peers: Peers) -> None:
+        self._settings = settings
+        self._peers = peers
+        self._progress = ProgressClock()
+        self._slow_nodes = SlowNodes(settings)
+        self._protection = ProtectionWatch(settings)
+        self._pace = Pace(hang_look_seconds(settings))
+
+    def at_silence(self, now: float, *, trusted: bool) -> list[inputs.NodeLost]:
+        """Nodes whose agents have been silent for too long, which are forgotten with that.
+
+        ``trusted``: whether everybody could see that this coordinator lives; otherwise nodes go on
+        without it, and a silence proves nothing (see fencing).
+        """
+        limit = self._settings.node_silence_seconds if trusted else math.inf
+        for peer in self._peers.silent(limit / 2, now):
+            peer.probe()
+        found = []
+        for peer in self._peers.silent(limit, now):
+            silent = now - peer.heard_at
+            cut = peer.undelivered_bytes() > 0
+            kind = FailureKind.NODE_CUT if cut else FailureKind.NODE_FROZEN
+            how = "and nothing is received there" if cut else "but it receives what is sent"
+            self._peers.forget(peer)
+            found.append(
+                inputs.NodeLost(peer.node, f"silent for {silent:.1f} s, {how}", silent, kind)
+            )
+        return found
+
+    def at_progress(
+        self, state: State, epoch: int, now: float
+    ) -> tuple[list[Event], list[inputs.Input]]:
+        """Events to write and inputs to feed; nothing as long as the next look is not due."""
+        events: list[Event] = []
+        found: list[inputs.Input] = []
+        if not self._pace.is_due(now):
+            return events, found
+        if (hang := self._hang(state, now)) is not None:
+            found.append(hang)
+        for verdict in self._slow_nodes.look(state, self._peers, now):
+            events.append(slow_event(epoch, verdict))
+            if self._slow_nodes.is_to_leave(verdict, state):
+                found.append(inputs.DrainRequested(verdict.node))
+        told, wanted = self._protection.look(state)
+        return events + told, found + wanted
+
+    def note(self, event: Event) -> None:
+        """Take what an event says about the pace of training and its protection."""
+        self._protection.note(event, time.monotonic())
+
+    def describe(self, state: State) -> dict[str, Any]:
+        """What ``deadpool status`` shows of it: ``slow`` nodes, and the ``rpo``."""
+        return {
+            "slow": self._slow_nodes.describe(),
+            "rpo": self._protection.describe(state),
+        }
+
+    def _hang(self, state: State, now: float) -> inputs.RolesHung | None:
+        record = state.record
+        if record is None or state.phase not in (Phase.RUNNING, Phase.PAUSING):
+            return None
+        beats = role_beats(state, self._peers)
+        if len(beats) != len(record.seats):
+            return None
+        hang = find_hang(self._progress.update(beats, now), self._settings)
+        if hang is None:
+            return None
+        return inputs.RolesHung(record.epoch, hang.culprits, hang.cause)

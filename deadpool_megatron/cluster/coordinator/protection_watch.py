@@ -1,0 +1,84 @@
+"""What the coordinator makes of measured protection: requests for other plans, and the RPO in
+figures. Nothing is decided here: the machine takes a request or refuses it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.plans import most_lost_by
+from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
+from deadpool_megatron.cluster.watch.plan_chooser import PlanChooser
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.choice import Choice
+from deadpool_megatron.settings import Settings
+
+
+class ProtectionWatch:
+    """Used from the coordinator's loop only."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._meter = StretchMeter()
+        self._chooser = PlanChooser(settings)
+
+    def note(self, event: Event, now: float) -> None:
+        """Take what an event says about steps, waits and shipping; ``now``: monotonic, seconds."""
+        data, iteration = event.data, event.iteration
+        if iteration is None:
+            return
+        if event.kind is Kind.STEP:
+            self._meter.step(event.epoch, iteration, now)
+        elif event.kind is Kind.GATE_WAIT and data.get("over"):
+            self._meter.waited(event.epoch, iteration, float(data["seconds"]))
+        elif event.kind is Kind.COMMITTED and event.role is not None:
+            ship, window = data.get("ship_seconds"), data.get("window_seconds")
+            if ship is not None and window is not None:
+                self._meter.shipped(event.epoch, event.role, float(ship), float(window))
+
+    def look(self, state: State) -> tuple[list[Event], list[inputs.Input]]:
+        """What there is to say, and a request for another plan when one is due."""
+        plan = state.protection
+        if state.phase is not Phase.RUNNING or state.record is None or plan != self._told(state):
+            return [], []
+        choice = self._chooser.look(state, self._meter.stretch())
+        if choice is not None:
+            return self._chosen(choice, state.record.epoch, plan)
+        every, stretch = self._meter.look(plan.every)
+        fixed = self._settings.cadence != "auto" or schemes.Kind.RECOMPUTE in plan.kinds
+        if every == plan.every or fixed:
+            return [], []
+        why = in_words(stretch)
+        return [], [inputs.ProtectionRequested(replace(plan, every=every), why)]
+
+    def _chosen(
+        self, choice: Choice, epoch: int, plan: schemes.ProtectionPlan
+    ) -> tuple[list[Event], list[inputs.Input]]:
+        """The best plan for what was measured; if that is the one in force, it is said at least."""
+        wanted = replace(choice.plan, every=plan.every)
+        if wanted != plan:
+            return [], [inputs.ProtectionRequested(wanted, f"best of all: {choice.why}")]
+        data = {"level": "info", "text": f"protection stays as it is, best of all: {choice.why}"}
+        return [Event(Kind.LOG, epoch, data=data)], []
+
+    def describe(self, state: State) -> dict[str, Any]:
+        """For the status: the plan in force in words, the one that is wanted, and the RPO."""
+        plan = self._told(state)
+        lost = most_lost_by(plan, state.layouts.values(), self._settings)
+        step = self._meter.step_seconds
+        return {
+            "plan": schemes.plan_in_words(plan),
+            "wanted": "" if plan == state.protection else schemes.plan_in_words(state.protection),
+            "every": plan.every,
+            "survives": schemes.losses_survived(self._settings, plan),
+            "most_lost": lost,
+            "most_lost_seconds": None if step is None else lost * step,
+        }
+
+    @staticmethod
+    def _told(state: State) -> schemes.ProtectionPlan:
+        return state.protection if state.record is None else state.record.protection

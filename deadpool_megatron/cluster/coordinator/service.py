@@ -1,0 +1,450 @@
+"""The coordinator service: the pure state machine, connected to agents, journal, files and users.
+
+Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
+order. This process writes the events of its term (alone), the journal, ``final.json`` and
+``latest.json``. When it is killed, training goes on; the next one claims a term, reads the journal
+and the events, and the agents come to it. One that finds a newer term than its own steps down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from typing import Any, NoReturn
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
+from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
+from deadpool_megatron.cluster.coordinator.end_order import EndOrder
+from deadpool_megatron.cluster.coordinator.exports import Exports
+from deadpool_megatron.cluster.coordinator.first_state import first_state
+from deadpool_megatron.cluster.coordinator.looks import Looks
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
+from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.coordinator.results import Results
+from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
+from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
+from deadpool_megatron.cluster.coordinator.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.journal.choice import write_patiently
+from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers, join_credit_seconds
+from deadpool_megatron.cluster.machine import actions, inputs
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.process import posix, run_to_end
+from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.run_directory.cleanup import clean_run
+from deadpool_megatron.cluster.run_directory.directory import write_json
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.tls import contexts
+
+EXIT_SUPERSEDED = 71
+_GARBAGE_OBJECTS = 200_000
+
+
+class Coordinator:
+    """See the module text; :meth:`run` is the whole life of it."""
+
+    def __init__(self, options: CoordinatorOptions) -> None:
+        self._options = options
+        self._run = options.run
+        self._settings = options.info.settings
+        self._journal = options.journal
+        self._chronicle = Chronicle(options.run, options.info, options.term.number)
+        self._sign = SignOfLife(
+            self._journal,
+            options.term.number,
+            Rhythm.of(self._settings),
+            is_heard=self._is_heard,
+            sync=self._chronicle.sync,
+            on_gap=lambda: self._peers.forgive(time.monotonic()),
+            on_newer=lambda term: self._step_down(f"term {term} has begun"),
+            on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
+        )
+        self._queue: deque[inputs.Input] = deque()
+        self._stepping = False
+        self._exit_status: int | None = None
+        self._launcher_lost = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._machine = Machine(machine_config(options), options.planner)
+        self._peers = Peers(
+            self._settings.connect_seconds,
+            self,
+            join_credit_seconds=join_credit_seconds(self._settings),
+            acknowledge_seconds=acknowledge_seconds(self._settings),
+        )
+        self._orders = Orders(options, self._peers)
+        self._looks = Looks(self._settings, self._peers)
+        self._durable = DurableRequests(
+            options,
+            state=lambda: self._state,
+            emit=self._emit,
+            feed=self.feed,
+            refused=self.refused,
+            done=self._orders.durable_done,
+        )
+        self._exports = Exports(
+            options,
+            state=lambda: self._state,
+            emit=self._emit,
+            feed=self.feed,
+            send=self._orders.send,
+            spawn=self._spawn,
+        )
+        self._end_order = EndOrder(options, lambda: self._state, self._exports.end_run)
+        paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
+        self._commands = Commands(
+            options,
+            state=lambda: self._state,
+            status=lambda: (
+                paced.newest()
+                | self._looks.describe(self._state)
+                | {"export": self._exports.status()}
+            ),
+            feed=self.feed,
+            persist=self._exports.request,
+            dump=self._end_order.take,
+        )
+        self._state = first_state(self._machine, self._journal, self._chronicle, time.monotonic())
+
+    @property
+    def _results(self) -> Results:
+        return self._chronicle.results
+
+    async def run(self) -> int:
+        """Serve until the run is over; answers its exit status."""
+        self._over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._user_stop, "interrupted")
+        if self._options.lifeline_fd is not None:
+            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
+        self._store = StoreKeeper(
+            self._options.host,
+            self._run.log("store"),
+            self._store_ready,
+            self._store_lost,
+            self._spawn,
+        )
+        living = asyncio.create_task(self._sign.run())
+        options, settings = self._options, self._settings
+        lock = Lock(
+            options.secret, options.info.run_id, contexts(settings), settings.connect_seconds
+        )
+        door = Door(options.listener, lock, self._peers)
+        port = options.listener.getsockname()[1]
+        self._spawn(door.run())
+        pid, hostname = os.getpid(), socket.gethostname()
+        started = {str(pid): posix.start_time(pid)}
+        process = {"pid": pid, "hostname": hostname, "started": started}
+        address = {"host": self._options.host, "port": port}
+        write_json(self._run.coordinator, {**address, **process})
+        if self._state.record is None:
+            facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
+            more = {
+                "spares": self._options.info.spares,
+                "command": list(self._options.info.command),
+            }
+            self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
+        term = self._options.term
+        where = {"term": term.number, "host": term.host, "hostname": term.hostname}
+        self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
+        self._store.start()
+        ticking = asyncio.create_task(self._tick())
+        over = asyncio.create_task(self._over.wait())
+        try:
+            first = asyncio.FIRST_COMPLETED
+            done, _ = await asyncio.wait({ticking, over, living}, return_when=first)
+            for task in done:
+                task.result()
+        finally:
+            ticking.cancel()
+            over.cancel()
+            living.cancel()
+            self._sign.close()
+            for task in self._tasks:
+                task.cancel()
+            self._store.close()
+            door.close()
+            self._chronicle.close()
+            if self._launcher_lost:
+                # Its part would have been to end what killed agents have left.
+                clean_run(self._run, self._options.info.run_id, keep_slots=True)
+        assert self._exit_status is not None
+        return self._exit_status
+
+    # The machine.
+
+    def feed(self, item: inputs.Input) -> None:
+        """Give the machine an input and carry out what comes out; never enters it twice."""
+        self._queue.append(item)
+        if self._stepping or self._exit_status is not None:
+            return
+        self._stepping = True
+        try:
+            while self._queue:
+                item = self._queue.popleft()
+                before = self._state.phase
+                self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                for action in produced:
+                    self._carry_out(action)
+                if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
+                    self._store.count_epoch()
+                if before is Phase.GATHERING and self._state.phase is not before:
+                    self._end_order.carry_out()
+        except Exception as error:
+            _fail(error)
+        finally:
+            self._stepping = False
+
+    def _carry_out(self, action: actions.Action) -> None:
+        match action:
+            case actions.EmitEvent():
+                self._emit(action.to_event())
+            case actions.WriteRecord(record):
+                self._spawn(self._write_record(record))
+            case actions.Welcome(node, record):
+                self._orders.welcome(node, record, self._state)
+            case actions.ExportDump():
+                self._exports.export_dump(action)
+            case actions.Finish():
+                self._finish(action)
+            case actions.Exit(exit_status):
+                self._end(exit_status)
+            case _:
+                self._orders.give(action)
+
+    async def _write_record(self, record: EpochRecord) -> None:
+        failpoints.hit("coordinator.journal", epoch=record.epoch)
+        patience = self._settings.spare_timeout_seconds
+        try:
+            await write_patiently(
+                self._journal,
+                ("epoch", record.epoch),
+                record.to_dict(),
+                patience,
+                on_trouble=lambda text: self._warn(f"{text}; tried again for {patience:g} s"),
+            )
+        except LostRace as error:
+            self._step_down(str(error))
+        except JournalError as error:
+            self.feed(inputs.JournalFailed(record.epoch, str(error)))
+        else:
+            self.feed(inputs.JournalWritten(record.epoch))
+
+    def _finish(self, end: actions.Finish) -> None:
+        if self._is_superseded():
+            return
+        recoveries = [report.to_dict() for report in self._state.recoveries]
+        written = self._chronicle.finish(end, recoveries)
+        self._orders.stop(written, remove=not end.keeps_slots)
+
+    # Connections (see PeerEvents).
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        """A node is new to the machine, unless its agent merely changed the connection."""
+        joined = reports.join(message)
+        if int(message.get("term", 0)) > self._options.term.number:
+            self._step_down(f"node {joined.node} has heard of term {message['term']}")
+            return
+        peer.told = int(message.get("told", 0))
+        if again:
+            self._orders.welcome(peer.node, self._state.record, self._state)
+        else:
+            self.feed(joined)
+
+    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        """A report; one that is malformed is refused, its agent stays. Of a node that was dropped
+        only numbers that belong to the kept line are of use: see :meth:`_event`.
+        """
+        if peer.dropped and message["t"] != "event":
+            return
+        event: Event | None = None
+        try:
+            if message["t"] == "export":
+                self._exports.heard(peer.node, message)
+            elif message["t"] == "event":
+                event = Event.from_dict(message["event"])
+            elif message["t"] == "member":
+                event = self._member_event(peer.node, message)
+            item = reports.from_agent(peer.node, message, self._state.layouts)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
+            return
+        if event is not None:
+            self._event(event)
+        if item is not None:
+            self.feed(item)
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        """The end of an agent's connection is the end of its node: its members die with it."""
+        if not peer.dropped:
+            self.feed(self._options.node_lost(peer.node, cause))
+
+    def refused(self, who: str, why: str) -> None:
+        """Report what was not accepted."""
+        self._emit(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
+
+    def superseded(self, why: str) -> None:
+        """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
+        self._step_down(why)
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """See :class:`~deadpool_megatron.cluster.coordinator.commands.Commands`."""
+        return await self._commands.answer(message)
+
+    # Reports.
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self._state.record is None else self._state.record.epoch
+
+    def _emit(self, event: Event) -> None:
+        """Write an event (unless it repeats a known one) and tell the machine what it means."""
+        for accepted in self._chronicle.write(event):
+            self._looks.note(accepted)
+            item = reports.from_event(accepted)
+            harmless = isinstance(item, inputs.Diverged) and not self._chronicle.divergence_is_fatal
+            if item is not None and not harmless:
+                self.feed(item)
+
+    def _event(self, event: Event) -> None:
+        """An event of another process: abandoned numbers are not taken any more, while those of a
+        closed epoch count up to the generation that was kept of it, however late they are told.
+        """
+        numbers = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH, Kind.MEMBER_DONE)
+        if event.kind in numbers and event.epoch < self._epoch:
+            computed = Generation(event.epoch, event.iteration or 0)
+            if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.kept, computed):
+                self._chronicle.write(event)
+                return
+            self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
+            return
+        self._emit(event)
+
+    def _member_event(self, node: int, message: Mapping[str, Any]) -> Event | None:
+        """What a member's message says to people and results, besides the machine."""
+        m = message["m"]
+        role = self._state.role_at(node, int(message["slot"]), int(message["incarnation"]))
+        if m["t"] == "done":
+            data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
+            return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
+        if m["t"] == "phase":
+            data = {"seconds": float(m["seconds"])}
+            return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
+        if m["t"] == "durable-request":
+            self._spawn(self._durable.handle(dict(m)))
+        return None
+
+    # Time and ends.
+
+    async def _tick(self) -> None:
+        interval = self._settings.beat_interval_seconds
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            if now - last > 3 * interval:
+                self._peers.forgive(now)
+            last = now
+            for lost in self._looks.at_silence(now, trusted=self._sign.is_fresh(now)):
+                self.feed(lost)
+            events, found = self._looks.at_progress(self._state, self._epoch, now)
+            for event in events:
+                self._emit(event)
+            for item in found:
+                self.feed(item)
+            self.feed(inputs.Tick())
+            self._exports.tick()
+
+    # The end of this coordinator.
+
+    def _is_heard(self) -> bool:
+        limit = Rhythm.of(self._settings).alone
+        return self._peers.hears_most(limit, time.monotonic(), self._options.term.node)
+
+    def _is_superseded(self) -> bool:
+        """A last look before something that another coordinator could do as well."""
+        try:
+            newest = self._sign.look()
+        except JournalError as error:
+            self._warn(str(error))  # then no standby can have claimed a term either
+            return False
+        if newest > self._options.term.number:
+            self._step_down(f"term {newest} has begun")
+        return newest > self._options.term.number
+
+    def _step_down(self, why: str) -> None:
+        """Another coordinator holds a newer term: say nothing more to anybody."""
+        if self._exit_status is None:
+            text = f"coordinator of term {self._options.term.number} steps down: {why}"
+            print(text, file=sys.stderr, flush=True)
+            self._end(EXIT_SUPERSEDED)
+
+    def _end(self, exit_status: int) -> None:
+        self._exit_status = exit_status
+        self._over.set()
+
+    def _warn(self, text: str) -> None:
+        self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+
+    def _user_stop(self, reason: str) -> None:
+        self.feed(inputs.UserStop(reason))
+
+    def _launcher_gone(self) -> None:
+        assert self._options.lifeline_fd is not None
+        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._launcher_lost = True
+        self._end(130)  # without a result: the run can be started again on its slots
+
+    def _store_ready(self, port: int) -> None:
+        data = {"level": "info", "text": f"store process serves on port {port}"}
+        self._emit(Event(Kind.LOG, self._epoch, data=data))
+        self.feed(inputs.StoreReady(self._options.host, port))
+
+    def _store_lost(self, ending: Ending) -> None:
+        data = {"level": "warning", "text": f"store process {ending}; starting another"}
+        self._emit(Event(Kind.LOG, self._epoch, data=data))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finished)
+
+    def _finished(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _fail(error)
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def run_coordinator(options: CoordinatorOptions) -> int:
+    """Run a coordinator in this process; answers the exit status of the run."""
+    posix.set_process_name("dp-coordinator")
+    failpoints.load()
+    failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    # Inventories and records are millions of objects without a cycle among them: at the usual
+    # threshold most of the time of a decision goes into looking for one.
+    gc.set_threshold(_GARBAGE_OBJECTS)
+    return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

@@ -1,0 +1,173 @@
+"""The standby beside each agent of a cluster: watches the journal, takes over when it has to.
+
+A process of its own, for two reasons. Its looks may hang as long as a network file system does,
+which the agent must not. And it is warm: everything is imported, so that a coordinator's death is
+followed by the next one within seconds. It tells its agent what it saw, one line of JSON for each
+look, and once it has claimed a term it *is* the coordinator; the agent then starts another standby.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.journal.terms import (
+    Rhythm,
+    Succession,
+    Term,
+    claim_order,
+    claim_term,
+    newest_term,
+)
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.framing import WireError
+from deadpool_megatron.wire.readiness import readable
+from deadpool_megatron.wire.tls import contexts
+
+# With a coordinator that is in touch with our agent, looks are only to keep up.
+_CALM_BEATS = 4
+
+
+@dataclass(frozen=True)
+class StandbyOptions:
+    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go.
+
+    ``first``: whether it may claim the very first term, or only follow another coordinator.
+    """
+
+    run: RunDirectory
+    info: RunInfo
+    secret: bytes
+    node: int
+    host: str
+    listen: Callable[[], socket.socket]
+    report_fd: int
+    first: bool
+
+
+class Standby:
+    """See the module text. Standard input: ``lost`` or ``found``, a line for each change of the
+    agent's connection; at its end (the agent is gone) the standby ends.
+    """
+
+    def __init__(self, options: StandbyOptions, journal: Journal) -> None:
+        self._options = options
+        self._journal = journal
+        settings = options.info.settings
+        self._rhythm = Rhythm.of(settings)
+        self._succession = Succession(self._rhythm, settings.takeover_seconds, time.monotonic())
+        self._record: EpochRecord | None = None
+        self._term: Term | None = None
+        self._lost = True
+        self._trouble = ""
+        self.was_in_touch = False  # whether the agent was ever connected to a coordinator
+
+    def watch(self) -> tuple[Term, socket.socket] | None:
+        """Until this process is the coordinator: the claimed term and the socket agents connect
+        to. None when the run is over or the agent is gone.
+        """
+        os.set_blocking(0, False)
+        while True:
+            try:
+                if self._options.run.final.exists():
+                    self._report({"over": True})
+                    return None
+                self._look()
+                claimed = self._consider()
+            except (JournalError, OSError) as error:
+                self._complain(str(error))
+                claimed = None
+            if claimed is not None:
+                return claimed
+            if not self._pause():
+                return None
+
+    def _look(self) -> None:
+        at = time.monotonic()
+        self._term = newest_term(self._journal)
+        beat = self._journal.last_beat()
+        number = 0 if self._term is None else self._term.number
+        self._succession.look(number, beat, at)
+        self._trouble = ""
+        address = None if self._term is None else list(self._term.address)
+        self._report({"term": number, "beat": beat, "at": at, "address": address})
+
+    def _consider(self) -> tuple[Term, socket.socket] | None:
+        if self._term is None and not self._options.first:
+            return None
+        refused = False
+        if self._term is not None:
+            if not self._succession.is_stale(time.monotonic()):
+                return None
+            refused = self._nobody_listens(self._term.address)
+        info = self._options.info
+        order = claim_order(self._newest_record(), info.nodes, info.spares, self._options.node)
+        now = time.monotonic()
+        if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):
+            return None
+        listener = self._options.listen()
+        number = 1 if self._term is None else self._term.number + 1
+        failpoints.hit("standby.claim", term=number)
+        try:
+            port = int(listener.getsockname()[1])
+            host, node = self._options.host, self._options.node
+            term = claim_term(self._journal, number, host, port, node)
+        except JournalError as error:
+            listener.close()
+            if isinstance(error, LostRace):
+                return None  # another standby was first: the next look shows it
+            raise
+        self._report({"claimed": term.number})
+        return term, listener
+
+    def _newest_record(self) -> EpochRecord | None:
+        found = self._journal.newest("epoch")
+        if found is not None and (self._record is None or self._record.epoch != found[0]):
+            self._record = EpochRecord.from_dict(found[1])
+        return self._record
+
+    def _nobody_listens(self, address: tuple[str, int]) -> bool:
+        info, limit = self._options.info, self._rhythm.beat
+        tls = contexts(info.settings)
+        try:
+            with auth.connect(address, self._options.secret, info.run_id, limit, tls) as connection:
+                framing.send(connection, {"t": "control", "command": "info"})
+                framing.receive(connection)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, WireError):
+            return False  # no answer says nothing about who is cut off
+        return False
+
+    def _pause(self) -> bool:
+        """Until the next look is due, at once when the connection was lost; False: nobody asks."""
+        calm = 1 if self._lost else _CALM_BEATS
+        if not readable(0, calm * self._rhythm.beat):
+            return True
+        said = os.read(0, 4096)
+        if said:
+            words = said.split()
+            self._lost = words[-1] == b"lost"
+            self.was_in_touch = self.was_in_touch or b"found" in words
+        return bool(said)
+
+    def _complain(self, text: str) -> None:
+        if text != self._trouble:
+            self._trouble = text
+            print(f"standby of node {self._options.node}: {text}", file=sys.stderr, flush=True)
+
+    def _report(self, line: Mapping[str, Any]) -> None:
+        try:
+            os.write(self._options.report_fd, (json.dumps(line) + "\n").encode())
+        except BrokenPipeError:
+            pass  # the agent is gone; standard input says so next

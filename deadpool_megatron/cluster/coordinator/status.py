@@ -1,0 +1,106 @@
+"""What ``deadpool status`` shows, as one JSON object: the machine's state and the newest beats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.results import Results
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.layout.schemes import in_words
+
+_SHOWN_FAILURES = 5
+
+
+# Describing a run may take this part of the coordinator's time, however many people watch it.
+_SHARE_OF_TIME = 0.1
+
+
+class PacedStatus:
+    """The description of a run; in a large one it is made again only after a while. Not
+    thread-safe.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self._make = make
+        self._made: dict[str, Any] = {}
+        self._good_until = 0.0
+
+    def newest(self) -> dict[str, Any]:
+        """As of now, or of so little ago that another one would take too much time."""
+        began = time.monotonic()
+        if began >= self._good_until:
+            self._made = self._make()
+            ended = time.monotonic()
+            self._good_until = ended + (ended - began) / _SHARE_OF_TIME
+        return self._made
+
+
+def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
+    """Newest beat of the very process that plays each role; roles without one are missing."""
+    found = {}
+    for role, seat in sorted(state.seats.items()):
+        peer = peers.agents.get(seat.node)
+        beat = {} if peer is None else peer.beats.get(seat.slot, {})
+        if beat.get("incarnation") == seat.incarnation and "section" in beat:
+            found[role] = beat
+    return found
+
+
+def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
+    """Keys: epoch, phase, waiting_for, iteration, roles, nodes, spares, recoveries, failures (the
+    last ones), failing (the one that is being recovered from), aside, refusals, and more.
+    """
+    record = state.record
+    beats = role_beats(state, peers)
+    roles: dict[str, Any] = {}
+    for role, seat in sorted(state.seats.items()):
+        beat = beats.get(role, {})
+        roles[str(role)] = {
+            "seat": seat.to_list(),
+            "section": beat.get("section", "unknown"),
+            "iteration": beat.get("iteration"),
+            "waiting": beat.get("waiting"),
+            "own": beat.get("own"),
+            "restored": role in state.restored,
+        }
+    training = {seat.node for seat in state.seats.values()}
+    nodes = {
+        str(node): {
+            "host": known.host,
+            "domain": known.domain,
+            "spare": node not in training,
+            "restarts": known.restarts,
+            "vault": {} if node not in peers.agents else peers.agents[node].vault,
+        }
+        for node, known in sorted(state.nodes.items())
+    }
+    return {
+        "epoch": 0 if record is None else record.epoch,
+        "phase": str(state.phase),
+        "waiting_for": state.waiting_for(),
+        "cause": "" if record is None else record.cause,
+        "iteration": results.last_iteration,
+        "roles": roles,
+        "nodes": nodes,
+        "spares": sorted(set(state.nodes) - training),
+        "members": {
+            f"{node}.{slot}.{member.incarnation}": str(member.status)
+            for (node, slot), member in sorted(state.members.items())
+        },
+        "recoveries": len(state.recoveries),
+        "failures": [
+            {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
+            for report in state.recoveries[-_SHOWN_FAILURES:]
+        ],
+        "failing": {}
+        if state.recovery is None
+        else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
+        "aside": sorted(state.avoid & set(state.nodes)),
+        "protection": "" if record is None else in_words(record.protection, record.replicas),
+        "fewer_copies": [] if record is None else sorted(record.fewer_copies),
+        "refusals": peers.refusals,
+        "diverged": results.diverged,
+    }

@@ -1,0 +1,1 @@
+"""Write-once decisions, and terms of coordinators."""

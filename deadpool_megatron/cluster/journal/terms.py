@@ -1,0 +1,156 @@
+"""Who coordinates: numbered terms in the journal, and when the next one may be claimed.
+
+A term is claimed by writing its entry, which only one process can. Nothing more is needed for
+safety: a coordinator decides by writing an epoch record, which is write-once as well, and every
+coordinator that takes over reads all records first. So an old coordinator that wakes up can at most
+win a record that the new one then finds. Liveness is judged by the sign of life in the journal.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.settings import Settings
+
+_KIND = "term"
+
+
+@dataclass(frozen=True)
+class Term:
+    """One coordinator's time: its number and where it listens. ``node``: beside which agent it
+    runs, None where it belongs to no node.
+    """
+
+    number: int
+    host: str
+    port: int
+    node: int | None
+    hostname: str
+    pid: int
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, as for a socket."""
+        return self.host, self.port
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; the number is the entry's name."""
+        return {
+            "host": self.host,
+            "port": self.port,
+            "node": self.node,
+            "hostname": self.hostname,
+            "pid": self.pid,
+        }
+
+    @staticmethod
+    def from_dict(number: int, values: Mapping[str, Any]) -> Term:
+        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or ValueError."""
+        node = values["node"]
+        return Term(
+            number,
+            str(values["host"]),
+            int(values["port"]),
+            None if node is None else int(node),
+            str(values["hostname"]),
+            int(values["pid"]),
+        )
+
+
+def newest_term(journal: Journal) -> Term | None:
+    """The term that holds now. Raises JournalError."""
+    found = journal.newest(_KIND)
+    return None if found is None else Term.from_dict(*found)
+
+
+def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:
+    """Become the coordinator of this term. Raises LostRace when another one has it, JournalError.
+
+    ``host`` and ``port``: where this process already listens, as agents connect at once.
+    """
+    term = Term(number, host, port, node, socket.gethostname(), os.getpid())
+    journal.write(_KIND, number, term.to_dict())
+    return term
+
+
+@dataclass(frozen=True)
+class Rhythm:
+    """The times of the sign of life, in seconds, all derived from the limit of the fence.
+
+    ``beat``: from one to the next, and from look to look. ``gap``: after a longer one of its own a
+    coordinator trusts none of its silences. ``stall``: a reader takes the coordinator for gone.
+    ``alone``: a coordinator that has not heard most agents for so long withholds its sign; then
+    alone + beat + stall + beat is less than the limit of the fence, so that nobody is fenced.
+    Safe because gap + beat < stall: who takes it for gone has seen a gap that it will notice too.
+    """
+
+    beat: float
+    gap: float
+    stall: float
+    alone: float
+
+    @staticmethod
+    def of(settings: Settings) -> Rhythm:
+        """With the default fence limit of 6 s: 0.5, 1.0, 2.0 and 2.0 s."""
+        beat = settings.fence_seconds / 12
+        return Rhythm(beat, 2 * beat, 4 * beat, 4 * beat)
+
+
+# Before the first record spares may still be starting: training nodes let so many turns pass.
+_TURNS_FOR_SPARES = 10
+
+
+def claim_order(record: EpochRecord | None, nodes: int, spares: int, node: int) -> int:
+    """How many others may claim before ``node``: spares come first, so that the coordinator is on
+    no training node where there is a choice. ``nodes`` and ``spares``: as the run was ordered.
+    """
+    if record is None:
+        if node >= nodes:
+            return node - nodes
+        return node + (spares + _TURNS_FOR_SPARES if spares else 0)
+    ready = sorted(n for n, address in record.nodes.items() if address.spare)
+    training = sorted(n for n, address in record.nodes.items() if not address.spare)
+    everybody = [*ready, *training]
+    return everybody.index(node) if node in everybody else len(everybody)
+
+
+class Succession:
+    """When a standby may claim the next term. Pure of I/O; times are monotonic seconds.
+
+    ``order``: see :func:`claim_order`; each place further back waits one ``beat`` x 2 longer, so
+    that mostly only one claims. The first term is claimed as soon as its turn has come.
+    """
+
+    def __init__(self, rhythm: Rhythm, silence_seconds: float, now: float) -> None:
+        self._rhythm = rhythm
+        self._silence_seconds = silence_seconds
+        self._mark: tuple[int, str] = (0, "")
+        self._changed_at = now
+
+    def look(self, term: int, beat: str, now: float) -> None:
+        """What the journal said, in a look that was begun at ``now``."""
+        if (term, beat) != self._mark:
+            self._mark = (term, beat)
+            self._changed_at = now
+
+    def is_stale(self, now: float) -> bool:
+        """Whether it is time to knock at the coordinator's door."""
+        return now - self._changed_at >= self._rhythm.stall - self._rhythm.beat
+
+    def may_claim(self, order: int, refused: bool, now: float, *, in_touch: bool = False) -> bool:
+        """``refused``: nobody listens any more where the coordinator did. ``in_touch``: the own
+        agent still hears the coordinator. If it is cut off from the others, so is this node, and
+        those others come first.
+        """
+        still = now - self._changed_at - 2 * self._rhythm.beat * order
+        if self._mark[0] == 0:
+            return still >= 0
+        if refused and self.is_stale(now):
+            return still >= 0
+        return still >= (2 if in_touch else 1) * self._silence_seconds

@@ -1,0 +1,1 @@
+"""What agent and coordinator say to each other, both ends."""

@@ -1,0 +1,187 @@
+"""Messages of agents and members -> inputs of the state machine. Pure; raises for malformed ones.
+
+KeyError, TypeError and ValueError mean that the message is not one of ours: the caller refuses it.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.failures import nonfinite_loss
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.inventories import unpack_inventory
+from deadpool_megatron.layout.records import Generation, RoleLayout
+
+Message = Mapping[str, Any]
+SeatKey = tuple[int, int, int]
+_SHOWN_FRAMES = 4
+
+
+def join(message: Message) -> inputs.NodeJoined:
+    """An agent's first message."""
+    node, found = int(message["node"]), message.get("found")
+    return inputs.NodeJoined(
+        node=node,
+        host=str(message["host"]),
+        vault_port=int(message["vault_port"]),
+        domain=str(message["domain"]),
+        members={int(slot): int(number) for slot, number in message["members"].items()},
+        incarnations={int(s): int(i) for s, i in message.get("incarnations", {}).items()},
+        epoch=int(message.get("epoch", 0)),
+        closed=int(message.get("closed", 0)),
+        restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
+        found=None if found is None else replace(unpack_inventory(found), node=node),
+        memory_bytes=int(message.get("memory_bytes", 0)),
+    )
+
+
+def from_agent(
+    node: int, message: Message, layouts: Mapping[int, RoleLayout] | None = None
+) -> inputs.Input | None:
+    """A report of an agent about its node; None when the machine has no use for it.
+
+    ``layouts``: of the roles, as far as they are known already.
+    """
+    kind = message["t"]
+    if kind == "inventory":
+        inventory = unpack_inventory(message["inventory"], layouts)
+        if inventory.node != node:
+            raise ValueError(f"inventory of node {inventory.node}")
+        return inputs.NodeInventory(inventory)
+    if kind == "member-lost":
+        name = message.get("signal")
+        code = message.get("exit_code")
+        return inputs.MemberLost(
+            *_seat(node, message),
+            exit_code=None if code is None else int(code),
+            signal=None if name is None else signal_number(str(name)),
+            last_line=str(message.get("cause", "")),
+            ordered=bool(message.get("ordered", False)),
+        )
+    if kind == "member-suspected":
+        return inputs.MemberSuspected(
+            *_seat(node, message),
+            cause=str(message["cause"]),
+            silent_seconds=float(message["silent_seconds"]),
+        )
+    if kind == "dumped":
+        generation = Generation.from_list(message["generation"])
+        return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
+    if kind == "member":
+        return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
+            _seat(node, message), message["m"]
+        )
+    return None
+
+
+def from_event(event: Event) -> inputs.Input | None:
+    """What an event tells the machine, if anything."""
+    if event.kind is Kind.STEP and event.iteration is not None:
+        return _step(event, event.iteration)
+    if event.kind is Kind.STACK:
+        return _stack(event)
+    if event.kind is Kind.PHASE and event.phase is not None:
+        return inputs.PhaseReported(event.epoch, event.phase, float(event.data["seconds"]))
+    if event.kind is Kind.EXPOSED:
+        return inputs.Exposed(event.epoch, float(event.data["seconds"]))
+    if event.kind is Kind.STALE_DIVERGENCE:
+        return inputs.Diverged(
+            f"role {event.role}, iteration {event.iteration}: {event.data.get('what')} was"
+            f" {event.data.get('first')}, is now {event.data.get('now')}"
+        )
+    if event.kind is Kind.CORRUPTION and event.node is not None and event.role is not None:
+        if "generation" not in event.data or "part" not in event.data:
+            return None  # bytes in flight, not bytes in a slot
+        generation = Generation.from_list(event.data["generation"])
+        part = str(event.data["part"])
+        return inputs.CorruptionFound(BadPart(event.node, event.role, generation, part))
+    return None
+
+
+def _stack(event: Event) -> inputs.Input:
+    frames = [str(frame) for frame in event.data.get("frames", ())]
+    where = " < ".join(frames[:_SHOWN_FRAMES]) or str(event.data.get("missing", ""))
+    return inputs.StackTaken(f"stack of role {event.role} on node {event.node}: {where}")
+
+
+def _step(event: Event, iteration: int) -> inputs.Input:
+    loss = nonfinite_loss(event.data)
+    if not loss:
+        return inputs.StepReported(event.epoch, iteration)
+    return inputs.LossNotFinite(event.epoch, event.node, event.role, iteration, loss)
+
+
+def signal_number(name: str) -> int:
+    """``SIGKILL`` -> 9; ``signal 40`` (no name) -> 40."""
+    if name.startswith("SIG"):
+        return int(signal.Signals[name])
+    return int(name.split()[-1])
+
+
+def _seat(node: int, message: Message) -> SeatKey:
+    return node, int(message["slot"]), int(message["incarnation"])
+
+
+def _nothing(seat: SeatKey, m: Message) -> None:
+    del seat, m
+
+
+def _hello(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberHello(*seat, pid=int(m["pid"]))
+
+
+def _warm(seat: SeatKey, m: Message) -> inputs.Input:
+    del m
+    return inputs.MemberWarm(*seat)
+
+
+def _registered(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberRegistered(*seat, layout=RoleLayout.from_dict(m["layout"]))
+
+
+def _fault(seat: SeatKey, m: Message) -> inputs.Input:
+    text = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
+    return inputs.MemberFault(*seat, epoch=int(m["epoch"]), text=text)
+
+
+def _restored(seat: SeatKey, m: Message) -> inputs.Input:
+    generation = Generation.from_list(m["generation"])
+    return inputs.Restored(
+        *seat, epoch=int(m["epoch"]), generation=generation, state_hash=str(m.get("hash", ""))
+    )
+
+
+def _restore_failed(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.RestoreFailed(
+        *seat, epoch=int(m["epoch"]), part=str(m["part"]), text=str(m["text"])
+    )
+
+
+def _paused(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.Paused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
+
+
+def _pause_refused(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.PauseRefused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
+
+
+def _done(seat: SeatKey, m: Message) -> inputs.Input:
+    return inputs.MemberDone(*seat, epoch=int(m["epoch"]))
+
+
+_FROM_MEMBER: Mapping[str, Callable[[SeatKey, Message], inputs.Input | None]] = {
+    "hello": _hello,
+    "warm": _warm,
+    "registered": _registered,
+    "fault": _fault,
+    "restored": _restored,
+    "restore-failed": _restore_failed,
+    "paused": _paused,
+    "pause-refused": _pause_refused,
+    "done": _done,
+}

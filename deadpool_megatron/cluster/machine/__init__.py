@@ -1,0 +1,1 @@
+"""What is decided: pure, without clocks, files or sockets."""

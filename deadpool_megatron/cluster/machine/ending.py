@@ -1,0 +1,285 @@
+"""How the run ends: the dump when no spare is left, the result, the leave-taking of the agents.
+
+Pure functions on a Turn; each sets the phase together with its deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import PurePath
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
+from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
+from deadpool_megatron.cluster.machine.state import (
+    OPEN_PHASES,
+    DumpOrder,
+    LastWords,
+    Phase,
+    Turn,
+    poisoned_generations,
+    restore_query,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import NoRestore, is_kept
+from deadpool_megatron.layout.records import Generation, Restore
+
+
+def end_recovery(turn: Turn) -> None:
+    """The first iteration after the recovery is complete: report where the time went."""
+    state = turn.state
+    if state.recovery is None or state.record is None or state.phase not in OPEN_PHASES:
+        return
+    report = state.recovery.finish(state.record, turn.now)
+    turn.set(recovery=None, recoveries=(*state.recoveries, report))
+    turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
+
+
+def dump(turn: Turn) -> None:
+    """No spare came, or the user wants it: write the newest common generation (what is left of it)
+    to disk, then end.
+    """
+    state = turn.state
+    if state.dump is not None and state.dump.last is not None:
+        left = PersistentSet(n for n in state.dump.awaited if n in state.nodes)
+        turn.set(dump=replace(state.dump, awaited=left))
+        check_dumped(turn)
+        return
+    restore = turn.planner.choose_restore(restore_query(turn, state.seats))
+    reason = _why_dumped(turn)
+    if isinstance(restore, NoRestore):
+        dump_held(turn, 1, f"{reason}; {restore.reason}")
+    elif restore.kind == "initial":
+        why = "nothing was saved" if _failed(turn) else "nothing was computed yet"
+        _finish_with_slots(turn, 75, f"{reason}; {why}", restore)
+    elif restore.kind != "memory":
+        dump_held(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
+    else:
+        _dump_generation(turn, restore)
+
+
+def cannot_decide(turn: Turn, why: str) -> None:
+    """No epoch can follow; what a user wants saved does not need one."""
+    if turn.state.dump_wanted:
+        dump(turn)
+    else:
+        finish(turn, 1, why)
+
+
+def _why_dumped(turn: Turn) -> str:
+    waited = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
+    return turn.state.dump_wanted or waited
+
+
+def _dump_generation(turn: Turn, restore: Restore) -> None:
+    state, g = turn.state, restore.generation
+    directory = f"{turn.config.dump_directory}/{g.lineage}-{g.iteration}"
+    saved = replace(restore, kind="dump", path=directory, sources={}, recipes={})
+    order = state.dump
+    if order is not None and order.restore == saved:
+        turn.set(
+            dump=replace(order, awaited=PersistentSet(n for n in order.awaited if n in state.nodes))
+        )
+    else:
+        nodes = PersistentSet(node for node in state.inventories if node in state.nodes)
+        turn.set(
+            phase=Phase.DUMPING,
+            deadline=turn.now + turn.config.settings.first_step_seconds,
+            dump=DumpOrder(saved, nodes, chains=_chains(restore), failed=_failed(turn)),
+        )
+        turn.act(Dump(tuple(sorted(nodes)), directory, g, restore.boundary))
+    check_dumped(turn)
+
+
+def dump_held(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:
+    """Memory cannot give a generation to every role: before the run ends the nodes that are left
+    write all they hold, for a later run that finds the rest (FFTrainer's lazy dump)."""
+    state = turn.state
+    nodes = [n for n, found in sorted(state.held.items()) if n in state.nodes and found.holdings]
+    generations = _generations_held(turn, nodes)
+    if not generations:
+        _finish_with_slots(turn, status, reason, resume)
+        return
+    directory = turn.config.dump_directory
+    last = LastWords(status, reason, resume)
+    turn.set(
+        phase=Phase.DUMPING,
+        deadline=turn.now + turn.config.settings.first_step_seconds,
+        dump=DumpOrder(
+            Restore("dump", generations[0], path=directory),
+            PersistentSet(nodes),
+            last=last,
+            failed=_failed(turn),
+        ),
+    )
+    turn.act(Dump(tuple(nodes), directory, generations[0], "", generations))
+    check_dumped(turn)
+
+
+def dump_failed(turn: Turn, node: int, why: str) -> None:
+    """A node cannot write, or not in time: go on with what the others have."""
+    order = turn.state.dump
+    if order is None or turn.state.phase is not Phase.DUMPING:
+        return
+    failed, awaited = order.failed | {node}, order.awaited.without(node)
+    turn.set(dump=replace(order, awaited=awaited, failed=failed))
+    if order.last is not None:
+        text = f"node {node} could not write all it holds: {why}"
+        turn.emit(Kind.LOG, node=node, level="error", text=text)
+        check_dumped(turn)
+        return
+    state = turn.state
+    turn.set(inventories=without(state.inventories, node), found=without(state.found, node))
+    turn.emit(Kind.LOG, node=node, level="error", text=f"node {node} cannot dump: {why}")
+    dump(turn)
+
+
+def _failed(turn: Turn) -> frozenset[int]:
+    return turn.state.dump.failed if turn.state.dump is not None else frozenset()
+
+
+def _finish_with_slots(turn: Turn, status: int, reason: str, resume: Restore | None) -> None:
+    """End the run; what a node could not write stays in memory, where there is nothing else."""
+    failed = sorted(_failed(turn))
+    if failed:
+        run = PurePath(turn.config.dump_directory).parent
+        reason += (
+            f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
+            f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
+        )
+    finish(turn, status, reason, resume, keeps_slots=bool(failed))
+
+
+def _generations_held(turn: Turn, nodes: Iterable[int]) -> tuple[Generation, ...]:
+    """Those on the kept line that may be restored, the newest first."""
+    state = turn.state
+    held = {h.generation for node in nodes for h in state.held[node].holdings}
+    bad = state.bad_generations | poisoned_generations(state)
+    return tuple(sorted((g for g in held - bad if is_kept(state.kept, g)), reverse=True))
+
+
+def _chains(restore: Restore) -> frozenset[Generation]:
+    """Generations whose parts are written as well, because roles recompute from them."""
+    replays = (recipe.replay for recipe in restore.recipes.values())
+    return frozenset(one for replay in replays if replay is not None for one in replay.sources)
+
+
+def check_dumped(turn: Turn) -> None:
+    """End the run when every node has written its part."""
+    order = turn.state.dump
+    if turn.state.phase is not Phase.DUMPING or order is None or order.awaited:
+        return
+    if order.last is not None:
+        _finish_held(turn, order, order.last)
+        return
+    if order.exporting:
+        return  # its end is awaited
+    turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
+    # Before a time limit the run has exported what could be done in time, while it trained.
+    writers = _writers(turn, order)
+    if turn.config.settings.exports and not turn.state.dump_wanted and writers:
+        limit = turn.config.settings.persist_seconds + turn.config.settings.close_seconds
+        turn.set(deadline=turn.now + limit, dump=replace(order, exporting=True))
+        turn.act(ExportDump(order.restore, writers))
+    else:
+        _finish_dumped(turn, order, "")
+
+
+def _writers(turn: Turn, order: DumpOrder) -> dict[int, int]:
+    """Role -> the node that makes its part of a checkpoint: its own, those of lost ones by turns.
+
+    What a node has dumped is on a disk that all of them share. Empty when no node is left.
+    """
+    seated = {role: seat.node for role, seat in turn.state.seats.items()}
+    nodes = sorted(node for node in order.finished if node in turn.state.nodes)
+    if not nodes:
+        return {}
+    return {
+        role: node if node in nodes else nodes[role % len(nodes)]
+        for role, node in sorted(seated.items())
+    }
+
+
+def dump_exported(turn: Turn, generation: Generation, path: str) -> None:
+    """What was dumped is a checkpoint at ``path``, too, or could not become one (empty): end."""
+    order = turn.state.dump
+    wanted = turn.state.phase is Phase.DUMPING and order is not None and order.exporting
+    if wanted and order is not None and generation == order.restore.generation:
+        _finish_dumped(turn, order, path)
+
+
+def hurry(turn: Turn, reason: str) -> None:
+    """Who asks has no time to lose: the run ends as soon as the state is on the disk."""
+    order = turn.state.dump
+    if order is not None and order.exporting:
+        dump_exported(turn, order.restore.generation, "")
+    elif not turn.state.dump_wanted:
+        turn.set(dump_wanted=f"{_why_dumped(turn)}; {reason}")
+
+
+def stop(turn: Turn, reason: str) -> None:
+    """The user ends the run (130). One that is dumped ends as that (75), without the checkpoint:
+    what it goes on from must be told in any case."""
+    order = turn.state.dump
+    if order is not None and order.exporting:
+        dump_exported(turn, order.restore.generation, "")
+    finish(turn, 130, reason)
+
+
+def _finish_dumped(turn: Turn, order: DumpOrder, checkpoint: str) -> None:
+    run = PurePath(order.restore.path).parent.parent
+    reason = (
+        f"{_why_dumped(turn)}; state dumped to {order.restore.path}:"
+        f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
+    )
+    if checkpoint:
+        reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
+    finish(turn, 75, reason, order.restore)
+
+
+def _finish_held(turn: Turn, order: DumpOrder, last: LastWords) -> None:
+    reason, run = last.reason, PurePath(order.restore.path).parent
+    if order.finished:
+        generation = order.restore.generation.to_list()
+        turn.emit(Kind.DUMPED, path=order.restore.path, generation=generation)
+        reason += (
+            f"; nodes {sorted(order.finished)} wrote what they held to {order.restore.path}:"
+            f" 'deadpool run --resume {run} --run-dir NEW' goes on from the newest generation that"
+            " is whole with what other hosts still have in memory"
+        )
+    _finish_with_slots(turn, last.status, reason, last.resume)
+
+
+def finish(
+    turn: Turn,
+    status: int,
+    reason: str,
+    resume: Restore | None = None,
+    kind: FailureKind | None = None,
+    *,
+    keeps_slots: bool = False,
+) -> None:
+    """End the run; the agents get ``close_seconds`` to go. ``keeps_slots``: what is in memory stays
+    there, for a start with the same run directory."""
+    if turn.state.phase in (Phase.ENDING, Phase.ENDED):
+        return
+    end_recovery(turn)
+    turn.set(
+        phase=Phase.ENDING,
+        deadline=turn.now + turn.config.settings.close_seconds,
+        exit_status=status,
+        suspicion=None,
+    )
+    named = str(kind or "")
+    turn.act(Finish(status, reason, resume, named, keeps_slots))
+    turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)
+    check_ended(turn)
+
+
+def check_ended(turn: Turn, *, overdue: bool = False) -> None:
+    """Exit when all agents have gone."""
+    if turn.state.phase is Phase.ENDING and (overdue or not turn.state.nodes):
+        assert turn.state.exit_status is not None
+        turn.set(phase=Phase.ENDED, deadline=None)
+        turn.act(Exit(turn.state.exit_status))

@@ -1,0 +1,387 @@
+"""The coordinator as a pure state machine: (state, input, now) -> (state, actions).
+
+No I/O, no clock, no randomness: what the coordinator does after any order of events can be tested
+without processes. The caller feeds inputs one at a time, with a clock that never goes back (in
+seconds), and carries out the actions in order. An announced epoch is closed once and reopened under
+a higher number; a record that was overtaken before it was durable is never announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.wanted import WHY
+from deadpool_megatron.cluster.machine import (
+    bugs,
+    deadlines,
+    ending,
+    members,
+    moves,
+    nonfinite,
+    pausing,
+    plans,
+    takeover,
+)
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
+from deadpool_megatron.cluster.machine.roster import MemberStatus
+from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
+    OPEN_PHASES,
+    Config,
+    Failure,
+    NodeState,
+    Phase,
+    State,
+    Turn,
+)
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import Planner, keep_line
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
+from deadpool_megatron.layout.seats import SeatTable
+
+
+class Machine:
+    """Binds the facts of the run and the planner; holds no state of its own. Thread-safe."""
+
+    def __init__(self, config: Config, planner: Planner) -> None:
+        self._config = config
+        self._planner = planner
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether a launcher has started all processes of the run again."""
+        return self._config.restarted and not self._config.returns
+
+    def start(self, now: float) -> State:
+        """The state of a run that begins."""
+        config = self._config
+        wished = {
+            role: Seat(role // config.nproc, role % config.nproc, 0)
+            for role in range(config.world_size)
+        }
+        saved = config.start if config.start.kind != "initial" else None
+        deadline = now + config.settings.start_seconds
+        plan = first_plan(config.settings)
+        return State(
+            Phase.GATHERING,
+            deadline,
+            SeatTable(wished),
+            durable=saved,
+            protection=plan,
+            mixed=config.settings.protection == "mixed",
+        )
+
+    def resume(
+        self,
+        records: Sequence[EpochRecord],
+        durable: Restore | None,
+        now: float,
+        wanted: ProtectionPlan | None = None,
+        *,
+        mixed: bool | None = None,
+    ) -> State:
+        """The state of a coordinator that takes over a run: ``records`` is the whole journal,
+        ``wanted`` a plan that was asked for and that no record has yet, ``mixed`` what a user has
+        said last about who chooses the scheme, None for nothing.
+
+        Agents have ``rejoin_seconds`` to join again, after a restart of all processes
+        ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
+        something has happened to it (see machine_takeover).
+        """
+        kept: dict[int, int] = {}
+        for record in records:
+            kept = keep_line(kept, record.restore, record.epoch)
+        last = records[-1]
+        begun = self.start(now)
+        # Reported (again, see results) if it came with the last record: nobody knows if it was.
+        told = records[-2].protection if len(records) > 1 else None
+        plan = wanted or last.protection
+        if self.begins_anew:
+            # With the settings of its command; what was asked for, or chosen, in the run before is
+            # over (cli/restarting).
+            plan, told, mixed = begun.protection, last.protection, None
+        return replace(
+            begun,
+            deadline=now + takeover.patience_seconds(self._config),
+            restarted=self._config.restarted,
+            seats=SeatTable(last.seats),
+            epoch=last.epoch,
+            record=last,
+            kept=kept,
+            newest=last.emitted_up_to,
+            ever_ran=last.restore.kind == "memory",
+            durable=durable or begun.durable,
+            protection=plan,
+            protection_why=WHY if wanted is not None and plan == wanted else "",
+            protection_told=told,
+            mixed=begun.mixed if mixed is None else mixed,
+            nonfinite=nonfinite.iterations_of(records),
+            # So that what repeats ends the run, whoever coordinates when it does.
+            failures=tuple(
+                (int(ended["iteration"]), Failure.from_record(ended, record.cause))
+                for record in records
+                if (ended := record.failure) and ended["signature"]
+            ),
+        )
+
+    def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
+        """Handle one input. Inputs that are stale or make no sense change nothing."""
+        turn = Turn(self._config, self._planner, state, now)
+        _handle(turn, event)
+        return turn.state, turn.actions
+
+
+def _handle(turn: Turn, event: ev.Input) -> None:
+    match event:
+        case ev.Tick():
+            deadlines.tick(turn)
+        case ev.NodeJoined():
+            _node_joined(turn, event)
+        case ev.NodeLost(node, cause, silent, kind, slots_left):
+            if node not in turn.state.nodes:
+                return  # dropped by the machine itself, which the caller then reports
+            failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
+            may_return = turn.config.returns or slots_left
+            if may_return and not silent and kind is FailureKind.NODE_LOST:
+                turn.set(returning=turn.state.returning | {node})
+            moves.lose_node(turn, node, failure, silent_seconds=silent)
+            deadlines.check_gathered(turn)
+        case ev.StoreReady(host, port):
+            _store_ready(turn, (host, port))
+        case ev.RolesHung():
+            _roles_hung(turn, event)
+        case ev.NodeInventory():
+            _inventory(turn, event)
+        case ev.CorruptionFound(bad):
+            turn.set(bad_parts=turn.state.bad_parts | {bad})
+        case ev.PhaseReported() | ev.Exposed():
+            _timing(turn, event)
+        case ev.StepReported(epoch, iteration):
+            _step_reported(turn, epoch, iteration)
+        case ev.StackTaken(text):
+            turn.set(stacks=(*turn.state.stacks, text)[-bugs.SHOWN_FAILURES :])
+        case ev.LossNotFinite():
+            _loss_not_finite(turn, event)
+        case ev.DurableValid(iteration, path, boundary):
+            found = Restore("durable", Generation(0, iteration), boundary, path)
+            turn.set(durable=found)
+        case ev.DrainRequested(node):
+            _drain(turn, node)
+        case ev.ProtectionRequested():
+            plans.take_request(turn, event)
+            pausing.consider_pause(turn)
+        case ev.JournalWritten(epoch):
+            _journal_written(turn, epoch)
+        case ev.JournalFailed(epoch, text):
+            if turn.state.phase is Phase.DECIDING and epoch == turn.state.epoch:
+                ending.cannot_decide(turn, f"epoch {epoch} cannot be journalled: {text}")
+        case ev.Dumped():
+            _dumped(turn, event)
+        case ev.DumpExported(generation, path):
+            ending.dump_exported(turn, generation, path)
+        case ev.Diverged(text):
+            ending.finish(turn, 3, text)
+        case ev.DumpRequested(reason, seconds):
+            _dump_requested(turn, reason, seconds)
+        case ev.UserStop(reason):
+            ending.stop(turn, reason)
+        case _:
+            members.handle(turn, event)
+
+
+def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
+    state, node = turn.state, event.node
+    left_behind = takeover.left_behind(turn, event)
+    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes or left_behind:
+        why = left_behind or state.gone.get(node, "it is connected already")
+        why = "the run is ending" if state.phase in LAST_PHASES else why
+        turn.refuse(f"join of node {node}", why, node)
+        if node not in state.nodes:
+            turn.act(DropNode(node, why))
+        return
+    joined = NodeState(event.host, event.vault_port, event.domain, event.memory_bytes)
+    turn.set(nodes=state.nodes.set(node, joined))
+    if event.found is not None:
+        turn.set(found=state.found.set(node, event.found))
+    spare = node not in state.seats.nodes
+    turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
+    turn.act(Welcome(node, state.record))
+    to_start: dict[int, int] = {}
+    for slot in range(turn.config.nproc):
+        if slot in event.members:
+            running = event.members[slot]
+            turn.member((node, slot), MemberStatus.RUNNING, incarnation=running)
+        else:
+            # What an earlier coordinator started has been there already.
+            was_there = state.record is not None and node in state.record.nodes
+            role = state.seats.role_by_place.get((node, slot))
+            seated = 0 if role is None else state.seats[role].incarnation
+            known = seated if was_there else -1
+            to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
+    takeover.note_join(turn, event)
+    if to_start:
+        moves.start_members(turn, node, to_start)
+    if state.phase is Phase.WAITING_SPARE:
+        moves.decide(turn)
+    deadlines.check_gathered(turn)
+    pausing.consider_pause(turn)
+
+
+def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
+    turn.set(store=store)
+    state = turn.state
+    moved = Failure(
+        "the store of the communicators was restarted", FailureKind.STORE_LOST, ("store",)
+    )
+    record = state.pending if state.phase is Phase.DECIDING else state.record
+    if (
+        record is not None
+        and (record.store_host, record.store_port) != store
+        # Once an epoch runs, nothing touches the store any more.
+        and state.phase in (Phase.OPENING, Phase.DECIDING)
+    ):
+        moves.close(turn, moved)
+    deadlines.check_gathered(turn)
+    moves.check_closed(turn)
+
+
+def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
+    state = turn.state
+    if event.epoch != state.open_epoch:
+        turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
+        return
+    for role in event.roles:
+        moves.kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
+    signature = ("hang", *map(str, event.roles))
+    first = state.seats[event.roles[0]].node if event.roles else None
+    moves.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))
+
+
+def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
+    state, inventory = turn.state, event.inventory
+    if state.record is None or inventory.epoch != state.record.epoch:
+        turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
+    elif state.phase in OPEN_PHASES or state.phase is Phase.GATHERING:
+        # The order of an earlier coordinator that the agent came to only now.
+        cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
+        moves.close(turn, Failure(cause, FailureKind.COORDINATOR))
+    elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
+        turn.set(
+            inventories=state.inventories.set(inventory.node, inventory),
+            awaited=state.awaited.without(inventory.node),
+        )
+        moves.check_closed(turn)
+
+
+def _timing(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
+    state = turn.state
+    if state.recovery is not None:
+        if state.record is None or event.epoch != state.record.epoch:
+            return
+        if isinstance(event, ev.PhaseReported):
+            turn.set(recovery=state.recovery.report(event.phase, event.seconds))
+        else:
+            longest = max(state.recovery.exposed, event.seconds)
+            reported = state.recovery.report("reprotect", event.seconds)
+            turn.set(recovery=replace(reported, exposed=longest))
+    elif state.recoveries and state.recoveries[-1].epoch == event.epoch:
+        *earlier, last = state.recoveries
+        if isinstance(event, ev.PhaseReported):
+            last = last.with_phase(event.phase, event.seconds)
+        else:
+            last = last.with_phase("reprotect", event.seconds)
+            last = replace(last, exposed_seconds=max(last.exposed_seconds, event.seconds))
+        turn.set(recoveries=(*earlier, last))
+
+
+def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
+    state = turn.state
+    if state.record is None or epoch != state.heard_epoch:
+        turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
+        return
+    turn.set(newest=max(state.newest, iteration))
+    running = state.phase in (Phase.RUNNING, Phase.PAUSING)
+    if running and iteration > state.record.restore.generation.iteration:
+        ending.end_recovery(turn)
+
+
+def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+    state = turn.state
+    if turn.config.settings.nonfinite == "ignore":
+        _step_reported(turn, event.epoch, event.iteration)
+    elif event.epoch == state.heard_epoch:
+        nonfinite.loss_not_finite(turn, event)
+    else:
+        turn.refuse(f"loss of step {event.iteration}", f"epoch {event.epoch} is not open")
+
+
+def _drain(turn: Turn, node: int) -> None:
+    state = turn.state
+    if node not in state.nodes:
+        turn.refuse("drain", f"node {node} is not connected", node)
+        return
+    turn.emit(Kind.DRAIN, node=node)
+    if node not in state.seats.nodes:
+        text = f"node {node} has no role to move away"
+        turn.emit(Kind.LOG, node=node, level="info", text=text)
+        return
+    turn.set(drains=state.drains | {node})
+    pausing.consider_pause(turn)
+    if turn.state.phase is Phase.RUNNING:
+        text = f"the drain of node {node} waits for a spare node"
+        turn.emit(Kind.LOG, node=node, level="warning", text=text)
+
+
+def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
+    """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
+    computed is committed; else the iteration under way is computed by the next run.
+    """
+    state = turn.state
+    if state.phase is Phase.DUMPING:
+        ending.hurry(turn, reason)
+    if state.dump_wanted:
+        pausing.shorten_pause(turn, seconds)
+    if state.phase in LAST_PHASES or state.dump_wanted:
+        return
+    turn.set(dump_wanted=reason)
+    if state.record is None and state.phase is Phase.GATHERING:
+        ending.dump(turn)  # nothing was begun
+    elif not pausing.pause_for_dump(turn, reason, seconds):
+        moves.close(turn, Failure(reason, FailureKind.DRAINED))
+
+
+def _journal_written(turn: Turn, epoch: int) -> None:
+    state = turn.state
+    if state.phase is not Phase.DECIDING or epoch != state.epoch:
+        turn.refuse("journal", f"epoch {epoch} is not being decided")
+    elif state.redecide is None:
+        moves.announce(turn)
+    else:
+        if state.recovery is not None:
+            causes = (*state.recovery.causes, state.redecide.cause)
+            turn.set(recovery=replace(state.recovery, causes=causes))
+        turn.set(pending=None, redecide=None)
+        moves.decide(turn)
+
+
+def _dumped(turn: Turn, event: ev.Dumped) -> None:
+    order = turn.state.dump
+    if (
+        turn.state.phase is not Phase.DUMPING
+        or order is None
+        or event.node not in order.awaited
+        or event.generation != order.restore.generation
+        or event.boundary not in ("", order.restore.boundary)
+    ):
+        turn.refuse("dump", "not asked for", event.node)
+        return
+    if event.error:
+        ending.dump_failed(turn, event.node, event.error)
+        return
+    awaited = order.awaited.without(event.node)
+    turn.set(dump=replace(order, awaited=awaited, finished=order.finished.with_item(event.node)))
+    ending.check_dumped(turn)

@@ -1,0 +1,363 @@
+"""Inputs of the coordinator's state machine that come from, or are about, one member process."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
+from deadpool_megatron.cluster.machine import deadlines, repeats, restart, room
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.bugs import worth_another_try
+from deadpool_megatron.cluster.machine.ending import finish
+from deadpool_megatron.cluster.machine.moves import (
+    check_closed,
+    check_done,
+    close,
+    drop_node,
+    kill,
+    start_members,
+)
+from deadpool_megatron.cluster.machine.pausing import (
+    check_opened,
+    check_paused,
+    consider_pause,
+    enter_pause,
+    pause_later,
+)
+from deadpool_megatron.cluster.machine.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.roster import MemberStatus
+from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
+    Failure,
+    PauseOrder,
+    Phase,
+    Suspicion,
+    Turn,
+)
+from deadpool_megatron.cluster.run_directory.directory import member_log_name
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.replaying import REPLAY, suspects
+from deadpool_megatron.layout.schemes import recomputes, without_recompute
+
+# A failed communication is mostly a consequence; its cause is reported within this time.
+GRACE_SECONDS = 0.5
+
+
+def handle(turn: Turn, event: ev.OfMember) -> None:
+    """Check that the process is the present one of its slot, then pass on to the handler."""
+    place = (event.node, event.slot)
+    member = turn.state.members.get(place)
+    if member is None or member.incarnation != event.incarnation:
+        turn.refuse(_name(event), "not the present process of its slot", event.node)
+        return
+    match event:
+        case ev.MemberHello():
+            _hello(turn, event)
+        case ev.MemberWarm():
+            _warm(turn, event)
+        case ev.MemberRegistered():
+            _registered(turn, event)
+        case ev.MemberLost():
+            _lost(turn, event)
+        case ev.MemberSuspected():
+            _suspected(turn, event)
+        case ev.MemberFault() | ev.Restored() | ev.RestoreFailed():
+            _of_epoch(turn, event)
+        case ev.Paused() | ev.PauseRefused() | ev.MemberDone():
+            _of_epoch(turn, event)
+
+
+def _name(event: ev.OfMember) -> str:
+    kind = type(event).__name__
+    return f"{kind} of member {event.node}.{event.slot}.{event.incarnation}"
+
+
+def _role(turn: Turn, event: ev.OfMember) -> int | None:
+    return turn.state.role_at(event.node, event.slot, event.incarnation)
+
+
+def _hello(turn: Turn, event: ev.MemberHello) -> None:
+    place = (event.node, event.slot)
+    if turn.state.members[place].status is MemberStatus.STARTING:
+        started = turn.state.members[place]
+        running = replace(started, status=MemberStatus.RUNNING)
+        turn.set(members=turn.state.members.with_member(place, running))
+        turn.emit(
+            Kind.MEMBER_STARTED,
+            node=event.node,
+            slot=event.slot,
+            incarnation=event.incarnation,
+            pid=event.pid,
+        )
+        deadlines.check_gathered(turn)
+
+
+# What a command answers that was given bad arguments, as argparse does.
+EXIT_BAD_INPUT = 2
+
+
+def _warm(turn: Turn, event: ev.MemberWarm) -> None:
+    place = (event.node, event.slot)
+    member = turn.state.members[place]
+    if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
+        return
+    turn.member(place, MemberStatus.WARM)
+    turn.emit(
+        Kind.MEMBER_WARM,
+        node=event.node,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        seconds=turn.now - member.since,
+    )
+    consider_pause(turn)
+
+
+def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
+    state, layout = turn.state, event.layout
+    role = _role(turn, event)
+    if role != layout.role or state.heard_epoch is None:
+        turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
+        return
+    assert state.record is not None
+    if restart.refuses(turn, layout):
+        return
+    known = state.layouts.get(role)
+    if (
+        known is not None
+        and known.layout_hash != layout.layout_hash
+        and state.record.restore.kind == "memory"
+    ):
+        kill(turn, (event.node, event.slot))
+        cause = f"the process built for role {role} lays out its state in another way"
+        signature = ("layout", str(role))
+        close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
+        return
+    turn.set(layouts=state.layouts.set(role, layout))
+    # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
+    if known is None and (why := room.unfit(turn)):
+        close(turn, Failure(why, FailureKind.DRAINED))
+
+
+def _lost(turn: Turn, event: ev.MemberLost) -> None:
+    state, place = turn.state, (event.node, event.slot)
+    ordered = state.members[place].status is MemberStatus.KILLED
+    role = _role(turn, event)
+    how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
+    cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
+    cause += f" ({event.last_line})" if event.last_line else ""
+    failure = _failure_of(event, cause, role)
+    on_purpose = ordered or event.ordered
+    facts: dict[str, Any] = {
+        "exit_code": event.exit_code,
+        "signal": event.signal,
+        "kind": None if on_purpose else failure.kind,
+    }
+    turn.emit(
+        Kind.MEMBER_LOST,
+        node=event.node,
+        role=role,
+        slot=event.slot,
+        incarnation=event.incarnation,
+        cause=cause,
+        **{key: value for key, value in facts.items() if value is not None},
+    )
+    if state.phase in LAST_PHASES:
+        return
+    if event.exit_code == EXIT_BAD_INPUT and not state.ever_ran:
+        # The command itself says that its arguments cannot work: no other process will like them.
+        finish(turn, EXIT_BAD_INPUT, event.last_line or cause)
+        return
+    if state.heard_epoch is not None and role is not None:
+        close(turn, failure)
+        if not on_purpose:
+            repeats.crashed(turn, event.node, failure)
+    elif state.phase is Phase.GATHERING and failure.exited:
+        slot_too = replace(failure, signature=(*failure.signature, str(place)))
+        worth_another_try(turn, slot_too)
+    if turn.state.phase in LAST_PHASES:
+        return
+    # A drained member is killed to serve as a fresh spare: that says nothing about its node.
+    _restart(turn, event, failure, counts=role is not None or not ordered)
+    if turn.state.phase is Phase.WAITING_SPARE or _is_pending(turn, event):
+        close(turn, failure)
+    check_closed(turn)
+
+
+def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
+    """Whether a record that is being written has a seat for this slot."""
+    pending = turn.state.pending if turn.state.phase is Phase.DECIDING else None
+    return pending is not None and any(
+        (seat.node, seat.slot) == (event.node, event.slot) for seat in pending.seats.values()
+    )
+
+
+def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
+    kind = kind_of_end(event.last_line)
+    log = member_log_name(event.node, event.slot, event.incarnation)
+    evidence = f"role {role} on node {event.node}, log logs/{log}.log"
+    if event.signal is None:
+        signature = ("exit", str(event.exit_code), same_text(event.last_line))
+        return Failure(cause, kind, signature, True, event.node, evidence)
+    signature = ("signal", str(event.signal), str(role))
+    return Failure(cause, kind, signature, False, event.node, evidence)
+
+
+def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
+    """The next incarnation at once, in the same place; too many of them, and the node goes."""
+    node = turn.state.nodes[event.node]
+    if counts:
+        node = repeats.with_restart(turn, node)
+        turn.set(nodes=turn.state.nodes.set(event.node, node))
+    restarts = len(node.restarted_at)
+    if restarts > turn.config.settings.restarts_in_place:
+        cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
+        signature = ("node", str(event.node))
+        drop_node(turn, event.node, Failure(cause, failure.kind, signature, node=event.node))
+    else:
+        start_members(turn, event.node, {event.slot: event.incarnation + 1})
+
+
+def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
+    role = _role(turn, event)
+    kill(turn, (event.node, event.slot))
+    if (role is not None and turn.state.heard_epoch is not None) or _is_pending(turn, event):
+        failure = Failure(
+            event.cause, FailureKind.MEMBER_FROZEN, ("suspected", str(role)), node=event.node
+        )
+        close(turn, failure, silent_seconds=event.silent_seconds)
+
+
+def _of_epoch(
+    turn: Turn,
+    event: ev.MemberFault
+    | ev.Restored
+    | ev.RestoreFailed
+    | ev.Paused
+    | ev.PauseRefused
+    | ev.MemberDone,
+) -> None:
+    """What only the player of a role in the open epoch may say."""
+    state, role = turn.state, _role(turn, event)
+    if role is None or event.epoch != state.heard_epoch:
+        why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
+        turn.refuse(_name(event), why, event.node)
+        return
+    match event:
+        case ev.MemberFault():
+            text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
+            _suspect(turn, Failure(text, kind, ("fault",), node=event.node))
+        case ev.RestoreFailed():
+            _restore_failed(turn, event, role)
+        case ev.Restored():
+            _restored(turn, event, role)
+        case ev.MemberDone():
+            turn.set(done=state.done.with_item(role))
+            check_done(turn)
+            check_paused(turn)
+        case ev.Paused() | ev.PauseRefused():
+            _paused(turn, event, role)
+
+
+def _suspect(
+    turn: Turn,
+    failure: Failure,
+    *,
+    bad_parts: frozenset[BadPart] = frozenset(),
+    doubtful: bool = False,
+) -> None:
+    """Give a better cause the time to arrive; state that did not restore is one already."""
+    before = turn.state.suspicion
+    if before is None:
+        until = turn.now + GRACE_SECONDS
+        suspicion = Suspicion(failure, turn.now, until, bad_parts, doubtful)
+    else:
+        suspicion = replace(
+            before,
+            failure=failure if bad_parts or doubtful else before.failure,
+            bad_parts=before.bad_parts | bad_parts,
+            doubtful=before.doubtful or doubtful,
+        )
+    turn.set(suspicion=suspicion)
+
+
+def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
+    record = turn.state.record
+    assert record is not None
+    generation = record.restore.generation
+    tried = [*record.restore.sources.get(role, {}).get(event.part, ())]
+    recipe = record.restore.recipes.get(role)
+    decoding = recipe.decodings.get(event.part) if recipe is not None else None
+    if decoding is not None:
+        # Its parity blocks: no decoding goes without one. What other roles hold of their own is
+        # not in doubt for that; where it is damaged, the node that holds it has found out.
+        for number, places in decoding.blocks.items():
+            if number >= len(decoding.group):
+                tried += places
+    bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
+    if recipe is not None:
+        bad |= frozenset(suspects(recipe, generation, event.part))
+        if event.part == REPLAY:
+            _give_up_recomputing(turn, role, event.text)
+    # Falling to the next source, generation or checkpoint is progress of a kind.
+    what = (event.part, str(role), str(generation) if bad else record.restore.path)
+    cause = f"role {role} cannot be restored: {event.text}"
+    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
+    _suspect(turn, failure, bad_parts=bad, doubtful=not bad)
+
+
+def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
+    """Intact bytes gave another result: whole copies for the rest of the run."""
+    if not recomputes(turn.state.protection):
+        return
+    turn.set(protection=without_recompute(turn.state.protection))
+    turn.emit(
+        Kind.LOG,
+        level="warning",
+        text=f"role {role}: {text}; from the next epoch on every iteration is copied whole",
+    )
+
+
+def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
+    state = turn.state
+    assert state.record is not None
+    wanted = state.record.restore.generation
+    if event.generation != wanted:
+        text = f"role {role} restored {event.generation} instead of {wanted}"
+        signature = ("restore", "generation")
+        failure = Failure(text, FailureKind.CORRUPT_STATE, signature, node=event.node)
+        _suspect(turn, failure, doubtful=True)
+        return
+    turn.set(restored=state.restored.with_item(role))
+    check_opened(turn)
+
+
+def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
+    state, order = turn.state, turn.state.pause
+    if isinstance(event, ev.PauseRefused):
+        if state.phase is Phase.PAUSING and order and event.iteration >= order.iteration:
+            pause_later(turn, event.iteration)
+    elif state.phase is not Phase.PAUSING:
+        # Ordered before the coordinator changed. Only a close gets the member moving again, and
+        # nothing is recomputed when all stand still at the same iteration.
+        same = order is not None and order.iteration == event.iteration
+        still = order.paused if order and same else PersistentSet[int]()
+        iteration = max(event.iteration, order.iteration if order else 0)
+        cause = "a pause that was ordered before the coordinator changed"
+        turn.set(pause=PauseOrder(iteration, cause, paused=still.with_item(role)))
+        enter_pause(turn)
+    elif order is None or event.iteration != order.iteration:
+        turn.refuse(_name(event), f"nobody waits for a pause at {event.iteration}", event.node)
+    else:
+        turn.set(pause=replace(order, paused=order.paused.with_item(role)))
+        check_paused(turn)
+
+
+def _signal_name(number: int) -> str:
+    """SIGKILL rather than 9; a number for what has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,47 @@
+"""A loss that is NaN or infinite: stop, or throw the iteration away and compute it once more.
+
+Pure functions on a Turn. The role that saw the loss stands still meanwhile, so nobody can finish
+the next update: the generation before the iteration is still whole in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import EmitEvent
+from deadpool_megatron.cluster.machine.ending import finish
+from deadpool_megatron.cluster.machine.moves import close
+from deadpool_megatron.cluster.machine.state import Failure, Turn
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
+
+EXIT_NONFINITE = 4
+_SIGNATURE = "nonfinite"
+
+
+def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+    """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
+    state, k = turn.state, event.iteration
+    again = k in state.nonfinite
+    policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
+    facts = {"loss": event.loss, "policy": policy}
+    turn.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
+    cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
+    if policy == "stop":
+        once_more = ", and was not finite either when it was computed before" if again else ""
+        saved = state.durable
+        known = f"{saved.path} (iteration {saved.generation.iteration})" if saved else "none"
+        reason = f"{cause}{once_more}; newest durable checkpoint: {known}"
+        finish(turn, EXIT_NONFINITE, reason, kind=FailureKind.NONFINITE_LOSS)
+        return
+    turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
+    signature = (_SIGNATURE, str(k))
+    close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
+
+
+def iterations_of(records: Iterable[EpochRecord]) -> frozenset[int]:
+    """The iterations that were thrown away so far, as the records of a journal tell."""
+    signatures = (tuple(record.failure.get("signature", ())) for record in records)
+    return frozenset(int(s[1]) for s in signatures if s and s[0] == _SIGNATURE)

@@ -1,0 +1,134 @@
+"""Changes of the protection in a running job: what may be asked, and what is said about it.
+
+A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
+whatever reason that is made, and if nothing else happens members pause for it at the next boundary
+that is protected (machine_pause.consider_pause), so that nothing is computed again. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
+from deadpool_megatron.cluster.machine.plan_facts import memory_refusal
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, State, Turn
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.parity import MOST_BLOCKS
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.schemes import (
+    Kind as SchemeKind,
+)
+from deadpool_megatron.layout.schemes import (
+    ProtectionPlan,
+    losses_survived,
+    plan_in_words,
+    scheme_in_words,
+)
+from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+
+
+def refusal(
+    plan: ProtectionPlan,
+    live_nodes: int,
+    settings: Settings,
+    present: ProtectionPlan | None = None,
+) -> str:
+    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
+
+    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
+    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
+    """
+    kinds = plan.kinds
+    if not 1 <= plan.every <= LONGEST_CADENCE:
+        return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
+    if SchemeKind.RECOMPUTE in kinds and settings.protection != SchemeKind.RECOMPUTE:
+        return (
+            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
+            " start the run with --deadpool-protection recompute"
+        )
+    if SchemeKind.RECOMPUTE in kinds and plan.every > 1:
+        return "recompute needs the gradients of every iteration: choose a cadence of 1"
+    if SchemeKind.LOCAL in kinds and len(kinds) > 1:
+        return "local is for all parts or for none: nothing of a lost node can be had without all"
+    blocks = losses_survived(settings, plan)
+    if SchemeKind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
+        return (
+            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
+            " pip install 'deadpool-megatron[parity]'"
+        )
+    for scheme in (rule.scheme for rule in plan.rules):
+        if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
+            return f"a parity group has at least 2 roles, not {scheme.group}"
+        if scheme.kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+            return (
+                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+            )
+        needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
+        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
+        if is_new and live_nodes < needed:
+            name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
+            return (
+                f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
+                f" are {live_nodes}: attach {needed - live_nodes} more"
+            )
+    return ""
+
+
+def _nodes_needed(kind: SchemeKind, survived: int) -> int:
+    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
+    return survived + (2 if kind is SchemeKind.PARITY else 1)
+
+
+def take_request(turn: Turn, event: ProtectionRequested) -> None:
+    """Note the wanted plan, or refuse it."""
+    state = turn.state
+    settings = turn.config.settings
+    why = refusal(event.plan, len(state.nodes), settings, state.protection)
+    why = why or memory_refusal(event.plan, state, settings)
+    if state.phase in LAST_PHASES:
+        why = "the run is ending"
+    if why:
+        turn.refuse(f"protection {plan_in_words(event.plan)}", why)
+        return
+    if event.mixed is not None:
+        turn.set(mixed=event.mixed)
+    if event.plan != state.protection:
+        turn.set(protection=event.plan, protection_why=event.why)
+
+
+def tell_plan(turn: Turn) -> None:
+    """Say what protects the epoch that was just opened, if that is new."""
+    state, record = turn.state, turn.state.record
+    if record is None or record.protection == state.protection_told:
+        return
+    old, plan = state.protection_told, record.protection
+    settings = turn.config.settings
+    turn.set(protection_told=plan)
+    turn.emit(
+        Kind.PROTECTION,
+        old="" if old is None else plan_in_words(old),
+        new=plan_in_words(plan),
+        why=state.protection_why or record.cause,
+        every=plan.every,
+        survives=losses_survived(settings, plan),
+        most_lost=most_lost_by(plan, state.layouts.values(), settings),
+    )
+
+
+def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
+    """The RPO: the most finished iterations that a failure makes the job compute again."""
+    spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
+    return most_lost(plan.every, settings.max_lag, spans_the_world=spans)
+
+
+def plan_is_due(state: State) -> bool:
+    """Whether another plan is wanted than the one in force."""
+    return state.record is not None and state.protection != state.record.protection
+
+
+def pause_cause(state: State) -> str:
+    """Why members pause for a change of the plan; it becomes the cause of the record."""
+    return f"protection becomes {plan_in_words(state.protection)}: {state.protection_why}"

@@ -1,0 +1,1 @@
+"""A training process's end of the line to its agent."""

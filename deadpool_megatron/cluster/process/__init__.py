@@ -1,0 +1,1 @@
+"""Local processes: start, name, watch, end."""

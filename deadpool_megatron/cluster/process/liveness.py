@@ -1,0 +1,135 @@
+"""Signs of life: process ends by pid file descriptor, freezes by missing beats and idle CPU.
+
+Used from an asyncio loop in a single-threaded process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
+
+_TAIL_BYTES = 32768
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a process ended: exactly one of the two is set."""
+
+    exit_code: int | None = None
+    signal_name: str | None = None
+
+    @staticmethod
+    def from_wait_status(status: int) -> Ending:
+        """From what ``waitpid`` answers."""
+        code = os.waitstatus_to_exitcode(status)
+        if code >= 0:
+            return Ending(exit_code=code)
+        try:
+            return Ending(signal_name=signal.Signals(-code).name)
+        except ValueError:
+            return Ending(signal_name=f"signal {-code}")
+
+    def __str__(self) -> str:
+        if self.signal_name is not None:
+            return f"killed by {self.signal_name}"
+        return f"ended with exit status {self.exit_code}"
+
+
+class ChildWatch:
+    """Calls back once when a child ends, after killing the rest of its process group.
+
+    The group goes first, while the dead leader still holds the group's number.
+    """
+
+    def __init__(self, pid: int, on_end: Callable[[Ending], None]) -> None:
+        self.pid = pid
+        self.ended = asyncio.Event()
+        self.ending: Ending | None = None
+        self._on_end = on_end
+        self._handle = os.pidfd_open(pid)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._handle, self._gone)
+
+    def kill(self) -> None:
+        """SIGKILL the process group; also ends a stopped one."""
+        if self.ending is None:
+            posix.kill(self.pid)  # it may not have made its own group yet
+            posix.kill_group(self.pid)
+
+    def _gone(self) -> None:
+        self._loop.remove_reader(self._handle)
+        os.close(self._handle)
+        posix.kill_group(self.pid)
+        _, status = os.waitpid(self.pid, 0)
+        self.ending = Ending.from_wait_status(status)
+        self.ended.set()
+        self._on_end(self.ending)
+
+
+class FreezeDetector:
+    """Decides whether a process that has stopped beating is frozen.
+
+    Missing beats alone prove nothing on a busy machine or in a long call that holds the
+    interpreter: a process that used CPU time, or wants to run, shows a sign of life. A frozen one
+    is stopped, or sleeps without having run at all.
+    """
+
+    def __init__(self, pid: int, freeze_seconds: float, now: float) -> None:
+        self._pid = pid
+        self._freeze_seconds = freeze_seconds
+        self._ticks = -1
+        self._alive_at = now
+
+    def beat(self, now: float) -> None:
+        """A beat arrived."""
+        self._alive_at = now
+
+    def forgive(self, seconds: float) -> None:
+        """The watching process itself did not run for so long: nobody else is to blame."""
+        self._alive_at += seconds
+
+    def silent_seconds(self, now: float) -> float:
+        """Time since the last sign of life."""
+        return now - self._alive_at
+
+    def is_frozen(self, now: float) -> bool:
+        """Cheap while beats arrive: looks at the process only after two missed beats' time."""
+        if now - self._alive_at < self._freeze_seconds / 3:
+            return False
+        found = posix.state_and_cpu_ticks(self._pid)
+        if found is None or found[0] in "ZX":
+            return False  # ended: the pid file descriptor reports that
+        state, ticks = found
+        if state not in "Tt" and (state in "RD" or ticks != self._ticks):
+            self._ticks = ticks
+            self._alive_at = now - self._freeze_seconds / 3
+            return False
+        return now - self._alive_at >= self._freeze_seconds
+
+
+def last_line(log: Path) -> str:
+    """What a log says about the end of its process; see :func:`.exit_words.last_words`."""
+    return last_words(_tail(log))
+
+
+def fatal_line(log: Path) -> str:
+    """The error that made a process end itself by a signal; see :func:`.exit_words.fatal_words`."""
+    return fatal_words(_tail(log))
+
+
+def _tail(log: Path) -> str:
+    """The end of a log, from somewhere in a line. Empty without a log."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,169 @@
+"""What a new member process does before the user's command, after a fork or after an exec.
+
+``python -m deadpool_megatron.cluster.process.member_main FD MODULES`` is a parked process: it has
+imported MODULES (comma separated) and waits on socket FD for the frame that says which member it
+becomes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.process import posix, stacks
+from deadpool_megatron.wire import framing
+
+EXIT_COMMAND_NOT_FOUND = 127
+
+
+@dataclass(frozen=True)
+class MemberSpec:
+    """One member to start. ``command``: ``-m MODULE ARGS`` or ``SCRIPT ARGS``."""
+
+    node: int
+    slot: int
+    incarnation: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    log: Path
+    directory: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, for a parked process."""
+        return {
+            "node": self.node,
+            "slot": self.slot,
+            "incarnation": self.incarnation,
+            "command": list(self.command),
+            "environment": dict(self.environment),
+            "log": str(self.log),
+            "directory": str(self.directory),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> MemberSpec:
+        """Inverse of :meth:`to_dict`."""
+        return MemberSpec(
+            node=int(values["node"]),
+            slot=int(values["slot"]),
+            incarnation=int(values["incarnation"]),
+            command=tuple(values["command"]),
+            environment=dict(values["environment"]),
+            log=Path(values["log"]),
+            directory=Path(values["directory"]),
+        )
+
+
+def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
+    """Turn this process (fresh from fork or exec) into the member; ends the process.
+
+    After a fork the event loop of the agent is still on this stack. It is never returned to, and
+    its objects are frozen out of garbage collection: closing them would close reused descriptors.
+    """
+    try:
+        os.setpgid(0, 0)
+        gc.freeze()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's orderly stop ends members
+        asyncio.events._set_running_loop(None)
+        asyncio.set_event_loop(None)
+        posix.close_inherited((agent_fd,))
+        posix.redirect_output(spec.log)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stacks.answer_asks()
+        posix.set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
+        os.chdir(spec.directory)
+        os.environ.update(spec.environment)
+        os.environ["DEADPOOL_AGENT_FD"] = str(agent_fd)
+        failpoints.load()
+        failpoints.set_context(
+            run_dir=os.environ["DEADPOOL_RUN_DIR"],
+            node=spec.node,
+            slot=spec.slot,
+            incarnation=spec.incarnation,
+        )
+        code = _run(spec.command)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the user's command as ``__main__``; answers its exit status."""
+    try:
+        if command[0] == "-m":
+            sys.argv = [command[1], *command[2:]]
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(command)
+            sys.path.insert(0, str(Path(command[0]).resolve().parent))
+            runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        # Without the frames of the agent and of runpy below the user's code.
+        kind, error, trace = sys.exc_info()
+        while trace is not None and "runpy" not in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        while trace is not None and "runpy" in trace.tb_frame.f_code.co_filename:
+            trace = trace.tb_next
+        traceback.print_exception(kind, error, trace)
+        return 1
+    return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without the interpreter's teardown, which would run the agent's handlers."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass  # disk full or closed by the user's code; the exit status still counts
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            print(f"thread {thread.name} was still running at the end", file=sys.stderr)
+    os._exit(code)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Import the modules that make a member's start slow. Raises ImportError."""
+    for name in modules:
+        importlib.import_module(name)
+
+
+def main() -> NoReturn:
+    """A parked process; see the module text."""
+    posix.set_process_name("dp-parked")
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.settimeout(None)  # parked until used; ends with its agent (PDEATHSIG, and EOF)
+    preload([name for name in sys.argv[2].split(",") if name])
+    try:
+        spec = MemberSpec.from_dict(framing.receive(connection))
+    except framing.ConnectionClosed:
+        os._exit(0)
+    become_member(spec, connection.detach())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The run's files, and its slots on this host."""

@@ -1,0 +1,216 @@
+"""What a run may leave behind on this host, and how it is removed: processes and shared memory.
+
+A process belongs to a run when its environment *at exec* names the run (vaults, coordinator, store,
+exec-started members) or when a node's listing names it with its start time (forked agents and
+members show their launcher's environment). A pid alone is never enough: pids are reused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_RUN_ID,
+    SEGMENT_ROOT,
+    RunDirectory,
+    read_json,
+    segment_root,
+    write_json,
+    write_once,
+)
+
+_PREFIX = "deadpool-"
+_OWNER = "owner.json"
+_GONE_SECONDS = 5.0
+_HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What was removed: pids, bytes and directories of shared memory."""
+
+    pids: tuple[int, ...]
+    nbytes: int
+    directories: tuple[Path, ...]
+
+
+def claim_segments(run: RunDirectory, run_id: str) -> int:
+    """Make the run's shared-memory directory and note whose it is, for a later clean-up.
+
+    Answers a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
+    an agent that comes back under another number is in no listing meanwhile, but its slots count.
+    """
+    root = segment_root(run_id)
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner, text = root / _OWNER, json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
+    # Never seen in part, and the same file for all that hold it, unless the run has moved.
+    if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
+        write_json(owner, json.loads(text))
+    held = os.open(owner, os.O_RDONLY | os.O_CLOEXEC)
+    for _ in range(_HOLD_TRIES):
+        try:
+            fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:  # is_held() is just asked
+            time.sleep(_HOLD_PAUSE_SECONDS)
+    return held
+
+
+def is_held(run_id: str) -> bool:
+    """Whether a process on this host still has what :func:`claim_segments` answered."""
+    try:
+        owner = os.open(segment_root(run_id) / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(owner)
+    return False
+
+
+def write_listing(
+    path: Path, vault: int, members: Mapping[int, tuple[int, int]], segments: Path
+) -> None:
+    """The processes of the calling agent's node; ``members``: slot -> (pid, incarnation).
+
+    Fail points and clean-up read it, so it is rewritten whenever a process starts or ends.
+    """
+    pids = [os.getpid(), vault, *(pid for pid, _ in members.values())]
+    write_json(
+        path,
+        {
+            "agent": os.getpid(),
+            "vault": vault,
+            "members": {str(slot): pid for slot, (pid, _) in members.items()},
+            "segment_dir": str(segments),
+            "slots": {str(slot): incarnation for slot, (_, incarnation) in members.items()},
+            "hostname": socket.gethostname(),
+            "started": {str(pid): posix.start_time(pid) for pid in pids},
+        },
+    )
+
+
+def remove_segments(directory: Path) -> None:
+    """Remove a node's directory; the last node of the run on this host takes the run's along."""
+    shutil.rmtree(directory, ignore_errors=True)
+    root = directory.parent
+    try:
+        is_last = all(entry.name == _OWNER for entry in root.iterdir())
+    except FileNotFoundError:
+        return  # another node of the run on this host was the last one
+    if is_last:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def run_processes(run: RunDirectory, run_id: str) -> list[int]:
+    """Live processes of the run on this host, without the calling one."""
+    found = {*posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id)}
+    for listing in run.node_listings().values():
+        found |= set(_listed(listing))
+    try:
+        found |= set(_listed(read_json(run.coordinator)))
+    except (OSError, ValueError):
+        pass  # there never was a coordinator, or its file is just being replaced
+    return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
+
+
+def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
+    """Live vaults of the run on this host: they outlive everything else for a while."""
+    found = []
+    for pid in run_processes(run, run_id):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # ended meanwhile
+        if b"deadpool_megatron.vault" in words:
+            found.append(pid)
+    return found
+
+
+def node_processes(run: RunDirectory, node: int) -> list[int]:
+    """Live processes of one node, from its listing."""
+    try:
+        return _listed(read_json(run.node(node)))
+    except (OSError, ValueError):
+        return []
+
+
+def _listed(listing: dict[str, Any]) -> list[int]:
+    """Live processes of a listing, if it is of this host: pids of another one mean nothing here."""
+    if listing.get("hostname", socket.gethostname()) != socket.gethostname():
+        return []
+    started = listing.get("started", {})
+    return [
+        int(pid)
+        for pid, ticks in started.items()
+        if ticks is not None and posix.is_alive(int(pid), int(ticks))
+    ]
+
+
+def end_processes(pids: list[int]) -> None:
+    """SIGKILL each process with its group (if it leads one) and wait until they are gone."""
+    for pid in pids:
+        try:
+            leads = os.getpgid(pid) == pid
+        except ProcessLookupError:
+            continue
+        posix.kill(pid)
+        if leads:
+            posix.kill_group(pid)
+    posix.wait_gone(pids, _GONE_SECONDS)
+
+
+def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = False) -> Cleaned:
+    """Remove what a node whose agent died has left: as if its host had been switched off."""
+    pids = node_processes(run, node)
+    end_processes(pids)
+    nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
+    run.node(node).unlink(missing_ok=True)
+    return Cleaned(tuple(pids), nbytes, directories)
+
+
+def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cleaned:
+    """Kill every process of the run on this host and remove its shared memory, if that is not to be
+    kept for a restart."""
+    pids = run_processes(run, run_id)
+    end_processes(pids)
+    nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
+    for node in run.node_listings():
+        run.node(node).unlink(missing_ok=True)
+    return Cleaned(tuple(pids), nbytes, directories)
+
+
+def runs_in_memory() -> dict[str, Path | None]:
+    """Runs with shared memory on this host: run id -> run directory (None if it is not noted)."""
+    found: dict[str, Path | None] = {}
+    for root in sorted(SEGMENT_ROOT.glob(_PREFIX + "*")):
+        try:
+            directory = Path(str(read_json(root / _OWNER)["run_dir"]))
+        except (OSError, ValueError, KeyError):
+            directory = None
+        found[root.name.removeprefix(_PREFIX)] = directory
+    return found
+
+
+def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
+    nbytes, removed = 0, []
+    for root in roots:
+        if not root.exists():
+            continue
+        nbytes += sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+        shutil.rmtree(root, ignore_errors=True)
+        removed.append(root)
+    return nbytes, tuple(removed)

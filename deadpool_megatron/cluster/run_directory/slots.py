@@ -1,0 +1,177 @@
+"""Who owns a node's directory in shared memory, and how slots outlive the agent that had them.
+
+Slots stay where they are when an agent ends before the run does: killed, cut off, or orphaned by
+its launcher. They belong to whoever holds the lock in the directory. The next agent of the same
+node takes them as its own; one that comes back under another number moves them into its directory.
+They are removed by their agent when it is told that the run is over or goes on without it for good;
+those without an agent by any agent of the host at the good end of the run, by a run that resumes a
+failed one after it has written them to disk, and by ``deadpool clean``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.cleanup import (
+    end_processes,
+    node_processes,
+    remove_segments,
+)
+from deadpool_megatron.cluster.run_directory.directory import (
+    ENVIRONMENT_RUN_ID,
+    RunDirectory,
+    read_json,
+    segment_root,
+)
+from deadpool_megatron.layout.records import Generation, Inventory
+from deadpool_megatron.layout.schemes import Kind
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
+from deadpool_megatron.vault.table import Table
+
+_LOCK = "agent.lock"
+_MOST_FOLLOWED = 5  # agents that end again and again are not started for ever
+
+
+class NodeTaken(Exception):
+    """Another agent serves the node of this number on this host."""
+
+
+def claim(segments: Path, node: int) -> int:
+    """Lock the node's segments for this process; a second agent would overwrite its memory.
+
+    Answers the lock, which holds until it is closed. Raises NodeTaken.
+    """
+    segments.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = os.open(segments / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise NodeTaken(f"node {node} already has an agent on this host") from error
+    return lock
+
+
+def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
+    """Whether a launcher starts an agent after that of ``node``, which has ended: where no other
+    node has what it held (``local``), and the host did not go with it, for its vault lives.
+
+    What is found first stays the answer, for the launcher then ends the vault, and coordinator and
+    launcher have to agree: one of them would wait for what the other does not do.
+    """
+    if settings.protection != Kind.LOCAL:
+        return False
+    try:
+        return run.settle_followed(node, _died_alone(run, node))
+    except OSError:
+        return False
+
+
+def _died_alone(run: RunDirectory, node: int) -> bool:
+    if run.count_followed() >= _MOST_FOLLOWED:
+        return False
+    try:
+        vault = read_json(run.node(node)).get("vault")
+    except (OSError, ValueError):
+        return False
+    return vault in node_processes(run, node) and not posix.is_doomed(vault)
+
+
+def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:
+    """End what an agent that died has left running; the caller holds the lock of the directory.
+
+    A vault outlives its agent for a while, and two of them must not write into the same slots.
+    """
+    pids = set(node_processes(run, node))
+    wanted = str(segments).encode()
+    for pid in posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id):
+        try:
+            if wanted in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                pids.add(pid)
+        except OSError:
+            continue  # ended meanwhile
+    end_processes(sorted(pids - {os.getpid()}))
+
+
+def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
+    """Move the slots of a node of this host whose agent is gone into ``own``, the directory of
+    another one; answers which node's they were, None where there are none.
+
+    Of several the one with the newest generation. Not if ``own`` holds slots already.
+    """
+    if any(own.glob("*.seg")):
+        return None
+    found = []
+    for directory in segment_root(run_id).glob("node*"):
+        name = directory.name.removeprefix("node")
+        if directory != own and name.isdigit() and any(directory.glob("*.seg")):
+            found.append((_newest_sealed(directory), int(name), directory))
+    for _, number, directory in sorted(found, reverse=True):
+        try:
+            lock = claim(directory, number)
+        except (NodeTaken, FileNotFoundError):
+            continue  # it is alive, or another agent was first
+        try:
+            end_leftovers(run, run_id, number, directory)
+            segments = sorted(directory.glob("*.seg"))
+            for path in segments:
+                path.rename(own / path.name)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
+        if segments:
+            return number
+    return None
+
+
+def found_slots(node: int, segments: Path) -> Inventory | None:
+    """What lies in a node's directory before its vault starts; None where nothing is sealed.
+
+    It stays as it is until the vault adopts a record, so this is a promise like that of a close.
+    """
+    table = Table(segments)
+    table.scan()
+    table.remove_empty()  # of processes that died before they computed anything
+    holdings = table.holdings()
+    return Inventory(node, 0, holdings, table.layouts()) if holdings else None
+
+
+def incarnations(node: int, segments: Path) -> dict[int, int]:
+    """Slot -> the highest incarnation of this node whose slots are there: no process may get its
+    name again, and with it the file."""
+    found: dict[int, int] = {}
+    for path in segments.glob("own-*.seg"):
+        with contextlib.suppress(SegmentError):
+            _, seat = parse_name(path.name)
+            if seat is not None and seat.node == node:
+                found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
+    return found
+
+
+def _newest_sealed(directory: Path) -> Generation:
+    """Of all segments in a directory that no vault has open; (-1, -1) where nothing is sealed."""
+    newest = Generation(-1, -1)
+    for path in directory.glob("*.seg"):
+        with contextlib.suppress(SegmentError, OSError):
+            segment = Segment.open(path, writable=False)
+            for slot in range(segment.slots):
+                if segment.state(slot) is SlotState.SEALED:
+                    newest = max(newest, segment.generation(slot))
+    return newest
+
+
+def remove_unclaimed(run_id: str) -> None:
+    """After the end of the run: the directories on this host whose agents are gone."""
+    for directory in sorted(segment_root(run_id).glob("node*")):
+        try:
+            lock = claim(directory, -1)
+        except (NodeTaken, FileNotFoundError):
+            continue
+        remove_segments(directory)
+        os.close(lock)

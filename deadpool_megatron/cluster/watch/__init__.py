@@ -1,0 +1,1 @@
+"""Verdicts from what is observed: pure."""

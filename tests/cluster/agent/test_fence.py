@@ -1,0 +1,180 @@
+"""Fencing by time: a node has stopped its members before its roles are given away, always."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.journal.terms import Rhythm
+from deadpool_megatron.settings import Settings
+
+SETTINGS = Settings()
+RHYTHM = Rhythm.of(SETTINGS)
+TICK = 0.1
+KILL_SECONDS = 0.5
+INTERVALS = st.lists(
+    st.tuples(st.floats(0, 60), st.floats(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1])),
+    max_size=4,
+)
+
+
+def test_numbers_of_the_default_settings() -> None:
+    assert (RHYTHM.beat, RHYTHM.gap, RHYTHM.stall) == (0.5, 1.0, 2.0)
+    given_away = SETTINGS.node_silence_seconds
+    assert SETTINGS.fence_seconds + RHYTHM.beat + KILL_SECONDS < given_away
+
+
+def test_contact_keeps_a_node_going_and_its_loss_ends_it() -> None:
+    fence = Fence(SETTINGS)
+    assert fence.verdict(100.0) == ""  # never had contact: nothing was given to it
+    fence.heard(100.0, 1)
+    fence.looked(1, "1 5", 105.0)
+    assert fence.verdict(106.0) == ""
+    assert "was not reached for 6.1 s" in fence.verdict(106.1)
+    fence.heard(103.0, 1)
+    assert fence.verdict(108.9) == ""
+    assert "no journal for 12.0 s" in fence.verdict(115.0)
+
+
+def test_old_acknowledgement_does_not_turn_the_clock_back() -> None:
+    fence = Fence(SETTINGS)
+    fence.heard(10.0, 1)
+    fence.heard(8.0, 1)
+    assert fence.silent_seconds(12.0) == 2.0
+
+
+def test_a_dead_coordinator_ends_nobody() -> None:
+    fence = Fence(SETTINGS)
+    fence.heard(0.0, 1)
+    for half_second in range(400):
+        fence.looked(1, "1 9", half_second / 2)
+        assert fence.verdict(half_second / 2) == ""
+    # The next one moves: from here on it has to be reached, in its longer time.
+    for half_second in range(400, 418):  # 9 of 12 seconds, from the look before on
+        fence.looked(2, f"2 {half_second}", half_second / 2)
+        assert fence.verdict(half_second / 2) == ""
+    fence.looked(2, "2 418", 209.0)
+    assert "the coordinator lives" in fence.verdict(209.0)
+    fence.heard(208.9, 1)
+    assert fence.verdict(209.0)  # the old coordinator's word counts no more
+    fence.heard(209.0, 2)
+    assert fence.verdict(215.0) == ""
+    assert fence.verdict(215.1)
+
+
+class World:
+    """A node and a coordinator with one clock, in steps of ``TICK`` seconds."""
+
+    def __init__(
+        self,
+        cut: Sequence[tuple[float, float]],
+        stopped: Sequence[tuple[float, float]],
+        unwritable: Sequence[tuple[float, float]],
+        unreadable: Sequence[tuple[float, float]],
+        taken_over_at: float = math.inf,
+    ) -> None:
+        self.cut, self.stopped = cut, stopped
+        self.unwritable, self.unreadable = unwritable, unreadable
+        self.taken_over_at = taken_over_at
+        self.term = 1
+        self.fence = Fence(SETTINGS)
+        self.fence.heard(0.0, 1)
+        self.journal = 0
+        self.written_at = self.heard_at = self.ticked_at = 0.0
+        self.inbox: list[tuple[float, bool]] = []
+        self.joined = True
+        self.fenced_at: float | None = None
+
+    def during(self, intervals: Sequence[tuple[float, float]], now: float) -> bool:
+        return any(begin <= now < end for begin, end in intervals)
+
+    def run(self, seconds: float) -> None:
+        for step in range(int(seconds / TICK)):
+            now = step * TICK
+            self.node(step, now)
+            if self.term == 1 and now >= self.taken_over_at:
+                self.take_over(now)
+            if not self.during(self.stopped, now):
+                self.coordinator(step, now)
+
+    def take_over(self, now: float) -> None:
+        """Another coordinator claims the next term; the first one is never heard again."""
+        self.term = 2
+        self.joined = False
+        self.journal += 1
+        self.inbox.clear()
+        self.ticked_at = self.written_at = now
+        self.heard_at = now + SETTINGS.rejoin_seconds - SETTINGS.node_silence_seconds
+
+    def node(self, step: int, now: float) -> None:
+        if self.fenced_at is not None:
+            return
+        if not self.during(self.cut, now):
+            self.inbox.append((now, self.joined))
+        if step % 5 == 0 and not self.during(self.unreadable, now):
+            self.fence.looked(self.term, str(self.journal), now)
+        if self.fence.verdict(now):
+            self.fenced_at = now
+
+    def coordinator(self, step: int, now: float) -> None:
+        if now - self.ticked_at > 3 * SETTINGS.beat_interval_seconds:
+            self.heard_at = max(self.heard_at, now)
+        self.ticked_at = now
+        for sent_at, is_beat in self.inbox:
+            # Who has sent a beat has had the welcome; who joined may never have heard of it.
+            credit = SETTINGS.rejoin_seconds - SETTINGS.node_silence_seconds
+            self.heard_at = now if is_beat else now + credit
+            if not self.during(self.cut, now):
+                self.fence.heard(sent_at, self.term)
+                self.joined = True
+        self.inbox.clear()
+        if now - self.written_at >= RHYTHM.beat and not self.during(self.unwritable, now):
+            self.journal += 1
+            if now - self.written_at > RHYTHM.gap:
+                self.heard_at = max(self.heard_at, now)
+            self.written_at = now
+        fresh = now - self.written_at <= RHYTHM.gap
+        if fresh and now - self.heard_at > SETTINGS.node_silence_seconds:
+            assert self.fenced_at is not None, f"given away at {now} while the node goes on"
+            assert self.fenced_at + KILL_SECONDS <= now
+
+
+def test_a_takeover_behind_an_unreadable_journal_may_be_as_old_as_the_look_before() -> None:
+    fence = Fence(SETTINGS)
+    fence.looked(1, "1 5", 100.0)
+    fence.heard(100.0, 1)
+    fence.looked(2, "2 9", 104.5)
+    assert fence.verdict(109.0) == ""
+    assert "for 9.1 s" in fence.verdict(109.1)
+
+
+# Seen: the new term was found 4.5 s after its claim, and counted from there.
+@example(
+    cut=[(0.05, 10.42)],
+    stopped=[],
+    unwritable=[],
+    unreadable=[(0.025, 4.08), (6.34, 10.89)],
+    taken_over_at=0.0,
+)
+@settings(max_examples=100)
+@given(INTERVALS, INTERVALS, INTERVALS, INTERVALS, st.floats(0, 80))
+def test_a_node_is_stopped_before_its_roles_are_given_away(
+    cut: list[tuple[float, float]],
+    stopped: list[tuple[float, float]],
+    unwritable: list[tuple[float, float]],
+    unreadable: list[tuple[float, float]],
+    taken_over_at: float,
+) -> None:
+    World(cut, stopped, unwritable, unreadable).run(100.0)
+    World(cut, stopped, unwritable, unreadable, taken_over_at).run(120.0)
+
+
+@given(st.floats(0, 4.9), st.floats(1, 20))
+def test_a_short_cut_costs_nothing(seconds: float, begin: float) -> None:
+    world = World([(begin, begin + seconds)], [], [], [])
+    world.run(60.0)
+    assert world.fenced_at is None

@@ -1,0 +1,28 @@
+"""The order in which an agent does what coordinators say."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from deadpool_megatron.cluster.agent.service import Agent
+
+
+def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
+    """To the next coordinator, which gives up nodes that do not answer its close in time."""
+
+    async def tell() -> None:
+        agent: Any = object.__new__(Agent)
+        agent._closed, agent._inventory = 3, {"epoch": 3, "holdings": []}
+        agent._orders = asyncio.Queue()
+        sent: list[dict[str, Any]] = []
+        agent._link = SimpleNamespace(send=sent.append)
+        agent._on_order({"t": "close", "epoch": 3, "cause": "a takeover"})
+        assert agent._orders.empty(), "behind the dump that is under way"
+        assert sent == [{"t": "inventory", "epoch": 3, "inventory": agent._inventory}]
+        agent._on_order({"t": "close", "epoch": 4, "cause": "a fault"})
+        agent._orders.get_nowait().close()
+        assert len(sent) == 1, "that one is behind the record it closes"
+
+    asyncio.run(tell())

@@ -1,0 +1,163 @@
+"""From events to requests for other plans, and the RPO in figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from immutables import Map
+
+from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.plan_facts import budgets_of, memory_refusal, scene_of
+from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.watch.plan_chooser import MEASURED_ITERATIONS
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.schemes import Kind as Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from tests.cluster.machine import rig as rig_module
+from tests.cluster.machine.rig import MEGA, Rig, large
+
+SECONDS = 30.0
+# For four roles with their slots and parity blocks, not for copies.
+TIGHT = 15 * MEGA
+
+
+@pytest.fixture(autouse=True)
+def large_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig_module, "layout", large)
+
+
+def train(watch: ProtectionWatch, count: int, wait: float = 0.0, ship: float = 0.0) -> None:
+    """Iterations of 1 s in epoch 1, each with a wait for the copies of the one before."""
+    for iteration in range(1, count + 1):
+        waited = {"seconds": wait, "over": True, "lineage": 1}
+        fit = {"ship_seconds": ship, "window_seconds": 1.0}
+        watch.note(Event(Kind.GATE_WAIT, 1, role=0, iteration=iteration, data=waited), 0.0)
+        watch.note(Event(Kind.COMMITTED, 1, role=0, iteration=iteration, data=fit), 0.0)
+        watch.note(Event(Kind.STEP, 1, iteration=iteration), float(iteration))
+
+
+def with_memory(rig: Rig, nbytes: int) -> State:
+    """The state in which every node has said how much it has."""
+    nodes = {n: replace(known, memory_bytes=nbytes) for n, known in rig.state.nodes.items()}
+    return rig.state.changed({"nodes": Map(nodes)})
+
+
+def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
+    rig = Rig().run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, 60, wait=0.5)
+    (request,) = watch.look(rig.state)[1]
+    assert isinstance(request, ev.ProtectionRequested)
+    assert request.plan == replace(ProtectionPlan(), every=3)
+    assert "waited 50% of the time for copies" in request.why
+    rig.feed(request)
+    assert rig.state.protection.every == 3
+    assert watch.look(rig.state) == ([], []), "another plan is on its way"
+
+
+@pytest.mark.parametrize("settings", [{"cadence": "1"}, {"protection": "recompute"}])
+def test_a_fixed_cadence_stays(settings: dict[str, str]) -> None:
+    rig = Rig(**settings).run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, 60, wait=0.5)
+    assert watch.look(rig.state) == ([], [])
+
+
+def test_the_rpo_in_iterations_and_seconds() -> None:
+    rig = Rig().run()
+    watch = ProtectionWatch(rig.settings)
+    assert watch.describe(rig.state)["most_lost_seconds"] is None
+    train(watch, 30)
+    found = watch.describe(rig.state)
+    assert (found["plan"], found["wanted"], found["survives"]) == ("buddy", "", 1)
+    assert (found["most_lost"], found["most_lost_seconds"]) == (1, pytest.approx(1.0))
+    rig.feed(ev.ProtectionRequested(replace(ProtectionPlan(), every=4), "a test"))
+    assert watch.describe(rig.state)["wanted"] == "buddy; every 4 iterations"
+
+
+def choose(watch: ProtectionWatch, state: State) -> tuple[list[Event], list[ev.Input]]:
+    """Look until the thread has chosen."""
+    assert watch.look(state) == ([], [])
+    limit = time.monotonic() + SECONDS
+    while (found := watch.look(state)) == ([], []):
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+    return found
+
+
+def test_mixed_says_that_nothing_is_better() -> None:
+    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
+    (said,), requests = choose(watch, rig.state)
+    assert "protection stays as it is" in said.data["text"]
+    assert requests == []
+    train(watch, 3 * MEASURED_ITERATIONS)
+    assert watch.look(rig.state) == ([], []), "chosen once"
+
+
+def test_what_a_user_has_chosen_is_not_chosen_again() -> None:
+    """Not by a choice that was under way either; mixed, asked for, begins anew."""
+    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
+    tight = with_memory(rig, TIGHT)
+    assert watch.look(tight) == ([], [])
+    assert watch._chooser._thread is not None
+    watch._chooser._thread.join(SECONDS)
+    ordered = tight.changed({"mixed": False})
+    assert watch.look(ordered) == ([], [])
+    _, (request,) = choose(watch, tight)
+    assert isinstance(request, ev.ProtectionRequested)
+    assert request.mixed is None
+
+
+def test_mixed_takes_parity_where_copies_do_not_fit() -> None:
+    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
+    assert rig.record.protection == ProtectionPlan()
+    state = with_memory(rig, TIGHT)
+    watch = ProtectionWatch(rig.settings)
+    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
+    _, (request,) = choose(watch, state)
+    assert isinstance(request, ev.ProtectionRequested)
+    assert request.plan.kinds == {Scheme.PARITY}
+    assert "copies of everything need" in request.why
+
+
+def test_other_schemes_choose_nothing() -> None:
+    rig = Rig(nodes=6, nproc=4).run()
+    watch = ProtectionWatch(rig.settings)
+    train(watch, MEASURED_ITERATIONS + 3)
+    assert watch.look(with_memory(rig, 1)) == ([], [])
+    assert watch._chooser._thread is None
+
+
+def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
+    rig = Rig(nodes=6, nproc=4).run()
+    assert scene_of(rig.state, rig.settings) is not None
+    assert budgets_of(rig.state) == {}
+    parity = uniform("parity", rig.settings, 1, 4)
+    assert memory_refusal(parity, rig.state, rig.settings) == ""
+    rig.state = with_memory(rig, 9 * MEGA)
+    why = memory_refusal(parity, rig.state, rig.settings)
+    assert "MB of memory for generations and has 9.44 MB" in why
+    rig.feed(ev.ProtectionRequested(parity, "a test"))
+    assert rig.emitted(Kind.REFUSED)
+    assert memory_refusal(parity, with_memory(rig, TIGHT), rig.settings) == ""
+
+
+def test_memory_does_not_stand_in_the_way_of_another_cadence() -> None:
+    rig = Rig().run()
+    plan = replace(ProtectionPlan(), every=2)
+    assert memory_refusal(plan, with_memory(rig, 1), rig.settings) == ""
+
+
+def test_nothing_is_reckoned_before_all_have_registered() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    assert scene_of(rig.state, rig.settings) is None
+    assert memory_refusal(ProtectionPlan(), with_memory(rig, 1), rig.settings) == ""

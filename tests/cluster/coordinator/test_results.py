@@ -1,0 +1,168 @@
+"""Results: each step once, contradictions found, everything found again after a restart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
+from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
+from deadpool_megatron.cluster.machine.actions import Finish
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.settings import Settings
+
+
+def step(iteration: int, loss: str = "0x1p+0", epoch: int = 1) -> Event:
+    return Event(Kind.STEP, epoch, role=0, iteration=iteration, data={"loss": loss})
+
+
+def test_repeated_step_is_dropped() -> None:
+    results = Results()
+    assert len(results.add(step(1))) == 1
+    assert results.add(step(1, epoch=2)) == []
+    assert results.last_iteration == 1
+    assert not results.diverged
+
+
+def test_opening_that_two_coordinators_report_is_written_once() -> None:
+    results = Results()
+    assert len(results.add(Event(Kind.EPOCH_OPENED, 1))) == 1
+    assert results.add(Event(Kind.EPOCH_OPENED, 1)) == []
+    assert len(results.add(Event(Kind.EPOCH_OPENED, 2))) == 1
+
+
+def test_change_of_protection_that_two_coordinators_report_is_written_once() -> None:
+    results = Results()
+    for new, written in (("buddy", 1), ("parity(4)", 1), ("parity(4)", 0), ("buddy", 1)):
+        assert len(results.add(Event(Kind.PROTECTION, 2, data={"new": new}))) == written
+
+
+def test_nodes_that_were_given_up_are_known_to_the_next_coordinator() -> None:
+    results = Results()
+    results.add(Event(Kind.NODE_LOST, 1, node=2, data={"cause": "silent"}))
+    assert results.lost_nodes == {2: "silent"}
+
+
+def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
+    results = Results()
+    results.add(step(1))
+    (event,) = results.add(step(1, loss="0x1.8p+0", epoch=2))
+    assert event.kind is Kind.STALE_DIVERGENCE
+    assert event.data["first"] == {"loss": "0x1p+0"}
+    final = results.final({}, "", 0)
+    assert final["exit_status"] == 3
+    assert "other numbers" in final["reason"]
+    assert final["steps"] == [{"iteration": 1, "loss": "0x1p+0"}]
+
+
+def test_a_divergence_that_is_only_reported_leaves_the_exit_status_alone() -> None:
+    results = Results(fatal_divergence=False)
+    results.add(step(1))
+    (event,) = results.add(step(1, loss="0x1.8p+0", epoch=2))
+    assert event.kind is Kind.STALE_DIVERGENCE
+    assert results.diverged
+    assert results.final({}, "", 0)["exit_status"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "fatal"),
+    [
+        (Settings(), False, True),
+        (Settings(), True, False),
+        (Settings(communicator="gloo"), True, True),
+        (Settings(communicator="fake-nccl"), False, True),
+        (Settings(communicator="nccl"), False, False),
+        (Settings(communicator="nccl", divergence="stop"), True, True),
+        (Settings(divergence="report"), False, False),
+    ],
+)
+def test_where_a_divergence_ends_a_run(settings: Settings, has_gpu: bool, fatal: bool) -> None:
+    assert divergence_is_fatal(settings, has_gpu) is fatal
+
+
+def test_divergence_does_not_hide_another_failure() -> None:
+    results = Results()
+    results.add(step(1))
+    results.add(step(1, loss="nan"))
+    assert results.final({}, "broken", 1)["exit_status"] == 1
+
+
+def test_state_hashes_are_compared_role_by_role() -> None:
+    def hashed(role: int, sha256: str) -> Event:
+        return Event(Kind.STATE_HASH, role=role, iteration=4, data={"sha256": sha256})
+
+    results = Results()
+    results.add(hashed(0, "aa"))
+    results.add(hashed(1, "bb"))
+    assert not results.diverged
+    assert results.add(hashed(1, "cc"))[0].kind is Kind.STALE_DIVERGENCE
+    assert results.final({}, "", 0)["hashes"] == {"4": {"0": "aa", "1": "bb"}}
+
+
+def info() -> RunInfo:
+    return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
+
+
+def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    first = Chronicle(run, info(), 1)
+    first.write(step(1))
+    first.write(step(2))
+    first.close()
+    with open(run.events, "a") as file:
+        file.write('{"kind":"step","iter')
+    second = Chronicle(run, info(), 2)
+    assert second.results.last_iteration == 2
+    assert second.write(step(2)) == []
+    second.write(step(3))
+    second.finish(Finish(0, ""), [{"epoch": 2, "cause": "x"}])
+    second.close()
+    assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.glob("events*")) == [
+        "events-0002.jsonl",
+        "events.jsonl",
+    ]
+    final = json.loads(run.final.read_text())
+    assert [entry["iteration"] for entry in final["steps"]] == [1, 2, 3]
+    assert final["recoveries"] == [{"epoch": 2, "cause": "x"}]
+
+
+def test_a_loss_that_was_not_finite_may_be_replaced_and_is_passed_on_again() -> None:
+    results = Results()
+    bad = replace(step(5), data={**step(5).data, "loss": "nan"})
+    assert results.add(bad) == [bad]
+    assert results.add(bad) == [bad], "the coordinator that heard it first may have died"
+    assert len(results.add(step(5))) == 1
+    assert results.add(step(5)) == []
+    assert not results.diverged
+
+
+def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
+    results = Results()
+    for k in (1, 2, 3):
+        results.add(step(k))
+        results.add(Event(Kind.STATE_HASH, 1, role=0, iteration=k, data={"sha256": "a"}))
+    results.add(Event(Kind.EPOCH_DECIDED, 2, data={"forgotten_from": 3}))
+    assert results.last_iteration == 2
+    results.add(Event(Kind.STATE_HASH, 2, role=0, iteration=3, data={"sha256": "b"}))
+    assert not results.diverged
+
+
+def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
+    """The rest of a line that arrives while it is read is not taken for a line."""
+    run = RunDirectory(tmp_path)
+    chronicle = Chronicle(run, info(), 1)
+    for iteration in range(1, 3000):
+        chronicle.write(step(iteration))
+    whole = run.events.read_bytes()
+    run.events.write_bytes(whole[:-40])
+    reading = read_events(run.events)
+    next(reading)
+    with open(run.events, "ab") as file:
+        file.write(whole[-40:])
+    assert [event.iteration for event in reading][-1] in (2998, 2999)
+    chronicle.close()

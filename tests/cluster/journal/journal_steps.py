@@ -1,0 +1,232 @@
+"""Dies at one line after the other of writing and announcing a decision; looks at what is left.
+
+``python -m tests.cluster.journal.journal_steps coordinator|journal PLACE DIRECTORY`` forks a child
+for each line. In ``coordinator`` the child is a coordinator whose first epoch is to be recorded, up
+to the announcement to its agents; in ``journal`` it writes one entry. Prints a JSON object
+with how often each outcome was found. Fails with a traceback when a promise is broken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import threading
+import types
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import Journal, LostRace
+from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.link.peers import AgentPeer
+from deadpool_megatron.cluster.link.record_delta import unpack
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.recovery import plan
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import FrameBuffer
+
+DIED = 9
+NODES = 2
+_TRACED = (
+    *("service.py", "entries.py", "peers.py", "framing.py"),
+    *("etcd_journal.py", "etcd_client.py"),
+)
+_ENTRY = {"text": "x" * 3000}
+
+
+class Death:
+    """Ends this process at the n-th line of the traced modules, in whichever thread."""
+
+    def __init__(self, line: int) -> None:
+        self._left = line
+
+    def begin(self) -> None:
+        threading.settrace(self._call)
+        sys.settrace(self._call)
+
+    def _call(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        del event, argument
+        return self._line if Path(frame.f_code.co_filename).name in _TRACED else None
+
+    def _line(self, frame: types.FrameType, event: str, argument: Any) -> Any:
+        del frame, argument
+        if event == "line":
+            self._left -= 1
+            if self._left == 0:
+                os._exit(DIED)
+        return self._line
+
+
+class PipeWriter:
+    """As much of a stream as a peer needs; what is written is out at once."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self.transport = self
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: bytes) -> None:
+        os.write(self._handle, data)
+
+
+def in_child(task: Callable[[], None]) -> int:
+    """Run it in a fork; answers the exit status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            task()
+            code = 0
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def write_entry(journal: Journal, line: int) -> None:
+    Death(line).begin()
+    journal.write("epoch", 1, _ENTRY)
+    sys.settrace(None)
+
+
+def step_journal(opened: Callable[[str], Journal]) -> Counter[str]:
+    """An entry is whole or absent; whoever comes next can write it or read it."""
+    found: Counter[str] = Counter()
+    for line in range(1, 1000):
+        name = str(line)
+        code = in_child(partial(write_entry, opened(name), line))
+        entries = opened(name).entries("epoch")
+        assert entries in ({}, {1: _ENTRY}), entries
+        try:
+            opened(name).write("epoch", 1, {"by": "the next"})
+        except LostRace:
+            assert entries, "nothing was there, and yet a race was lost"
+        else:
+            assert not entries, "an entry was replaced"
+        found["whole" if entries else "absent"] += 1
+        if code == 0:
+            assert entries
+            return found
+        assert code == DIED, code
+    raise AssertionError("the child never comes to its end")
+
+
+def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) -> Coordinator:
+    """A new one, as after a take-over: what it knows is what the journal says."""
+    run = RunDirectory(directory / name)
+    info = RunInfo(
+        run_id=name,
+        world_size=NODES,
+        nodes=NODES,
+        spares=0,
+        nproc_per_node=1,
+        command=("x",),
+        settings=Settings(),
+        segment_root="",
+    )
+    if not run.path.exists():
+        run.create(info)
+    journal = opened(name)
+    newest = journal.newest("term")
+    number = 1 if newest is None else newest[0] + 1
+    return Coordinator(
+        CoordinatorOptions(
+            run=run,
+            info=info,
+            secret=b"",
+            host="127.0.0.1",
+            listener=socket.socket(),
+            planner=plan,
+            term=claim_term(journal, number, "127.0.0.1", 1, None),
+            journal=journal,
+        )
+    )
+
+
+async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
+    """From the first agent to the announcement of epoch 1."""
+    heard = [PipeWriter(pipe) for pipe in pipes]
+    one.feed(ev.StoreReady("127.0.0.1", 1))
+    for node, writer in enumerate(heard):
+        one._peers.agents[node] = AgentPeer(node, 1, writer, "host", 0.0)  # type: ignore[arg-type]
+        one.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))
+    one.feed(ev.MemberHello(0, 0, 0))
+    Death(line).begin()
+    one.feed(ev.MemberHello(1, 0, 0))
+    while one._tasks:
+        await asyncio.wait(one._tasks)
+    sys.settrace(None)
+
+
+def announced(pipe: int) -> set[int]:
+    """The epochs that an agent has heard of."""
+    data = b""
+    while piece := os.read(pipe, 1 << 16):
+        data += piece
+    told = [m["record"] for m in FrameBuffer().feed(data) if m["t"] == "record"]
+    return {unpack(parts["change"])["epoch"] for parts in told}
+
+
+def step_coordinator(opened: Callable[[str], Journal], directory: Path) -> Counter[str]:
+    """Nobody hears of an epoch that the next coordinator does not know; that one can go on."""
+    found: Counter[str] = Counter()
+    for line in range(1, 2000):
+        name = str(line)
+        pipes = [os.pipe() for _ in range(NODES)]
+
+        def live(name: str = name, line: int = line, ends: Any = pipes) -> None:
+            one = coordinator(opened, directory, name)
+            asyncio.run(decide(one, [end for _, end in ends], line))
+
+        code = in_child(live)
+        for _, end in pipes:
+            os.close(end)
+        heard = [announced(pipe) for pipe, _ in pipes]
+        for pipe, _ in pipes:
+            os.close(pipe)
+        records = opened(name).entries("epoch")
+        assert set(records) <= {1}
+        for epochs in heard:
+            assert epochs <= set(records), "announced, and not durable"
+        successor = coordinator(opened, directory, name)
+        known = successor._state.record
+        assert (known is not None) == bool(records)
+        if records:
+            assert known is not None
+            assert known.to_dict() == records[1]
+        told = sum(map(bool, heard))
+        found[f"{'whole' if records else 'absent'}, {told} told"] += 1
+        if code == 0:
+            assert told == NODES
+            return found
+        assert code == DIED, code
+    raise AssertionError("the child never comes to its end")
+
+
+def main() -> None:
+    os.fsync = lambda handle: None  # nothing is to be proved about disks, and it takes its time
+    what, place, directory = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+
+    def opened(name: str) -> Journal:
+        return open_journal(Settings(journal=place), name, directory / "journals" / name)
+
+    found = step_journal(opened) if what == "journal" else step_coordinator(opened, directory)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Journal: whole or absent, and one winner, whatever is killed when; in a directory and in etcd."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import (
+    DirectoryJournal,
+    Journal,
+    JournalError,
+    LostRace,
+)
+from deadpool_megatron.settings import Settings
+from tests.cluster.journal.etcd_server import EtcdServer
+
+Opener = Callable[[], Journal]
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["directory", "etcd"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """What ``--deadpool-journal`` says, and the directory."""
+    if request.param == "directory":
+        return "directory", tmp_path / "journal"
+    server: EtcdServer = request.getfixturevalue("etcd")
+    return f"etcd://{server.endpoint}/tests{tmp_path}", tmp_path / "journal"
+
+
+@pytest.fixture
+def opener(place: tuple[str, Path]) -> Opener:
+    """Opens the same journal each time, as other processes do."""
+    return lambda: open_journal(Settings(journal=place[0]), "run", place[1])
+
+
+# What every journal promises.
+
+
+def test_entries_come_back_by_kind_in_order(opener: Opener) -> None:
+    journal = opener()
+    assert journal.entries("epoch") == {}
+    journal.write("epoch", 2, {"b": 2})
+    journal.write("epoch", 1, {"a": [1, "x", None, 2.5]})
+    journal.write("closed", 1, {})
+    assert list(opener().entries("epoch").items()) == [
+        (1, {"a": [1, "x", None, 2.5]}),
+        (2, {"b": 2}),
+    ]
+    assert journal.entries("closed") == {1: {}}
+
+
+def test_second_writer_of_an_epoch_loses(opener: Opener) -> None:
+    first = opener()
+    first.write("epoch", 1, {"by": "first"})
+    for late in (opener(), first):
+        with pytest.raises(LostRace, match="another coordinator"):
+            late.write("epoch", 1, {"by": "second"})
+    assert opener().entries("epoch") == {1: {"by": "first"}}
+
+
+def test_newest_and_sign_of_life(opener: Opener) -> None:
+    journal = opener()
+    assert journal.newest("term") is None
+    assert journal.last_beat() == ""
+    journal.write("term", 1, {"node": 4})
+    journal.write("term", 2, {"node": 5})
+    journal.write("epoch", 9, {})
+    assert journal.newest("term") == (2, {"node": 5})
+    journal.beat("2 17")
+    journal.beat("2 8")
+    assert opener().last_beat() == "2 8"
+    assert list(journal.entries("epoch")) == [9]
+
+
+@pytest.mark.parametrize("nbytes", [10, 8 << 20])
+def test_an_entry_may_be_large(opener: Opener, nbytes: int) -> None:
+    entry = {"text": os.urandom(nbytes // 2).hex()}  # hardly to be compressed below half
+    opener().write("epoch", 1, entry)
+    assert opener().newest("epoch") == (1, entry)
+    opener().write("epoch", 1, entry)  # as after a failure whose outcome was not known
+    with pytest.raises(LostRace):
+        opener().write("epoch", 1, {"text": entry["text"][:-1]})
+    assert opener().entries("epoch") == {1: entry}
+
+
+def test_of_many_processes_exactly_one_wins_each_number(place: tuple[str, Path]) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from deadpool_megatron.cluster.journal.entries import LostRace\n"
+        "from deadpool_megatron.cluster.journal.choice import open_journal\n"
+        "from deadpool_megatron.settings import Settings\n"
+        "journal = open_journal(Settings(journal=sys.argv[1]), 'run', Path(sys.argv[2]))\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+        "for number in range(1, 21):\n"
+        "    try: journal.write('epoch', number, {'by': sys.argv[3]}); print(number)\n"
+        "    except LostRace: pass\n"
+    )
+    root = {"PYTHONPATH": str(Path(__file__).parents[3])}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, place[0], str(place[1]), str(number)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **root},
+        )
+        for number in range(4)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.close()
+        writer.stdin = None
+    won = {
+        int(number): str(index)
+        for index, writer in enumerate(writers)
+        for number in writer.communicate(timeout=60)[0].split()
+    }
+    assert [writer.returncode for writer in writers] == [0] * 4
+    entries = open_journal(Settings(journal=place[0]), "run", place[1]).entries("epoch")
+    assert {number: entry["by"] for number, entry in entries.items()} == won
+    assert sorted(won) == list(range(1, 21))
+
+
+# A directory's own troubles.
+
+
+def test_nothing_but_entries_is_left(tmp_path: Path) -> None:
+    DirectoryJournal(tmp_path).write("epoch", 1, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch-00000001.json"]
+
+
+def test_own_success_reported_as_eexist_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.link
+
+    def link_and_lose_the_answer(source: Any, target: Any) -> None:
+        real(source, target)
+        raise FileExistsError(17, "File exists")
+
+    monkeypatch.setattr(os, "link", link_and_lose_the_answer)
+    journal = DirectoryJournal(tmp_path)
+    journal.write("epoch", 1, {"a": 1})
+    assert journal.entries("epoch") == {1: {"a": 1}}
+
+
+def test_full_disk_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(JournalError, match="No space left"):
+        DirectoryJournal(tmp_path).write("epoch", 1, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", ["", '{"a": 1', "[]", "\x00"])
+def test_damaged_entry_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "epoch-00000003.json").write_text(content)
+    with pytest.raises(JournalError, match=r"epoch-00000003\.json is damaged"):
+        DirectoryJournal(tmp_path).entries("epoch")
+
+
+def test_foreign_file_is_named_and_temporary_ones_are_skipped(tmp_path: Path) -> None:
+    (tmp_path / ".epoch-00000001.json.77.ab").write_text("half")
+    assert DirectoryJournal(tmp_path).entries("epoch") == {}
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(JournalError, match=r"notes\.txt does not belong"):
+        DirectoryJournal(tmp_path).entries("epoch")
+
+
+def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path: Path) -> None:
+    journal = DirectoryJournal(tmp_path / "journal")
+    (tmp_path / "journal").rmdir()
+    (tmp_path / "journal").touch()  # every use of the directory fails now, cleaning up too
+    with pytest.raises(JournalError, match="cannot write"):
+        journal.write("epoch", 1, {})
+    with pytest.raises(JournalError, match="cannot read"):
+        journal.newest("epoch")

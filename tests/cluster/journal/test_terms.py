@@ -1,0 +1,102 @@
+"""Terms: one holder each; and who claims the next one when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal, LostRace
+from deadpool_megatron.cluster.journal.terms import (
+    Rhythm,
+    Succession,
+    Term,
+    claim_order,
+    claim_term,
+    newest_term,
+)
+from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.settings import Settings
+
+RHYTHM = Rhythm(beat=0.5, gap=1.0, stall=2.0, alone=2.0)
+
+
+def test_a_term_has_one_holder(tmp_path: Path) -> None:
+    journal = DirectoryJournal(tmp_path)
+    assert newest_term(journal) is None
+    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    with pytest.raises(LostRace):
+        claim_term(journal, 1, "10.0.0.5", 2000, 5)
+    assert newest_term(journal) == first
+    assert first.address == ("10.0.0.4", 2000)
+    assert Term.from_dict(1, first.to_dict()) == first
+
+
+def record(training: int, spares: int) -> EpochRecord:
+    nodes = {n: NodeAddress("h", 1, f"d{n}", n >= training) for n in range(training + spares)}
+    seats = {n: Seat(n, 0, 0) for n in range(training)}
+    return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)), "h", 1)
+
+
+def test_spares_claim_before_nodes_that_train() -> None:
+    known = record(training=3, spares=2)
+    order = sorted(range(6), key=lambda node: claim_order(known, 3, 2, node))
+    assert order == [3, 4, 0, 1, 2, 5]
+    swapped = EpochRecord(
+        **{
+            **known.__dict__,
+            "nodes": {n: NodeAddress("h", 1, "d", spare=n == 0) for n in range(5)},
+        }
+    )
+    assert claim_order(swapped, 3, 2, 0) == 0
+
+
+def test_before_the_first_record_spares_get_time_to_start() -> None:
+    assert [claim_order(None, 2, 2, node) for node in range(4)] == [12, 13, 0, 1]
+    assert [claim_order(None, 2, 0, node) for node in range(2)] == [0, 1]
+
+
+def test_first_term_is_claimed_when_the_turn_has_come() -> None:
+    succession = Succession(RHYTHM, 3.0, now=10.0)
+    succession.look(0, "", 10.0)
+    assert succession.may_claim(0, refused=False, now=10.0)
+    assert not succession.may_claim(2, refused=False, now=11.9)
+    assert succession.may_claim(2, refused=False, now=12.0)
+
+
+def test_silence_is_waited_for_unless_nobody_listens() -> None:
+    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession.look(1, "1 1", 5.0)
+    succession.look(1, "1 1", 6.0)
+    assert not succession.is_stale(6.4)
+    assert not succession.may_claim(0, refused=True, now=6.4)
+    assert succession.is_stale(6.5)
+    assert succession.may_claim(0, refused=True, now=6.5)
+    assert not succession.may_claim(0, refused=False, now=7.9)
+    assert succession.may_claim(0, refused=False, now=8.0)
+    assert not succession.may_claim(1, refused=False, now=8.9)
+    assert succession.may_claim(1, refused=False, now=9.0)
+
+
+def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
+    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession.look(1, "1 1", 0.0)
+    succession.look(2, "1 1", 2.9)
+    assert not succession.may_claim(0, refused=True, now=4.3)
+    succession.look(2, "2 1", 4.4)
+    assert not succession.may_claim(0, refused=False, now=7.3)
+
+
+def test_who_still_hears_the_coordinator_lets_the_others_go_first() -> None:
+    succession = Succession(RHYTHM, 3.0, now=0.0)
+    succession.look(1, "1 1", 0.0)
+    assert succession.may_claim(2, refused=False, now=5.0)
+    assert not succession.may_claim(0, refused=False, now=5.9, in_touch=True)
+    assert succession.may_claim(0, refused=False, now=6.0, in_touch=True)
+    assert succession.may_claim(0, refused=True, now=2.0, in_touch=True)
+
+
+def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() -> None:
+    settings = Settings()
+    rhythm = Rhythm.of(settings)
+    assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds

@@ -1,0 +1,284 @@
+"""Who is let in by the coordinator, over real sockets in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.auth import connect_stream
+from deadpool_megatron.wire.door import Door, Lock
+
+SECRET = b"secret"
+SECONDS = 20.0
+
+
+class Events:
+    """Records what the coordinator would be told; welcomes everybody."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.refusals: list[str] = []
+        self.joined: list[tuple[int, bool]] = []
+        self.left: list[int] = []
+        self.farewells: list[str] = []
+        self.changed = asyncio.Event()
+        self.peers: Peers | None = None
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        assert self.peers is not None
+        self.joined.append((peer.node, again))
+        peer.welcomed = True
+        peer.send(
+            {"t": "welcome", "term": 1, "boot": "b", "seen": self.peers.taken(peer), "record": None}
+        )
+        self.changed.set()
+        del message
+
+    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        del peer
+        self.said.append(message.get("value"))
+        self.changed.set()
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        del cause
+        self.left.append(peer.node)
+        self.changed.set()
+
+    def superseded(self, why: str) -> None:
+        self.farewells.append(why)
+        self.changed.set()
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        return {"ok": True, "echo": message["command"]}
+
+    def refused(self, who: str, why: str) -> None:
+        del who
+        self.refusals.append(why)
+        self.changed.set()
+
+    async def until(self, ready: Callable[[], Any]) -> None:
+        async with asyncio.timeout(SECONDS):
+            while not ready():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+Scenario = Callable[[Events, tuple[str, int]], Awaitable[None]]
+
+
+def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
+    """Run a scenario against a listening :class:`Peers`."""
+
+    async def run() -> Events:
+        events = Events()
+        peers = Peers(connect_seconds, events)
+        events.peers = peers
+        listener = socket.create_server(("127.0.0.1", 0))
+        door = Door(listener, Lock(SECRET, "run", None, connect_seconds), peers)
+        opened = asyncio.create_task(door.run())
+        try:
+            await scenario(events, listener.getsockname())
+        finally:
+            opened.cancel()
+            door.close()
+        return events
+
+    return asyncio.run(run())
+
+
+def join(node: int, boot: str = "a") -> dict[str, Any]:
+    return {"t": "join", "node": node, "boot": boot, "hostname": "h"}
+
+
+async def connect(
+    address: tuple[str, int], secret: bytes = SECRET, run_id: str = "run"
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(*address)
+    await connect_stream(reader, writer, secret, run_id)
+    return reader, writer
+
+
+async def greet(address: tuple[str, int], secret: bytes, run_id: str) -> None:
+    """The accepting side answers a wrong greeting by closing."""
+    reader, _ = await connect(address, secret, run_id)
+    await framing.read_frame(reader)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"GET / HTTP/1.0\r\n\r\n", "not a deadpool frame"),
+        (b"DPM1\x7f\xff\xff\xff", "is over 4096"),
+        (b"DPM1\x00\x00\x00\x02[]", "not a JSON object"),
+        (b"DPM1\x00\x00\x00\x05\x80\x04N.x", "not JSON"),
+        (b"DPM1\x00\x00", "connection closed"),
+    ],
+)
+def test_strangers_bytes_are_refused_and_counted(data: bytes, why: str) -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(data)
+        writer.write_eof()
+        await events.until(lambda: events.refusals)
+        assert await reader.read() == b""
+
+    assert why in serve(scenario).refusals[0]
+
+
+def test_wrong_secret_and_other_runs_are_refused() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        for secret, run_id in ((b"wrong", "run"), (SECRET, "other")):
+            with pytest.raises((framing.WireError, ConnectionError)):
+                await greet(address, secret, run_id)
+        await events.until(lambda: len(events.refusals) == 2)
+
+    events = serve(scenario)
+    assert events.joined == []
+
+
+def test_silent_stranger_is_dropped_after_the_limit() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        reader, _ = await asyncio.open_connection(*address)
+        await events.until(lambda: events.refusals)
+        assert await reader.read() == b""
+
+    assert "no complete greeting" in serve(scenario, connect_seconds=0.1).refusals[0]
+
+
+def test_command_and_unknown_first_message() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        reader, writer = await connect(address)
+        writer.write(framing.encode({"t": "control", "command": "status"}))
+        assert (await framing.read_frame(reader))["echo"] == "status"
+        _, writer = await connect(address)
+        writer.write(framing.encode({"t": "shell"}))
+        await events.until(lambda: events.refusals)
+
+    assert "unknown first message 'shell'" in serve(scenario).refusals[0]
+
+
+def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        _, first = await connect(address)
+        first.write(framing.encode(join(3, boot="a")))
+        await events.until(lambda: events.joined)
+        reader, writer = await connect(address)
+        writer.write(framing.encode(join(3, boot="b")))
+        assert (await framing.read_frame(reader))["t"] == "refused"
+        _, again = await connect(address)
+        again.write(framing.encode(join(3, boot="a")))
+        await events.until(lambda: len(events.joined) == 2)
+        again.close()
+        await events.until(lambda: events.left)
+
+    events = serve(scenario)
+    assert events.joined == [(3, False), (3, True)]
+    assert events.left == [3]
+
+
+def test_link_delivers_once_and_in_order_over_a_broken_connection() -> None:
+    """A proxy cuts the connection in the middle of reports; all arrive, none twice."""
+
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        cut = asyncio.Event()
+
+        async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            other_reader, other_writer = await asyncio.open_connection(*address)
+
+            async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                while data := await source.read(1000):
+                    sink.write(data)
+
+            pumps = [
+                asyncio.ensure_future(pump(reader, other_writer)),
+                asyncio.ensure_future(pump(other_reader, writer)),
+                asyncio.ensure_future(cut.wait()),
+            ]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            cut.clear()
+            for task in pumps:
+                task.cancel()
+            writer.close()
+            other_writer.close()
+
+        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        link = CoordinatorLink(
+            lambda: server.sockets[0].getsockname(),
+            SECRET,
+            "run",
+            Settings(),
+            lambda: join(0),
+            lambda message: None,
+        )
+        running = asyncio.ensure_future(link.run(SECONDS))
+        wanted: list[int] = []
+        for number in range(200):
+            link.send({"t": "report", "value": number, "text": "x" * 300})
+            if number in (60, 130):
+                await events.until(lambda: events.said)
+                cut.set()
+                wanted.append(len(events.joined) + 1)
+                await events.until(lambda: len(events.joined) >= wanted[-1])
+        await events.until(lambda: len(events.said) >= 200)
+        await link.flush(SECONDS)
+        running.cancel()
+        server.close()
+
+    events = serve(scenario)
+    assert events.said == list(range(200))
+    assert len(events.joined) == 3
+
+
+def test_link_without_coordinator_ends_after_the_fence_limit() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = unused.getsockname()
+
+    async def run() -> None:
+        link = CoordinatorLink(
+            lambda: address, SECRET, "run", Settings(), lambda: join(0), lambda message: None
+        )
+        with pytest.raises(CoordinatorLost, match=r"no coordinator for 0\.2 s"):
+            await asyncio.wait_for(link.run(0.2), SECONDS)
+
+    asyncio.run(run())
+
+
+def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        _, writer = await connect(address)
+        writer.write(framing.encode(join(3)))
+        await events.until(lambda: events.joined)
+        writer.write(framing.encode({"t": "superseded", "term": 2}))
+        writer.close()
+        await events.until(lambda: events.left)
+        assert events.farewells == ["node 3 went over to term 2"]
+
+    serve(scenario)
+
+
+def test_coordinator_hears_most_agents_its_own_one_not_counted() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        agents = [await connect(address) for _ in range(4)]  # kept: what is dropped is closed
+        for node, (_, writer) in enumerate(agents):
+            writer.write(framing.encode(join(node)))
+        await events.until(lambda: len(events.joined) == 4)
+        peers = events.peers
+        assert peers is not None
+        now = max(peer.heard_at for peer in peers.agents.values())
+        for node in (0, 1):
+            peers.agents[node].heard_at = now - 3.0
+        assert peers.hears_most(2.0, now, own_node=None)
+        assert peers.hears_most(4.0, now, own_node=3)
+        assert not peers.hears_most(2.0, now, own_node=3)
+        assert peers.hears_most(2.0, now, own_node=0)
+
+    serve(scenario)

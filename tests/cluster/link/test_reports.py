@@ -1,0 +1,120 @@
+"""Messages become inputs; malformed ones raise what the caller refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.inventories import pack_inventory
+from deadpool_megatron.layout.records import Generation, Inventory
+
+
+def said(**m: Any) -> dict[str, Any]:
+    return {"t": "member", "slot": 1, "incarnation": 2, "m": m}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (said(t="hello", pid=9), inputs.MemberHello(7, 1, 2, pid=9)),
+        (said(t="warm"), inputs.MemberWarm(7, 1, 2)),
+        (
+            said(t="restored", epoch=3, generation=[1, 4], hash="ab"),
+            inputs.Restored(7, 1, 2, 3, Generation(1, 4), "ab"),
+        ),
+        (
+            said(t="restore-failed", epoch=3, part="w", text="gone"),
+            inputs.RestoreFailed(7, 1, 2, epoch=3, part="w", text="gone"),
+        ),
+        (
+            said(t="fault", epoch=3, group="dp", operation="all_reduce", text="reset"),
+            inputs.MemberFault(7, 1, 2, 3, "all_reduce in group dp: reset"),
+        ),
+        (said(t="paused", epoch=3, iteration=8), inputs.Paused(7, 1, 2, 3, 8)),
+        (said(t="pause-refused", epoch=3, iteration=8), inputs.PauseRefused(7, 1, 2, 3, 8)),
+        (said(t="done", epoch=3), inputs.MemberDone(7, 1, 2, 3)),
+        (said(t="drained", epoch=3, clean=True), None),
+        (
+            {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGKILL", "cause": "x"},
+            inputs.MemberLost(7, 1, 2, signal=9, last_line="x"),
+        ),
+        (
+            {"t": "member-lost", "slot": 1, "incarnation": 2, "exit_code": 3, "cause": ""},
+            inputs.MemberLost(7, 1, 2, exit_code=3),
+        ),
+        (
+            {
+                "t": "member-suspected",
+                "slot": 1,
+                "incarnation": 2,
+                "cause": "frozen",
+                "silent_seconds": 3,
+            },
+            inputs.MemberSuspected(7, 1, 2, "frozen", 3.0),
+        ),
+        (
+            {"t": "inventory", "epoch": 3, "inventory": pack_inventory(Inventory(7, 3))},
+            inputs.NodeInventory(Inventory(7, 3)),
+        ),
+        (
+            {"t": "dumped", "generation": [1, 2], "boundary": "step", "files": [], "error": "full"},
+            inputs.Dumped(7, Generation(1, 2), "full", "step"),
+        ),
+        ({"t": "something else"}, None),
+    ],
+)
+def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None) -> None:
+    assert reports.from_agent(7, message) == expected
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"t": "member"},
+        said(t="hello"),
+        said(t="restored", epoch="x", generation=[1, 4]),
+        said(t="restored", epoch=1, generation=7),
+        said(t="registered", layout={}),
+        {"t": "inventory", "inventory": []},
+        {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGNONE"},
+    ],
+)
+def test_malformed_messages_raise(message: dict[str, Any]) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        reports.from_agent(7, message)
+
+
+def test_events_that_tell_the_machine_something() -> None:
+    step = Event(Kind.STEP, 2, iteration=5)
+    assert reports.from_event(step) == inputs.StepReported(2, 5)
+    phase = Event(Kind.PHASE, 2, phase="rebuild", data={"seconds": 0.5})
+    assert reports.from_event(phase) == inputs.PhaseReported(2, "rebuild", 0.5)
+    found = {"generation": [1, 5], "part": "w"}
+    corruption = Event(Kind.CORRUPTION, 2, node=3, role=1, data=found)
+    bad = BadPart(3, 1, Generation(1, 5), "w")
+    assert reports.from_event(corruption) == inputs.CorruptionFound(bad)
+    assert reports.from_event(Event(Kind.CORRUPTION, 2, node=3, role=1)) is None
+    assert reports.from_event(Event(Kind.LOG)) is None
+
+
+def test_join_says_what_a_new_coordinator_has_to_know() -> None:
+    message = {
+        "t": "join",
+        "node": 2,
+        "host": "h",
+        "vault_port": 9,
+        "domain": "d",
+        "members": {"0": 1},
+        "incarnations": {"0": 1, "1": 4},
+        "epoch": 3,
+        "closed": 2,
+        "restored": {"0": 3},
+    }
+    joined = inputs.NodeJoined(2, "h", 9, "d", {0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
+    assert reports.join(message) == joined

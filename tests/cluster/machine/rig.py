@@ -1,0 +1,197 @@
+"""A machine under test with a hand-turned clock: inputs in, actions recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state import Config, Phase
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+)
+from deadpool_megatron.recovery import plan
+from deadpool_megatron.settings import Settings
+
+A = TypeVar("A", bound=act.Action)
+STEP = frozenset({"main", "extras@step"})
+SIGKILL = 9
+
+
+def layout(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
+    parts = (PartInfo("main", 8, (role,)), PartInfo("extras@step", 8, (role,)))
+    peers = tuple(range(world))
+    return RoleLayout(role, parts, peers, 2, layout_hash or f"hash{role}")
+
+
+MEGA = 1 << 20
+
+
+def large(role: int, world: int, *, layout_hash: str = "") -> RoleLayout:
+    """In place of :func:`layout`: a shard beside which all the rest is small."""
+    parts = (PartInfo("main", MEGA, (role,)), PartInfo("extras@step", 8, (role,)))
+    return RoleLayout(role, parts, tuple(range(world)), 2, layout_hash or f"hash{role}")
+
+
+class Rig:
+    """Nodes 0 .. nodes-1 train, the others are spares; role r starts on node r // nproc."""
+
+    def __init__(self, nodes: int = 2, spares: int = 1, nproc: int = 1, **more: object) -> None:
+        start = more.pop("start", None)
+        config = {"start": start} if start is not None else {}
+        self.settings = Settings(**more)  # type: ignore[arg-type]
+        self.config = Config(nodes, spares, nproc, self.settings, "/dump", **config)  # type: ignore[arg-type]
+        self.machine = Machine(self.config, plan)
+        self.now = 100.0
+        self.state = self.machine.start(self.now)
+        self.last: list[act.Action] = []
+        self.log: list[act.Action] = []
+
+    # Driving.
+
+    def feed(self, *events: ev.Input) -> list[act.Action]:
+        """Feed inputs; the actions of this call are in ``last`` too."""
+        self.last = []
+        for event in events:
+            self.state, actions = self.machine.step(self.state, event, self.now)
+            self.last += actions
+        self.log += self.last
+        return self.last
+
+    def tick(self, seconds: float) -> list[act.Action]:
+        self.now += seconds
+        return self.feed(ev.Tick())
+
+    def of(self, kind: type[A], actions: Iterable[act.Action] | None = None) -> list[A]:
+        """Actions of one type, of the last call unless told."""
+        return [a for a in (self.last if actions is None else actions) if isinstance(a, kind)]
+
+    def one(self, kind: type[A]) -> A:
+        (found,) = self.of(kind)
+        return found
+
+    def emitted(self, kind: Kind) -> list[act.EmitEvent]:
+        return [a for a in self.of(act.EmitEvent) if a.kind is kind]
+
+    # Whole stretches.
+
+    def join(self, *nodes: int) -> None:
+        self.feed(*(ev.NodeJoined(n, "host", 1000 + n, f"node{n}") for n in nodes))
+
+    def hello(self, *nodes: int) -> None:
+        places = [p for p in sorted(self.state.members) if p[0] in nodes]
+        self.feed(
+            *(ev.MemberHello(*place, self.state.members[place].incarnation) for place in places)
+        )
+
+    def warm(self, *nodes: int) -> None:
+        places = [p for p in sorted(self.state.members) if p[0] in nodes]
+        self.feed(
+            *(ev.MemberWarm(*place, self.state.members[place].incarnation) for place in places)
+        )
+
+    def gather(self) -> None:
+        """Everybody joins and says hello: DECIDING epoch 1."""
+        self.feed(ev.StoreReady("store", 1))
+        everybody = range(self.config.nodes + self.config.spares)
+        self.join(*everybody)
+        self.hello(*everybody)
+
+    def journal(self) -> list[act.Action]:
+        return self.feed(ev.JournalWritten(self.state.epoch))
+
+    def seat(self, role: int) -> tuple[int, int, int]:
+        seat = self.record.seats[role]
+        return (seat.node, seat.slot, seat.incarnation)
+
+    def restored(self, *roles: int) -> list[act.Action]:
+        """The members of these roles (default: all) register and restore."""
+        record, world = self.record, self.config.world_size
+        chosen = roles or tuple(record.seats)
+        return self.feed(
+            *(ev.MemberRegistered(*self.seat(r), layout(r, world)) for r in chosen),
+            *(ev.Restored(*self.seat(r), record.epoch, record.restore.generation) for r in chosen),
+        )
+
+    def run(self) -> Rig:
+        """From nothing to RUNNING epoch 1, with warm spares."""
+        self.gather()
+        self.journal()
+        self.restored()
+        self.warm(*range(self.config.nodes, self.config.nodes + self.config.spares))
+        assert self.state.phase is Phase.RUNNING
+        return self
+
+    def steps(self, iteration: int) -> list[act.Action]:
+        return self.feed(ev.StepReported(self.record.epoch, iteration))
+
+    def inventory(self, node: int, *generations: Generation) -> ev.NodeInventory:
+        """What ``node`` holds of these generations: own roles', and the copies it owes."""
+        record, world = self.record, self.config.world_size
+        seats = {role: seat.node for role, seat in record.seats.items()}
+        domains = {n: address.domain for n, address in record.nodes.items()}
+        spares = {n for n, address in record.nodes.items() if address.spare}
+        held = [
+            role
+            for role in seats
+            if seats[role] == node
+            or node
+            in choose_buddies(role, tuple(range(world)), seats, domains, spares, record.replicas)
+        ]
+        holdings = tuple(Holding(role, g, STEP) for role in held for g in generations)
+        layouts = tuple(layout(role, world) for role in held)
+        return ev.NodeInventory(Inventory(node, record.epoch, holdings, layouts))
+
+    def closed(self, *generations: Generation, nodes: Iterable[int] | None = None) -> None:
+        """The awaited nodes (or these) answer the close."""
+        chosen = sorted(self.state.awaited) if nodes is None else list(nodes)
+        self.feed(*(self.inventory(node, *generations) for node in chosen))
+
+    @property
+    def record(self) -> EpochRecord:
+        assert self.state.record is not None
+        return self.state.record
+
+    @property
+    def pending(self) -> EpochRecord:
+        assert self.state.pending is not None
+        return self.state.pending
+
+
+def g(iteration: int, lineage: int = 1) -> Generation:
+    return Generation(lineage, iteration)
+
+
+def killed(rig: Rig, role: int, number: int = SIGKILL) -> ev.MemberLost:
+    return ev.MemberLost(*rig.seat(role), signal=number)
+
+
+def nodes_of(record: EpochRecord) -> dict[int, int]:
+    return {role: seat.node for role, seat in record.seats.items()}
+
+
+__all__ = [
+    "MEGA",
+    "SIGKILL",
+    "STEP",
+    "Phase",
+    "Restore",
+    "Rig",
+    "Seat",
+    "g",
+    "killed",
+    "large",
+    "layout",
+    "nodes_of",
+]

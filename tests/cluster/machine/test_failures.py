@@ -1,0 +1,500 @@
+"""Losses in every phase: one close, one decision from the inventories, one record."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Restore
+from tests.cluster.machine.rig import SIGKILL, Phase, Rig, Seat, g, killed, nodes_of
+
+
+def test_lost_node_is_replaced_by_the_spare() -> None:
+    rig = Rig(nodes=2, spares=1, nproc=2).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "node 1: connection closed")
+    assert rig.state.phase is Phase.CLOSING
+    assert rig.state.awaited == {0, 2}
+    rig.closed(g(6), g(7), nodes=[0])
+    assert not rig.of(act.WriteRecord)
+    rig.closed(g(6), g(7), nodes=[2])
+    record = rig.one(act.WriteRecord).record
+    assert (record.epoch, record.emitted_up_to) == (2, 7)
+    assert (record.restore.kind, record.restore.generation) == ("memory", g(7))
+    assert nodes_of(record) == {0: 0, 1: 0, 2: 2, 3: 2}
+    assert set(record.nodes) == {0, 2}
+    assert record.fewer_copies == frozenset()
+    rig.journal()
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_lost_member_is_replaced_in_place_while_the_epoch_closes() -> None:
+    rig = Rig(nodes=2, spares=1, nproc=2).run()
+    rig.feed(killed(rig, 2))
+    kinds = [type(a) for a in rig.last if not isinstance(a, act.EmitEvent)]
+    assert kinds == [act.CloseEpoch, act.StartMembers]
+    assert rig.one(act.StartMembers) == act.StartMembers(1, {0: 1}, {0: 2})
+    rig.closed(g(7))
+    assert rig.pending.seats[2] == Seat(1, 0, 1)
+    assert nodes_of(rig.pending) == {0: 0, 1: 0, 2: 1, 3: 1}
+
+
+@pytest.mark.parametrize("late", [ev.Tick(), ev.StepReported(1, 3), ev.MemberHello(0, 0, 0)])
+def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7), nodes=[0, 1])
+    rig.feed(late)
+    assert rig.state.phase is Phase.CLOSING
+    rig.tick(2 * rig.settings.close_seconds)
+    assert rig.one(act.DropNode).node == 2
+    assert rig.state.phase is Phase.DECIDING
+    assert set(rig.pending.nodes) == {0, 1}
+
+
+def test_second_loss_while_closing_needs_no_second_close() -> None:
+    rig = Rig(nodes=3, spares=2, replicas=2).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.feed(ev.NodeLost(0, "gone too"))
+    assert not rig.of(act.CloseEpoch)
+    rig.closed(g(7))
+    assert nodes_of(rig.pending) == {0: 3, 1: 4, 2: 2}
+    assert "gone too" in rig.pending.cause
+
+
+def test_loss_while_the_journal_writes_makes_the_next_number() -> None:
+    rig = Rig(nodes=3, spares=2, replicas=2).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(7))
+    assert nodes_of(rig.pending)[1] == 3
+    rig.feed(ev.NodeLost(3, "gone"))
+    assert rig.state.phase is Phase.DECIDING
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert rig.one(act.WriteRecord).record.epoch == 3
+    rig.journal()
+    record = rig.one(act.Announce).record
+    assert (record.epoch, nodes_of(record)) == (3, {0: 0, 1: 4, 2: 2})
+
+
+def test_member_that_dies_while_the_journal_writes_is_not_announced() -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.feed(ev.MemberLost(1, 0, 1, signal=SIGKILL))
+    rig.journal()
+    assert rig.pending.seats[1] == Seat(1, 0, 2)
+
+
+def test_member_frozen_while_the_journal_writes_is_reaped_before_the_next_decision() -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert not rig.of(act.WriteRecord)
+    assert rig.state.phase is Phase.CLOSING
+    rig.feed(ev.MemberLost(0, 0, 0, signal=SIGKILL))
+    assert (rig.pending.epoch, rig.pending.seats[0]) == (3, Seat(0, 0, 1))
+
+
+def test_journal_that_cannot_write_ends_the_run() -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.feed(ev.JournalFailed(2, "disk full"))
+    assert rig.one(act.Finish).exit_status == 1
+    silent = Rig()
+    silent.gather()
+    silent.tick(2 * silent.settings.spare_timeout_seconds)
+    assert "journal of epoch 1" in silent.one(act.Finish).reason
+
+
+def test_loss_of_a_source_while_opening_closes_again() -> None:
+    rig = Rig(nodes=3, spares=1).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(7))
+    rig.journal()
+    rig.feed(ev.NodeLost(2, "gone"))
+    assert rig.one(act.CloseEpoch).epoch == 2
+
+
+def test_failed_communication_waits_for_a_better_cause() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
+    assert rig.state.phase is Phase.RUNNING
+    rig.tick(0.2)
+    rig.feed(ev.NodeLost(1, "agent gone"))
+    assert rig.one(act.CloseEpoch).cause == "node 1: agent gone"
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    rig.steps(8)
+    assert rig.state.recoveries[-1].phases["detect"] == pytest.approx(0.2)
+
+
+def test_failed_communication_without_better_cause_closes_without_seat_change() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberFault(0, 0, 0, 1, "connection reset"))
+    rig.tick(0.4)
+    assert not rig.of(act.CloseEpoch)
+    rig.tick(0.2)
+    assert "connection reset" in rig.one(act.CloseEpoch).cause
+    rig.closed(g(7))
+    assert rig.pending.seats == rig.record.seats
+
+
+def test_fault_of_a_closed_epoch_is_refused() -> None:
+    rig = Rig().run()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.journal()
+    before = rig.state
+    rig.feed(ev.MemberFault(0, 0, 0, 1, "late"))
+    assert rig.state == before
+    assert rig.emitted(Kind.REFUSED)
+
+
+def test_frozen_member_is_killed_and_the_decision_waits_until_it_is_reaped() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life", silent_seconds=3.0))
+    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
+    assert rig.one(act.CloseEpoch).cause == "no sign of life"
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.CLOSING
+    rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
+    assert rig.pending.seats[1] == Seat(1, 0, 1)
+
+
+def test_process_that_cannot_be_killed_costs_the_node() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberSuspected(1, 0, 0, "no sign of life"))
+    rig.closed(g(7))
+    rig.tick(rig.settings.close_seconds + 0.1)
+    assert rig.one(act.DropNode).node == 1
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+
+
+def test_hang_kills_the_culprits() -> None:
+    rig = Rig().run()
+    rig.feed(ev.RolesHung(1, (1,), "role 1 in section forward"))
+    assert rig.one(act.KillMember).node == 1
+    assert rig.one(act.CloseEpoch).cause == "role 1 in section forward"
+    nobody = Rig().run()
+    nobody.feed(ev.RolesHung(1, (), "all wait"))
+    assert not nobody.of(act.KillMember)
+    assert nobody.one(act.CloseEpoch)
+
+
+def test_idle_spare_may_go_but_not_one_that_holds_a_copy() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.feed(ev.NodeLost(2, "gone"))
+    assert rig.state.phase is Phase.RUNNING
+    holder = Rig(nodes=1, spares=2).run()
+    copies = [n for n in (1, 2) if holder.inventory(n, g(0)).inventory.holdings]
+    holder.feed(ev.NodeLost(copies[0], "gone"))
+    assert holder.one(act.CloseEpoch)
+    holder.closed(g(7))
+    assert nodes_of(holder.pending) == {0: 0}
+
+
+def test_spare_member_is_restarted_without_anybody_noticing() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberLost(2, 0, 0, exit_code=1, last_line="oops"))
+    assert rig.one(act.StartMembers) == act.StartMembers(2, {0: 1}, {0: 0})
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_spare_that_does_not_get_warm_is_restarted() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    rig.restored()
+    rig.tick(rig.settings.start_seconds + 1)
+    assert rig.one(act.KillMember) == act.KillMember(2, 0, 0)
+
+
+def test_node_with_too_many_restarts_is_put_aside() -> None:
+    rig = Rig(restarts_in_place=2).run()
+    for iteration in (1, 2, 3):
+        rig.steps(iteration)
+        rig.feed(killed(rig, 1))
+        rig.closed(g(iteration, rig.record.epoch))
+        if iteration < 3:
+            rig.journal()
+            rig.restored()
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    assert "2 restarts" in rig.state.gone[1]
+
+
+def test_lost_node_does_not_come_back() -> None:
+    rig = Rig().run()
+    rig.feed(ev.NodeLost(1, "silent"))
+    rig.join(1)
+    assert rig.one(act.DropNode).node == 1
+    assert rig.emitted(Kind.REFUSED)
+    assert 1 not in rig.state.nodes
+
+
+def test_failure_after_some_roles_are_done_reopens() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberDone(*rig.seat(0), 1))
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.MemberDone(*rig.seat(0), 2))
+    assert not rig.of(act.Finish)
+    rig.feed(ev.MemberDone(*rig.seat(1), 2))
+    assert rig.one(act.Finish) == act.Finish(0, "")
+
+
+def test_done_may_overtake_restored_of_others() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    rig.restored(0)
+    rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
+    assert not rig.of(act.Finish)
+    rig.restored(1)
+    assert rig.one(act.Finish).exit_status == 0
+
+
+def test_all_agents_gone_ends_the_coordinator() -> None:
+    rig = Rig(nodes=1, spares=0, replicas=1).run()
+    rig.feed(ev.MemberDone(*rig.seat(0), 1))
+    assert rig.state.phase is Phase.ENDING
+    rig.feed(ev.NodeLost(0, "left"))
+    assert rig.one(act.Exit).exit_status == 0
+    assert rig.state.phase is Phase.ENDED
+    rig.tick(1000)
+    assert rig.last == []
+
+
+@pytest.mark.parametrize(
+    ("event", "status"), [(ev.UserStop(), 130), (ev.Diverged("iteration 7: other loss"), 3)]
+)
+def test_ends_by_order(event: ev.Input, status: int) -> None:
+    rig = Rig().run()
+    rig.feed(event)
+    assert rig.one(act.Finish).exit_status == status
+    rig.tick(rig.settings.close_seconds)
+    assert rig.one(act.Exit).exit_status == status
+
+
+# State that does not restore.
+
+
+def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(6), g(7))
+    rig.journal()
+    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "checksum differs"))
+    rig.tick(0.6)
+    assert "checksum differs" in rig.one(act.CloseEpoch).cause
+    rig.feed(rig.inventory(0, g(6), g(7)), rig.inventory(2, g(6)))
+    assert rig.pending.restore.generation == g(6)
+    assert BadPart(0, 1, g(7), "main") in rig.state.bad_parts
+
+
+def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
+    rig = Rig(nodes=3, spares=2).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(7))
+    rig.journal()
+    rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "no connection"))
+    rig.feed(ev.NodeLost(2, "gone"))
+    assert not rig.state.bad_parts
+
+
+def test_corruption_found_by_a_vault_counts_at_once() -> None:
+    rig = Rig().run()
+    rig.feed(ev.CorruptionFound(BadPart(0, 0, g(7), "main")))
+    rig.feed(killed(rig, 0))
+    rig.closed(g(7))
+    assert [s.node for s in rig.pending.restore.sources[0]["main"]] == [1]
+
+
+def test_hashes_that_differ_twice_give_the_generation_up() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(killed(rig, 1))
+    for attempt, generation in ((2, g(7)), (3, g(7)), (4, g(6))):
+        rig.closed(g(6), g(7))
+        rig.journal()
+        assert (rig.record.epoch, rig.record.restore.generation) == (attempt, generation)
+        rig.feed(ev.RestoreFailed(*rig.seat(1), attempt, "", "hashes differ"))
+        rig.tick(0.6)
+
+
+def test_checkpoint_when_memory_has_nothing_common() -> None:
+    rig = Rig(nodes=2, spares=2).run()
+    rig.feed(ev.DurableValid(5, "/ck/5"))
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.closed()
+    restore = rig.pending.restore
+    assert (restore.kind, restore.generation, restore.path) == ("durable", g(5, 2), "/ck/5")
+
+
+def test_nothing_to_go_on_from_ends_the_run_with_the_reason() -> None:
+    rig = Rig(nodes=2, spares=2).run()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.closed()
+    assert rig.one(act.Finish).exit_status == 1
+    assert "no generation can be restored" in rig.one(act.Finish).reason
+
+
+def test_abandoned_lineage_is_not_used_even_if_a_vault_still_shows_it() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(killed(rig, 1))
+    rig.closed(g(6))
+    rig.journal()
+    rig.restored()
+    rig.feed(killed(rig, 1))
+    rig.closed(g(6), g(7))
+    assert rig.pending.restore.generation == g(6)
+
+
+# Giving up.
+
+
+def test_same_death_three_times_without_progress_ends_the_run() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    for _ in range(2):
+        rig.feed(killed(rig, 1, 11))
+        rig.closed(g(7))
+        rig.journal()
+        rig.restored()
+        rig.steps(7)
+    rig.feed(killed(rig, 1, 11))
+    assert rig.one(act.Finish).exit_status == 1
+    assert "no progress after iteration 7" in rig.one(act.Finish).reason
+    assert rig.one(act.Finish).reason.count("SIGSEGV") == 3
+
+
+def test_progress_or_another_cause_lets_it_go_on() -> None:
+    rig = Rig(node_crashes=100).run()
+    for iteration in range(1, 5):
+        rig.steps(iteration)
+        rig.feed(killed(rig, 1))
+        rig.closed(g(iteration, rig.record.epoch))
+        rig.journal()
+        rig.restored()
+        rig.feed(killed(rig, 0))
+        rig.closed(g(iteration, rig.record.epoch - 1))
+        rig.journal()
+        rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_same_exit_twice_at_the_same_step_is_the_users_error() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: bad sample"))
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.MemberLost(*rig.seat(0), exit_code=1, last_line="ValueError: bad sample"))
+    assert rig.one(act.Finish).exit_status == 1
+    assert "bad sample" in rig.one(act.Finish).reason
+
+
+# No spare left.
+
+
+def waiting(**more: object) -> Rig:
+    rig = Rig(nodes=2, spares=0, **more).run()  # type: ignore[arg-type]
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(6), g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    return rig
+
+
+def test_node_that_joins_in_time_takes_the_roles() -> None:
+    rig = waiting()
+    rig.tick(1)
+    rig.join(5)
+    assert nodes_of(rig.pending) == {0: 0, 1: 5}
+    rig.journal()
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_frozen_member_is_reaped_before_a_joining_node_is_given_roles() -> None:
+    rig = waiting()
+    rig.feed(ev.MemberSuspected(0, 0, 0, "frozen"))
+    rig.join(5)
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.feed(ev.MemberLost(0, 0, 0, signal=SIGKILL))
+    assert rig.pending.seats == {0: Seat(0, 0, 1), 1: Seat(5, 0, 0)}
+
+
+def test_without_spare_the_common_generation_is_dumped() -> None:
+    rig = waiting()
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
+    rig.feed(ev.Dumped(0, g(6)))
+    assert rig.emitted(Kind.REFUSED)
+    rig.feed(ev.Dumped(0, g(7)))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.resume == Restore("dump", g(7), "step", path="/dump/1-7")
+
+
+def test_node_lost_while_dumping_leaves_what_others_hold() -> None:
+    rig = Rig(nodes=3, spares=0, replicas=2).run()
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump).nodes == (0, 1)
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.feed(ev.Dumped(1, g(7)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_what_was_dumped_is_not_lost_with_its_node_but_the_rest_is() -> None:
+    rig = Rig(nodes=3, spares=0).run()
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(6), g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.feed(ev.Dumped(0, g(7)), ev.NodeLost(0, "gone"))
+    assert rig.state.phase is Phase.DUMPING
+    rig.feed(ev.Dumped(1, g(7), error="disk full"))
+    assert rig.one(act.Finish).exit_status == 1
+
+
+def test_dump_that_takes_too_long_is_given_up() -> None:
+    rig = waiting()
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.tick(rig.settings.first_step_seconds)
+    assert rig.one(act.Finish).exit_status == 1
+
+
+def test_checkpoint_instead_of_a_dump_when_nothing_is_common() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.feed(ev.DurableValid(5, "/ck/5"), ev.NodeLost(1, "gone"))
+    rig.closed()
+    rig.tick(rig.settings.spare_timeout_seconds)
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.resume is not None
+    assert finish.resume.path == "/ck/5"
+
+
+def test_nobody_left_while_waiting_for_a_spare() -> None:
+    rig = waiting()
+    rig.feed(ev.NodeLost(0, "gone"))
+    assert rig.one(act.Finish).exit_status == 1
+    assert rig.of(act.Exit)

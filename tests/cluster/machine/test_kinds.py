@@ -1,0 +1,281 @@
+"""Kinds of failure in the state machine: what repeats, where it repeats, and losses not finite."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
+
+CUDA = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+
+
+def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
+    return ev.MemberLost(*rig.seat(role), exit_code=1, last_line=line)
+
+
+def recover(rig: Rig, iteration: int) -> None:
+    """The way from a closed epoch to the next one, which restores ``iteration``."""
+    rig.closed(*(g(iteration, lineage) for lineage in range(1, rig.record.epoch + 1)))
+    rig.journal()
+    rig.restored()
+
+
+def kinds(rig: Rig, kind: Kind) -> list[str]:
+    return [str(e.data["kind"]) for e in rig.of(act.EmitEvent, rig.log) if e.kind is kind]
+
+
+@pytest.mark.parametrize("silent", [FailureKind.NODE_CUT, FailureKind.NODE_FROZEN])
+def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKind) -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    rig.feed(ev.NodeLost(1, "silent for 5.0 s", 5.0, silent))
+    recover(rig, 3)
+    rig.steps(4)
+    assert kinds(rig, Kind.NODE_LOST) == kinds(rig, Kind.EPOCH_CLOSED) == [silent]
+    assert kinds(rig, Kind.RECOVERED) == [silent]
+    assert rig.state.recoveries[0].to_dict()["kind"] == silent
+
+
+def test_the_record_says_what_ended_the_epoch_before() -> None:
+    rig = Rig().run()
+    assert rig.record.failure == {}
+    rig.steps(3)
+    rig.feed(ended(rig, 1, "ValueError: sample 17"))
+    recover(rig, 3)
+    assert rig.record.failure == {
+        "kind": "process-crash",
+        "signature": ["exit", "1", "ValueError: sample #"],
+        "exited": True,
+        "iteration": 3,
+        "node": 1,
+    }
+    assert EpochRecord.from_dict(rig.record.to_dict()) == rig.record
+
+
+def test_second_device_error_on_a_node_moves_its_roles_to_a_spare() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    for _ in range(2):
+        assert nodes_of(rig.record) == {0: 0, 1: 1}
+        rig.feed(ended(rig, 1, CUDA))
+        recover(rig, 3)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
+    assert rig.state.avoid == {1}
+
+
+def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    rig.feed(ended(rig, 1, CUDA))
+    recover(rig, 3)
+    rig.feed(ended(rig, 0, CUDA))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.kind) == (1, "bug")
+    assert "illegal memory access" in end.reason
+
+
+def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
+    rig = Rig(spares=0).run()
+    rig.steps(3)
+    for _ in range(2):
+        rig.feed(ended(rig, 1, CUDA))
+        recover(rig, 3)
+        assert nodes_of(rig.record) == {0: 0, 1: 1}
+    rig.feed(ended(rig, 1, CUDA))
+    assert rig.one(act.Finish).kind == "bug"
+
+
+def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
+    rig.feed(killed(rig, 1, 11))
+    recover(rig, iteration)
+    rig.steps(iteration + 1)
+    rig.now += pause_seconds
+
+
+def test_crashes_on_one_node_within_the_window_put_it_aside() -> None:
+    rig = Rig().run()
+    rig.steps(1)
+    for n in range(1, 4):
+        crash_and_go_on(rig, n, pause_seconds=100)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    (aside,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.NODE_ASIDE)
+    assert "3 crashes within 600 s" in aside.data["cause"]
+
+
+def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
+    rig = Rig(restarts_in_place=3).run()
+    rig.steps(1)
+    for n in range(1, 9):
+        crash_and_go_on(rig, n, pause_seconds=301)
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+    assert rig.state.nodes[1].restarts == 8
+
+
+def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None:
+    rig = Rig(spares=0, restarts_in_place=4).run()
+    rig.steps(1)
+    for n in range(1, 5):
+        crash_and_go_on(rig, n, pause_seconds=1)
+    assert 1 in rig.state.nodes
+    rig.feed(killed(rig, 1, 11))
+    assert 1 not in rig.state.nodes
+
+
+def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
+    rig = Rig().run()
+    rig.steps(1)
+    for n in range(1, 4):
+        crash_and_go_on(rig, n, pause_seconds=1)
+    for place in sorted(rig.state.members.killed):  # the members of node 1 begin anew
+        rig.feed(ev.MemberLost(*place, rig.state.members[place].incarnation, signal=9))
+    rig.hello(1)
+    rig.warm(1)
+    for n in range(4, 8):
+        rig.feed(killed(rig, 0, 11))
+        recover(rig, n)
+        rig.steps(n + 1)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+
+
+def test_a_process_that_its_agent_killed_is_no_crash_of_the_node() -> None:
+    rig = Rig().run()
+    rig.steps(1)
+    for n in range(1, 6):
+        rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
+        recover(rig, n)
+        rig.steps(n + 1)
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+
+
+def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
+    recover(rig, 7)
+    rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.kind) == (1, "bug")
+    for part in ("after iteration 7", "2 times", "exit 1", "found NaN", "role 1 on node 1"):
+        assert part in end.reason, part
+    assert "logs/node1-slot0-0.log" in end.reason
+    assert "logs/node1-slot0-1.log" in end.reason
+
+
+def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    for n in range(3):
+        rig.feed(ev.RolesHung(rig.record.epoch, (1,), "no progress of any role for 300.0 s"))
+        if n < 2:
+            assert rig.one(act.KillMember).hung
+            rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
+            rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
+            recover(rig, 7)
+    end = rig.one(act.Finish)
+    assert end.kind == "bug"
+    assert "stack of role 1: wait (x.py:1)" in end.reason
+
+
+# Losses that are not finite.
+
+
+def nan(rig: Rig, iteration: int) -> list[act.Action]:
+    return rig.feed(ev.LossNotFinite(rig.record.epoch, 1, 1, iteration, "nan"))
+
+
+def test_nan_stops_the_run_with_what_is_known() -> None:
+    rig = Rig().run()
+    rig.steps(4)
+    rig.feed(ev.DurableValid(3, "/saves/iter_3"))
+    nan(rig, 5)
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.kind) == (4, "nonfinite-loss")
+    for part in ("iteration 5 is nan", "role 1", "node 1", "/saves/iter_3 (iteration 3)"):
+        assert part in end.reason, part
+
+
+def test_nan_with_ignore_is_a_step_like_any_other() -> None:
+    rig = Rig(nonfinite="ignore").run()
+    nan(rig, 5)
+    assert (rig.state.newest, rig.state.phase) == (5, Phase.RUNNING)
+
+
+def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    rig.closed(g(4), g(5), g(6))
+    assert rig.pending.restore.generation == g(4)
+    assert rig.pending.failure["kind"] == "nonfinite-loss"
+    rig.journal()
+    (decided,) = rig.emitted(Kind.EPOCH_DECIDED)
+    assert decided.data["forgotten_from"] == 5
+    rig.restored()
+    rig.steps(5)
+    assert rig.state.phase is Phase.RUNNING
+    rig.feed(killed(rig, 0))
+    rig.closed(g(4), g(5, 2))
+    assert rig.pending.restore.generation == g(5, 2), "computed anew, it is good"
+
+
+def test_rollback_does_not_take_a_checkpoint_of_the_bad_iteration() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    rig.feed(ev.DurableValid(5, "/saves/iter_5"))
+    nan(rig, 5)
+    rig.closed(g(5))
+    assert rig.one(act.Finish).exit_status == 1
+
+
+def test_second_nan_at_the_same_iteration_stops() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    recover(rig, 4)
+    nan(rig, 5)
+    end = rig.one(act.Finish)
+    assert end.exit_status == 4
+    assert "before" in end.reason
+
+
+def test_nan_of_a_closed_epoch_is_refused() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    rig.feed(killed(rig, 0))
+    nan(rig, 5)
+    assert rig.emitted(Kind.REFUSED)
+
+
+def taken_over(rig: Rig) -> Rig:
+    """Another coordinator, with nothing but the journal of the first."""
+    records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
+    rig.state = rig.machine.resume(records, None, rig.now)
+    return rig
+
+
+def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    rig.feed(ended(rig, 1, "ValueError: sample 17"))
+    recover(rig, 7)
+    assert rig.record.emitted_up_to == 7
+    taken_over(rig)
+    ((iteration, failure),) = rig.state.failures
+    assert (iteration, failure.exited, failure.node) == (7, True, 1)
+    assert failure.signature == ("exit", "1", "ValueError: sample #")
+
+
+def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -> None:
+    rig = Rig(nonfinite="rollback").run()
+    rig.steps(4)
+    nan(rig, 5)
+    recover(rig, 4)
+    taken_over(rig)
+    nan(rig, 5)
+    assert rig.one(act.Finish).exit_status == 4

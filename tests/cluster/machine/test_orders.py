@@ -1,0 +1,360 @@
+"""Orderly changes (drain, new copies) and the account of where recovery time went."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.timing import PHASES
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Restore, Seat
+from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
+
+
+def drained() -> Rig:
+    """Nodes 0 and 1 train, 2 is a spare; drain of node 1 is asked for after iteration 7."""
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.DrainRequested(1))
+    return rig
+
+
+def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
+    rig = drained()
+    assert rig.one(act.Pause) == act.Pause(1, 9)
+    assert rig.state.phase is Phase.PAUSING
+    rig.feed(ev.Paused(*rig.seat(0), 1, 9))
+    assert not rig.of(act.CloseEpoch)
+    rig.feed(ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
+    rig.closed(g(9))
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    assert rig.pending.restore.generation == g(9)
+    assert rig.pending.nodes[1].spare
+    assert [s.node for s in rig.pending.restore.sources[1]["main"]] == [1, 0]
+    rig.journal()
+    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    assert rig.one(act.StartMembers).slots == {0: 1}
+    assert rig.state.nodes[1].restarts == 0
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+    assert not rig.state.drains
+
+
+def test_member_that_is_past_the_iteration_makes_it_later() -> None:
+    rig = drained()
+    rig.feed(ev.Paused(*rig.seat(0), 1, 9), ev.PauseRefused(*rig.seat(1), 1, 9))
+    assert rig.one(act.Pause) == act.Pause(1, 11)
+    rig.feed(ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.emitted(Kind.REFUSED)
+    rig.feed(ev.PauseRefused(*rig.seat(1), 1, 9))  # an answer to the earlier order
+    assert not rig.of(act.Pause)
+    rig.feed(ev.Paused(*rig.seat(0), 1, 11), ev.Paused(*rig.seat(1), 1, 11))
+    assert rig.one(act.CloseEpoch)
+
+
+def test_pause_that_takes_too_long_becomes_an_interrupt() -> None:
+    rig = drained()
+    rig.tick(rig.settings.hang_seconds)
+    assert rig.one(act.CloseEpoch).cause == "drain of node 1"
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_drained_node_is_needed_as_a_source_until_all_have_restored(opened: bool) -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.journal()
+    if opened:
+        rig.restored()
+    rig.feed(ev.NodeLost(1, "switched off"))
+    assert len(rig.of(act.CloseEpoch)) == (not opened)
+
+
+def wanted_dump(seconds: float | None = None) -> Rig:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.DumpRequested("time is over", seconds))
+    return rig
+
+
+def test_wanted_dump_pauses_saves_and_ends_although_there_is_a_spare() -> None:
+    rig = wanted_dump()
+    assert rig.one(act.Pause) == act.Pause(1, 9), "what is computed is committed first"
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+    rig.closed(g(9))
+    assert rig.one(act.Dump) == act.Dump((0, 1, 2), "/dump/1-9", g(9), "step")
+    rig.feed(*(ev.Dumped(node, g(9)) for node in (0, 1, 2)))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.reason.startswith("time is over; state dumped to /dump/1-9")
+    assert finish.resume == Restore("dump", g(9), "step", path="/dump/1-9")
+
+
+@pytest.mark.parametrize(("seconds", "share"), [(None, 1.0), (50.0, 0.2), (1e6, 1.0)])
+def test_wanted_dump_spends_a_part_of_its_time_on_the_pause(
+    seconds: float | None, share: float
+) -> None:
+    rig = wanted_dump(seconds)
+    limit = share * (seconds if share < 1.0 and seconds else rig.settings.hang_seconds)
+    rig.tick(limit - 0.01)
+    assert not rig.of(act.CloseEpoch)
+    rig.tick(0.01)
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+    rig.closed(g(7))
+    assert rig.one(act.Dump).generation == g(7)
+
+
+def test_wanted_dump_that_becomes_urgent_pauses_no_longer() -> None:
+    rig = wanted_dump()
+    assert not rig.feed(ev.DumpRequested("the time limit", 50.0))
+    assert not rig.feed(ev.DumpRequested("time is over"))
+    rig.tick(10.0)
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+
+
+def test_wanted_dump_without_a_journal_for_the_epoch_under_way() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.DECIDING
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.feed(ev.JournalFailed(rig.pending.epoch, "no space left"))
+    assert rig.one(act.Dump).generation == g(7)
+
+
+def test_wanted_dump_joins_a_pause_and_moves_nothing() -> None:
+    """A node was to be drained; the run ends instead."""
+    rig = drained()
+    rig.feed(ev.DumpRequested("time is over", 50.0))
+    assert not rig.of(act.Pause)
+    assert not rig.of(act.CloseEpoch)
+    rig.tick(10.0)
+    assert rig.one(act.CloseEpoch)
+    rig.closed(g(7))
+    assert rig.one(act.Dump).nodes == (0, 1, 2)
+
+
+def test_wanted_dump_does_not_wait_for_roles_that_just_failed() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.MemberFault(*rig.seat(1), 1, "connection reset"))
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.CloseEpoch).cause == "time is over"
+
+
+def test_a_run_that_is_complete_before_its_dump_needs_none() -> None:
+    rig = wanted_dump()
+    rig.feed(*(ev.MemberDone(*rig.seat(role), 1) for role in (0, 1)))
+    assert rig.one(act.Finish).exit_status == 0
+
+
+def test_a_dump_of_another_moment_does_not_count() -> None:
+    """One that an earlier coordinator ordered, before an evaluation of the same iteration."""
+    rig = wanted_dump()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.feed(*(ev.Dumped(node, g(9), boundary="evaluation") for node in (0, 1, 2)))
+    assert not rig.of(act.Finish)
+    rig.feed(*(ev.Dumped(node, g(9), boundary="step") for node in (0, 1, 2)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_wanted_dump_outlives_the_loss_of_a_node_meanwhile() -> None:
+    rig = wanted_dump()
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert rig.one(act.CloseEpoch).cause == "node 1: connection closed"
+    rig.closed(g(7))
+    assert rig.one(act.Dump).nodes == (0, 2)
+    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(2, g(7)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_wanted_dump_before_anything_was_begun_ends_at_once() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.Finish).exit_status == 75
+    assert not rig.of(act.Dump)
+
+
+def test_wanted_dump_before_the_first_record_was_announced() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.gather()
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_wanted_dump_while_an_epoch_opens_saves_what_it_was_restored_from() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    rig.journal()
+    rig.feed(ev.DumpRequested("time is over"))
+    rig.closed(g(7))
+    assert rig.one(act.Dump).generation == g(7)
+
+
+def test_wanted_dump_while_a_spare_is_awaited_waits_no_longer() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.steps(7)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.feed(ev.DumpRequested("time is over"))
+    assert rig.one(act.Dump) == act.Dump((0,), "/dump/1-7", g(7), "step")
+
+
+def test_dump_that_is_wanted_twice_is_ordered_once() -> None:
+    rig = wanted_dump()
+    rig.feed(ev.DumpRequested("again"))
+    assert rig.last == []
+    rig.tick(rig.settings.hang_seconds)
+    rig.closed(g(7))
+    rig.feed(ev.DumpRequested("again"))
+    assert rig.last == []
+
+
+def test_done_roles_count_as_paused() -> None:
+    rig = drained()
+    rig.feed(ev.MemberDone(*rig.seat(0), 1), ev.Paused(*rig.seat(1), 1, 9))
+    assert rig.one(act.CloseEpoch)
+
+
+def test_failure_during_the_pause_comes_first_and_the_drain_follows() -> None:
+    rig = drained()
+    rig.feed(killed(rig, 0))
+    assert rig.one(act.CloseEpoch)
+    rig.closed(g(8))
+    rig.journal()
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+    rig.restored()
+    assert rig.one(act.Pause).epoch == 2
+
+
+def test_drain_without_spare_waits_for_one() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.feed(ev.DrainRequested(1))
+    assert rig.state.phase is Phase.RUNNING
+    assert "waits for a spare" in str(rig.emitted(Kind.LOG)[0].data)
+    rig.join(2)
+    assert rig.one(act.Pause)
+
+
+def test_spare_that_is_lost_before_the_drain_closed_keeps_the_roles_where_they_are() -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(9))
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+    rig.journal()
+    assert not rig.of(act.KillMember)
+
+
+def test_drain_of_an_unknown_or_idle_node_changes_nothing() -> None:
+    rig = Rig().run()
+    before = rig.state
+    rig.feed(ev.DrainRequested(9))
+    assert rig.emitted(Kind.REFUSED)
+    rig.feed(ev.DrainRequested(2))
+    assert rig.state == before
+
+
+def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
+    rig = Rig(nodes=2, spares=0, replicas=2).run()
+    assert rig.record.fewer_copies == {0, 1}
+    rig.join(7)
+    assert rig.one(act.Welcome).record == rig.record
+    assert rig.one(act.Pause)
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
+    assert rig.state.awaited == {0, 1}
+    rig.closed(g(2))
+    assert rig.pending.fewer_copies == frozenset()
+    assert rig.pending.seats == rig.record.seats
+
+
+def test_drained_node_is_the_last_choice_as_a_spare() -> None:
+    rig = drained()
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, 9) for role in (0, 1)))
+    rig.closed(g(9))
+    rig.journal()
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    rig.restored()
+    rig.join(3)
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.closed(g(9))
+    assert rig.pending.seats[0] == Seat(3, 0, 0)
+
+
+def test_account_of_a_recovery() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.now += 10
+    rig.feed(ev.NodeLost(1, "silent", silent_seconds=2.0))
+    rig.now += 0.5
+    rig.closed(g(6))
+    rig.now += 0.25
+    rig.journal()
+    rig.feed(
+        ev.PhaseReported(2, "rebuild", 0.5),
+        ev.PhaseReported(2, "rebuild", 1.5),
+        ev.PhaseReported(2, "restore", 0.75),
+        ev.PhaseReported(1, "restore", 99.0),
+        ev.Exposed(2, 3.0),
+    )
+    rig.now += 2.25
+    rig.restored()
+    rig.now += 4
+    rig.steps(6)
+    assert not rig.state.recoveries
+    rig.steps(7)
+    (report,) = rig.state.recoveries
+    assert report.phases == {
+        **dict.fromkeys(PHASES, 0.0),
+        "detect": 2.0,
+        "close": 0.5,
+        "decide": 0.25,
+        "rebuild": 1.5,
+        "restore": 0.75,
+        "reprotect": 3.0,
+        "replay": 4.0,
+    }
+    assert report.seconds == pytest.approx(2 + 0.5 + 0.25 + 2.25 + 4)
+    assert report.steps_recomputed == 1
+    assert report.exposed_seconds == 3.0
+    assert report.to_dict()["seats_changed"] == {"1": [[1, 0, 0], [2, 0, 0]]}
+    (emitted,) = rig.emitted(Kind.RECOVERED)
+    assert emitted.data["cause"] == "node 1: silent"
+    rig.feed(ev.Exposed(2, 5.0))
+    assert rig.state.recoveries[0].phases["reprotect"] == 5.0, "the slowest role counts"
+    assert rig.state.recoveries[0].exposed_seconds == 5.0
+
+
+def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    rig.journal()
+    rig.now += 3
+    rig.feed(killed(rig, 0))
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    rig.steps(8)
+    (report,) = rig.state.recoveries
+    assert report.epoch == 3
+    assert report.phases["abandoned"] == 3.0
+    assert report.seconds == 3.0
+    assert "1.0.0" in report.cause
+    assert "0.0.0" in report.cause
+    assert report.seats_changed == {
+        0: (Seat(0, 0, 0), Seat(0, 0, 1)),
+        1: (Seat(1, 0, 0), Seat(1, 0, 1)),
+    }

@@ -1,0 +1,289 @@
+"""All processes are new, or too much is lost: what the coordinator makes of what is left."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Generation, Holding, Inventory, Restore
+from deadpool_megatron.layout.schemes import plan_in_words
+from deadpool_megatron.recovery import plan
+from tests.cluster.machine.rig import STEP, Phase, Rig, Seat, g, layout
+
+
+def started_again(old: Rig, durable: Restore | None = None) -> Rig:
+    """The coordinator of the next processes; no agent has come yet."""
+    records = [write.record for write in old.of(act.WriteRecord, old.log)]
+    rig = copy.copy(old)
+    rig.config = replace(old.config, restarted=True)
+    rig.machine = Machine(rig.config, plan)
+    rig.state = rig.machine.resume(records, durable, rig.now)
+    rig.last, rig.log = [], []
+    rig.feed(ev.StoreReady("store", 2))
+    return rig
+
+
+def found(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> Inventory:
+    held = tuple(Holding(role, one, STEP) for role in roles for one in generations)
+    world = rig.config.world_size
+    return Inventory(node, 0, held, tuple(layout(role, world) for role in roles))
+
+
+def join(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> None:
+    inventory = found(rig, node, *roles, generations=generations) if roles else None
+    rig.feed(ev.NodeJoined(node, "host", 1000 + node, f"node{node}", found=inventory))
+
+
+def closed(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> None:
+    inventory = found(rig, node, *roles, generations=generations)
+    rig.feed(ev.NodeInventory(replace(inventory, epoch=rig.record.epoch)))
+
+
+def said(rig: Rig) -> str:
+    return "\n".join(str(e.data["text"]) for e in rig.emitted(Kind.LOG))
+
+
+def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
+    old = Rig(nodes=2, spares=1).run()
+    old.steps(7)
+    rig = started_again(old)
+    join(rig, 0, 0, 1, generations=(g(6), g(7)))
+    assert rig.one(act.StartMembers).slots == {0: 1}, "never an incarnation that has been there"
+    join(rig, 1, 0, 1, generations=(g(6), g(7)))
+    assert rig.state.phase is Phase.GATHERING, "the spare gets its time"
+    join(rig, 2, generations=())
+    assert rig.one(act.CloseEpoch).cause == "all processes were started again"
+    for node in range(2):
+        closed(rig, node, 0, 1, generations=(g(6), g(7)))
+    closed(rig, 2, generations=())
+    restore = rig.pending.restore
+    assert (rig.pending.epoch, restore.kind, restore.generation) == (2, "memory", g(7))
+    assert rig.pending.failure["kind"] == "restart"
+    rig.journal()
+    assert "goes on from generation 1:7 in memory of nodes [0, 1]" in said(rig)
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+    assert not rig.state.inherited
+    assert not rig.state.restarted
+
+
+@pytest.mark.parametrize(("returns", "wanted"), [(False, "parity(4)"), (True, "local")])
+def test_new_processes_are_protected_as_their_command_says(returns: bool, wanted: str) -> None:
+    """Agents that come back by themselves have the command that the run began with."""
+    old = Rig(nodes=2, spares=1, protection="local").run()
+    old.steps(7)
+    records = [write.record for write in old.of(act.WriteRecord, old.log)]
+    settings = replace(old.settings, protection="parity")
+    config = replace(old.config, settings=settings, restarted=True, returns=returns)
+    state = Machine(config, plan).resume(records, None, old.now)
+    assert plan_in_words(state.protection) == wanted
+
+
+def test_without_the_spare_it_goes_on_after_a_while() -> None:
+    old = Rig(nodes=2, spares=1).run()
+    rig = started_again(old)
+    for node in range(2):
+        join(rig, node, 0, 1, generations=(g(7),))
+    rig.tick(rig.settings.connect_seconds + 1)
+    assert rig.of(act.CloseEpoch)
+    assert [e.node for e in rig.emitted(Kind.NODE_LOST)] == [2]
+
+
+def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.state = rig.state.changed({"gone": rig.state.gone.set(1, "connection closed")})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 5, 1, generations=(g(7),))
+    closed(rig, 0, 0, generations=(g(7),))
+    restore = rig.pending.restore
+    assert (restore.kind, restore.generation) == ("memory", g(7))
+    assert rig.pending.seats[1] == Seat(5, 0, 0)
+    assert [source.node for source in restore.sources[1]["main"]] == [5]
+
+
+def test_what_is_not_whole_in_memory_falls_to_the_checkpoint_and_says_why() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old, Restore("durable", Generation(0, 5), "save", "/ck/5"))
+    for node in range(2):
+        join(rig, node, 0, generations=(g(7),))
+    for node in range(2):
+        closed(rig, node, 0, generations=(g(7),))
+    rig.journal()
+    assert rig.record.restore.kind == "durable"
+    assert "durable state /ck/5, iteration 5: no generation can be restored" in said(rig)
+
+
+def test_an_abandoned_line_in_memory_is_not_taken_up() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    for node in range(2):
+        join(rig, node, 0, 1, generations=(g(7), g(9, lineage=5)))
+    for node in range(2):
+        closed(rig, node, 0, 1, generations=(g(7), g(9, lineage=5)))
+    assert rig.pending.restore.generation == g(7)
+
+
+def test_another_model_ends_the_run_and_keeps_the_slots() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    rig = started_again(old)
+    for node in range(2):
+        join(rig, node, 0, 1, generations=(g(7),))
+    for node in range(2):
+        closed(rig, node, 0, 1, generations=(g(7),))
+    rig.journal()
+    rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, 2, layout_hash="another")))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.keeps_slots) == (2, True)
+    assert "of another model or other flags" in end.reason
+
+
+def test_too_many_losses_write_what_is_held_the_newest_first() -> None:
+    rig = Rig(nodes=3, spares=0).run()
+    rig.feed(ev.NodeLost(2, "gone"), ev.NodeLost(1, "gone"))
+    closed(rig, 0, 0, generations=(g(6), g(7), g(9, lineage=4)))
+    order = rig.one(act.Dump)
+    assert (order.nodes, order.directory, order.held) == ((0,), "/dump", (g(7), g(6)))
+    rig.feed(ev.Dumped(0, g(7)))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.resume) == (1, None)
+    assert "nodes [0] wrote what they held to /dump" in end.reason
+
+
+@pytest.mark.parametrize("how", ["error", "lost", "late"])
+def test_a_node_that_cannot_write_does_not_hold_up_the_end(how: str) -> None:
+    rig = Rig(nodes=3, spares=0).run()
+    rig.feed(ev.NodeLost(2, "gone"), ev.NodeLost(1, "gone"))
+    closed(rig, 0, 0, generations=(g(7),))
+    if how == "error":
+        rig.feed(ev.Dumped(0, g(7), error="disk full"))
+        assert "could not write all it holds: disk full" in said(rig)
+    elif how == "lost":
+        rig.feed(ev.NodeLost(0, "gone"))
+    else:
+        rig.tick(rig.settings.first_step_seconds)
+    assert rig.one(act.Finish).exit_status == 1
+    assert "wrote what they held" not in rig.one(act.Finish).reason
+    kept = how != "lost"  # there is nothing else
+    assert rig.one(act.Finish).keeps_slots == kept
+    assert ("nodes [0] could not write" in rig.one(act.Finish).reason) == kept
+
+
+def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
+    """A node whose disk is full, in the epoch in which its slots were found as it came."""
+    old = Rig(nodes=2, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 1, 1, generations=(g(7),))
+    rig.feed(ev.DumpRequested("enough"))
+    for node in range(2):
+        closed(rig, node, node, generations=(g(7),))
+    assert rig.one(act.Dump).held == (), "the generation is whole"
+    rig.feed(ev.Dumped(0, g(7)), ev.Dumped(1, g(7), error="disk full"))
+    assert not rig.emitted(Kind.DUMPED)
+    assert rig.one(act.Dump).held == (g(7),), "what is left of it, for a later run"
+    rig.feed(ev.Dumped(0, g(7)))
+    end = rig.one(act.Finish)
+    assert "nodes [1] could not write" in end.reason
+    assert end.keeps_slots
+
+
+def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.config = replace(rig.config, returns=True)
+    rig.machine = Machine(rig.config, plan)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    closed(rig, 0, 0, generations=(g(7),))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "nodes [1] have" in said(rig)
+    join(rig, 4, 1, generations=(g(7),))
+    assert rig.pending.restore.kind == "memory"
+    assert rig.pending.seats[1] == Seat(4, 0, 0)
+
+
+def test_who_does_not_come_back_in_time_is_not_waited_for() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.config = replace(rig.config, returns=True)
+    rig.machine = Machine(rig.config, plan)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    closed(rig, 0, 0, generations=(g(7),))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump).held == (g(7),)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_agent_that_a_launcher_starts_again_is_waited_for(saved: bool) -> None:
+    """Also where a checkpoint would do: what is in memory is newer."""
+    rig = Rig(nodes=2, spares=0, protection="local").run()
+    if saved:
+        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
+    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
+    closed(rig, 0, 0, generations=(g(7),))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "nodes [1] have" in said(rig)
+    join(rig, 4, 1, generations=(g(7),))
+    assert rig.pending.restore.kind == "memory"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_one_that_does_not_come_up_is_given_up(saved: bool) -> None:
+    rig = Rig(nodes=2, spares=1, protection="local").run()
+    if saved:
+        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
+    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
+    for node in sorted(rig.state.awaited):
+        closed(rig, node, *((0,) if node == 0 else ()), generations=(g(7),))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    if saved:
+        assert rig.pending.restore.kind == "durable"
+    else:
+        assert rig.one(act.Dump).held == (g(7),)
+
+
+def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing() -> None:
+    """It has come under a new number, so that it was not asked for what it holds at the close."""
+    old = Rig(nodes=3, spares=0).run()
+    old.steps(7)
+    rig = started_again(old)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 5, 1, generations=(g(7),))
+    rig.tick(rig.settings.start_seconds)
+    closed(rig, 0, 0, generations=(g(7),))
+    assert rig.one(act.Dump).nodes == (0, 5)
+    rig.feed(ev.Dumped(5, g(7)))
+    rig.feed(ev.NodeLost(5, "connection closed"))
+    assert not rig.of(act.Finish)
+    rig.feed(ev.Dumped(0, g(7)))
+    assert "nodes [0, 5] wrote what they held" in rig.one(act.Finish).reason
+
+
+def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump() -> None:
+    """The coordinator was lost with its node, while the dump became a checkpoint."""
+    old = Rig(nodes=4, spares=0).run()
+    old.steps(7)
+    dump = Restore("dump", g(7), "step", path="/dump/1-7")
+    rig = started_again(old, durable=dump)
+    rig.state = rig.state.changed({"newest": 7})
+    join(rig, 0, 0, generations=(g(7),))
+    join(rig, 3, 3, generations=(g(7),))
+    rig.tick(rig.settings.start_seconds)
+    closed(rig, 0, 0, generations=(g(7),))
+    closed(rig, 3, 3, generations=(g(7),))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    rig.feed(*(ev.Dumped(node, g(7)) for node in rig.one(act.Dump).nodes))
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 75
+    assert finish.resume is not None
+    assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")

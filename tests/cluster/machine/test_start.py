@@ -1,0 +1,198 @@
+"""The start: who has to be there for epoch 1, and what happens when somebody is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Restore, Seat
+from tests.cluster.machine.rig import Phase, Rig, g, layout, nodes_of
+
+
+def test_joined_nodes_are_welcomed_and_start_members_for_their_likely_roles() -> None:
+    rig = Rig(nodes=2, spares=1, nproc=2)
+    rig.join(1, 2)
+    assert rig.of(act.Welcome) == [act.Welcome(1, None), act.Welcome(2, None)]
+    assert rig.of(act.StartMembers) == [
+        act.StartMembers(1, {0: 0, 1: 0}, {0: 2, 1: 3}),
+        act.StartMembers(2, {0: 0, 1: 0}, {0: 0, 1: 1}),
+    ]
+
+
+def test_first_record_waits_for_every_hello_and_the_store() -> None:
+    rig = Rig(nodes=2, spares=0, nproc=2)
+    rig.join(0, 1)
+    rig.hello(0, 1)
+    assert rig.state.phase is Phase.GATHERING
+    rig.feed(ev.StoreReady("store", 7))
+    record = rig.one(act.WriteRecord).record
+    assert (record.epoch, record.cause, record.store_port) == (1, "start", 7)
+    assert record.restore == Restore("initial", g(0))
+    assert record.seats == {r: Seat(r // 2, r % 2, 0) for r in range(4)}
+    assert rig.state.phase is Phase.DECIDING
+    assert not rig.of(act.Announce)
+
+
+def test_record_is_announced_only_when_it_is_durable() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.feed(ev.JournalWritten(2))
+    assert rig.emitted(Kind.REFUSED)
+    assert rig.state.phase is Phase.DECIDING
+    rig.journal()
+    assert rig.one(act.Announce).record == rig.record
+    assert rig.record.nodes[2].spare
+    assert not rig.record.nodes[0].spare
+    assert rig.state.phase is Phase.OPENING
+
+
+def test_running_when_all_roles_restored() -> None:
+    rig = Rig(nodes=2, spares=0, nproc=2)
+    rig.gather()
+    rig.journal()
+    rig.restored(0, 1, 2)
+    assert rig.state.phase is Phase.OPENING
+    rig.restored(3)
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.emitted(Kind.EPOCH_OPENED)
+    assert rig.state.deadline is None
+
+
+def test_spares_have_some_time_to_be_in_the_first_record() -> None:
+    rig = Rig(nodes=1, spares=1)
+    rig.feed(ev.StoreReady("store", 7))
+    rig.join(0)
+    rig.hello(0)
+    assert rig.state.phase is Phase.GATHERING
+    rig.tick(rig.settings.connect_seconds)
+    assert rig.one(act.WriteRecord).record.fewer_copies == {0}
+
+
+def test_late_training_node_is_replaced_by_a_spare() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.feed(ev.StoreReady("store", 7))
+    rig.join(0, 2)
+    rig.hello(0, 2)
+    assert rig.state.phase is Phase.GATHERING
+    rig.tick(rig.settings.start_seconds)
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    rig.join(1)
+    assert rig.one(act.DropNode).node == 1
+
+
+def test_node_lost_at_the_start_is_replaced_at_once() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.feed(ev.StoreReady("store", 7))
+    rig.join(0, 1, 2)
+    rig.hello(0, 2)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+
+
+def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
+    rig = Rig(nodes=2, spares=0)
+    rig.feed(ev.StoreReady("store", 7))
+    rig.join(0, 1)
+    rig.hello(0)
+    rig.tick(rig.settings.start_seconds)
+    finish = rig.one(act.Finish)
+    assert finish.exit_status == 2
+    assert "node 1" in finish.reason
+    assert rig.one(act.DropNode).node == 1
+    rig.tick(rig.settings.close_seconds)
+    assert rig.one(act.Exit).exit_status == 2
+
+
+def test_store_that_does_not_start_ends_the_run() -> None:
+    rig = Rig(nodes=1, spares=0)
+    rig.join(0)
+    rig.hello(0)
+    rig.tick(rig.settings.start_seconds)
+    assert "store" in rig.one(act.Finish).reason
+
+
+def test_command_that_exits_twice_in_the_same_way_is_not_started_again() -> None:
+    rig = Rig(nodes=2, spares=0)
+    rig.join(0, 1)
+    for slot_of in (0, 1):  # both fail the first time: that is no repetition
+        rig.feed(ev.MemberLost(slot_of, 0, 0, exit_code=1, last_line="ImportError"))
+        assert rig.one(act.StartMembers).slots == {0: 1}
+    rig.feed(ev.MemberLost(0, 0, 1, exit_code=1, last_line="ImportError"))
+    assert rig.one(act.Finish).exit_status == 1
+    assert "ImportError" in rig.one(act.Finish).reason
+
+
+def test_start_from_a_checkpoint() -> None:
+    start = Restore("durable", g(40, 3), "save", path="/ck")
+    rig = Rig(start=start)
+    rig.gather()
+    assert rig.pending.restore == Restore("durable", g(40), "save", path="/ck")
+
+
+def test_opening_limit_kills_who_did_not_report_and_waits_for_their_end() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    rig.restored(0)
+    s = rig.settings
+    rig.tick(s.adopt_seconds + s.rebuild_seconds + s.restore_seconds + s.start_seconds)
+    assert rig.one(act.KillMember) == act.KillMember(1, 0, 0, hung=True)
+    assert rig.one(act.CloseEpoch).epoch == 1
+    assert "roles [1]" in rig.one(act.CloseEpoch).cause
+    rig.closed(g(0))
+    assert rig.state.phase is Phase.CLOSING
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    assert rig.pending.seats[1] == Seat(1, 0, 1)
+
+
+def test_failure_before_anything_ran_begins_again() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed()
+    assert rig.pending.restore == Restore("initial", g(0, 2))
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+
+
+def test_restarted_store_reopens_an_epoch_that_still_needs_it() -> None:
+    rig = Rig()
+    rig.gather()
+    rig.feed(ev.StoreReady("store", 2))
+    rig.journal()
+    assert not rig.of(act.Announce)
+    assert (rig.pending.epoch, rig.pending.store_port) == (2, 2)
+    rig.journal()
+    rig.feed(ev.StoreReady("store", 3))
+    assert rig.one(act.CloseEpoch).epoch == 2
+    running = Rig().run()
+    running.feed(ev.StoreReady("store", 9))
+    assert running.last == []
+
+
+@pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])
+def test_stale_restored_is_refused(late: str) -> None:
+    rig = Rig()
+    rig.gather()
+    rig.journal()
+    before = rig.state
+    stale = {
+        "epoch": ev.Restored(0, 0, 0, 9, g(0)),
+        "incarnation": ev.Restored(0, 0, 1, 1, g(0)),
+        "role": ev.Restored(2, 0, 0, 1, g(0)),
+    }
+    rig.feed(stale[late])
+    assert rig.state == before
+    assert rig.emitted(Kind.REFUSED)
+
+
+def test_other_layout_for_the_same_role_is_not_accepted_for_state_in_memory() -> None:
+    rig = Rig().run()
+    rig.feed(ev.MemberLost(1, 0, 0, signal=9))
+    rig.closed(g(0))
+    rig.journal()
+    rig.feed(ev.MemberRegistered(1, 0, 1, layout(1, 2, layout_hash="other")))
+    assert rig.one(act.KillMember).node == 1
+    assert "lays out" in rig.one(act.CloseEpoch).cause

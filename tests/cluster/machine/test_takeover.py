@@ -1,0 +1,463 @@
+"""A coordinator dies in each phase and another takes over from the journal and from the agents."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from tests.cluster.machine.rig import Phase, Rig, g, killed, layout, nodes_of
+
+CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
+
+
+def successor(old: Rig, *, landed: bool = True, port: int | None = 1) -> Rig:
+    """The next coordinator. ``landed``: the record that was being written is durable; ``port``: of
+    its store, None while that starts."""
+    records = [write.record for write in old.of(act.WriteRecord, old.log)]
+    if old.state.pending is not None and not landed:
+        records.pop()
+    rig = copy.copy(old)
+    rig.state = rig.machine.resume(records, None, rig.now)
+    rig.last, rig.log = [], []
+    if port is not None:
+        rig.feed(ev.StoreReady("store", port))
+    return rig
+
+
+def rejoin(
+    rig: Rig,
+    old: Rig,
+    *nodes: int,
+    closed: int = 0,
+    restored: bool = True,
+    ended: Collection[int] = (),
+    epoch: int | None = None,
+) -> None:
+    """Agents of the run of ``old`` come back. ``ended``: roles whose processes died meanwhile."""
+    newest = old.record.epoch if epoch is None else epoch
+    dead = {(old.record.seats[role].node, old.record.seats[role].slot) for role in ended}
+    for node in nodes:
+        there = {p[1]: m.incarnation for p, m in old.state.members.items() if p[0] == node}
+        alive = {slot: number for slot, number in there.items() if (node, slot) not in dead}
+        done = dict.fromkeys(alive, newest) if restored else {}
+        event = ev.NodeJoined(
+            node, "host", 1000 + node, f"node{node}", alive, there, newest, closed, done
+        )
+        rig.feed(event)
+
+
+def repeat(rig: Rig) -> None:
+    """What agents say again after a welcome in an epoch that runs."""
+    rig.restored()
+    spares = {node for node, address in rig.record.nodes.items() if address.spare}
+    rig.warm(*spares)
+
+
+def assert_untouched(rig: Rig) -> None:
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.state.epoch == 1
+    assert not rig.of(act.CloseEpoch, rig.log)
+    assert not rig.of(act.StartMembers, rig.log)
+    assert not rig.of(act.WriteRecord, rig.log)
+
+
+def test_training_goes_on_in_the_same_epoch() -> None:
+    old = Rig(nodes=2, spares=1, nproc=2).run()
+    old.steps(7)
+    rig = successor(old, port=9)  # another store: nothing in a running epoch touches it
+    rejoin(rig, old, 0, 1)
+    assert rig.of(act.Welcome, rig.log)[0].record == old.record
+    rig.steps(8)
+    assert rig.state.newest == 8
+    assert rig.state.phase is Phase.GATHERING
+    rejoin(rig, old, 2)
+    assert_untouched(rig)
+    repeat(rig)
+    assert_untouched(rig)
+    rig.feed(killed(rig, 1))
+    assert rig.one(act.CloseEpoch).epoch == 1
+
+
+def test_epoch_that_runs_does_not_wait_for_the_store_but_the_next_one_does() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old, port=None)
+    rejoin(rig, old, 0, 1)
+    assert_untouched(rig)
+    repeat(rig)
+    rig.feed(killed(rig, 1))
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.CLOSING
+    assert rig.state.waiting_for() == "the store process of the communicators to start"
+    without = copy.copy(rig)
+    rig.feed(ev.StoreReady("store", 5))
+    assert (rig.pending.epoch, rig.pending.store_port) == (2, 5)
+    without.tick(without.settings.start_seconds)
+    assert "store process" in without.one(act.Finish).reason
+
+
+def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old)
+    rejoin(rig, old, 0)
+    rig.feed(ev.MemberDone(*old.seat(0), 1))
+    rejoin(rig, old, 1)
+    assert rig.state.phase is Phase.RUNNING
+    rig.feed(ev.MemberDone(*old.seat(1), 1))
+    assert rig.one(act.Finish).exit_status == 0
+
+
+def test_run_that_was_ending_ends_again() -> None:
+    old = Rig(spares=0).run()
+    old.feed(*(ev.MemberDone(*old.seat(role), 1) for role in (0, 1)))
+    assert old.state.phase is Phase.ENDING
+    rig = successor(old)
+    rejoin(rig, old, 0, 1)
+    rig.feed(*(ev.MemberDone(*old.seat(role), 1) for role in (0, 1)))
+    assert rig.one(act.Finish).exit_status == 0
+
+
+def test_member_that_ended_while_nobody_looked_closes_the_epoch_when_all_are_back() -> None:
+    old = Rig().run()
+    rig = successor(old)
+    rejoin(rig, old, 1, ended=[1])
+    assert rig.one(act.StartMembers).slots == {0: 1}
+    rejoin(rig, old, 0)
+    assert not rig.of(act.CloseEpoch, rig.log)
+    rejoin(rig, old, 2)
+    assert "roles [1] ended" in rig.one(act.CloseEpoch).cause
+    rig.closed(g(7))
+    assert rig.pending.seats[1].incarnation == 1
+
+
+def test_replacement_that_was_started_already_is_not_the_player_of_the_role() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old)
+    rejoin(rig, old, 0)
+    rig.feed(ev.NodeJoined(1, "host", 1, "node1", {0: 1}, {0: 1}, 1))
+    assert not rig.of(act.StartMembers, rig.log)
+    assert "roles [1] ended" in rig.one(act.CloseEpoch).cause
+
+
+@pytest.mark.parametrize("node", [1, 2])
+def test_node_that_does_not_come_back_is_lost(node: int) -> None:
+    old = Rig(nodes=2, spares=1).run()
+    rig = successor(old)
+    rejoin(rig, old, *({0, 1, 2} - {node}))
+    repeat(rig)
+    assert rig.state.phase is Phase.GATHERING
+    rig.tick(rig.settings.rejoin_seconds)
+    assert rig.emitted(Kind.NODE_LOST)[0].node == node
+    if node == 1:
+        assert "node 1: did not join again" in rig.one(act.CloseEpoch).cause
+        rig.closed(g(7))
+        assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    else:
+        assert_untouched(rig)  # a spare that owes no copy
+    rejoin(rig, old, node)
+    assert rig.one(act.DropNode).node == node
+
+
+@pytest.mark.parametrize("lost", ["member", "node", "suspected", "fault", "inventory"])
+def test_failure_before_all_are_back_is_remembered(lost: str) -> None:
+    old = Rig(nodes=2, spares=1).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1)
+    found = {
+        "member": killed(old, 1),
+        "node": ev.NodeLost(1, "connection closed"),
+        "suspected": ev.MemberSuspected(*old.seat(1), cause="frozen"),
+        "fault": ev.MemberFault(*old.seat(1), epoch=1, text="peer closed"),
+        "inventory": old.inventory(1, g(7)),
+    }
+    rig.feed(found[lost])
+    rig.tick(0.6)
+    assert rig.state.phase is Phase.GATHERING
+    assert not rig.of(act.CloseEpoch)
+    rejoin(rig, old, 2)
+    closed = rig.one(act.CloseEpoch)
+    words = {
+        "member": "SIGKILL",
+        "node": "connection closed",
+        "suspected": "frozen",
+        "fault": "peer closed",
+        "inventory": "node 1 has closed",
+    }
+    assert words[lost] in closed.cause
+
+
+def test_fault_that_the_dead_coordinator_had_heard_is_repeated() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1)
+    assert rig.state.phase is Phase.RUNNING
+    rig.feed(ev.MemberFault(*old.seat(0), epoch=1, text="peer closed"))
+    rig.tick(0.6)
+    assert "peer closed" in rig.one(act.CloseEpoch).cause
+
+
+@pytest.mark.parametrize("all_had_it", [False, True])
+def test_dead_in_closing(all_had_it: bool) -> None:
+    """Some agents or all have closed the epoch by order of the dead coordinator."""
+    old = Rig().run()
+    old.steps(7)
+    old.feed(killed(old, 1))
+    assert old.state.phase is Phase.CLOSING
+    rig = successor(old)
+    rejoin(rig, old, 1, closed=1, ended=[1])
+    rejoin(rig, old, 0, 2, closed=int(all_had_it))
+    assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, CLOSED_BEFORE)
+    rig.closed(g(7))
+    rig.journal()
+    assert rig.record.epoch == 2
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_dead_in_waiting_for_a_spare() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.feed(ev.NodeLost(1, "gone"))
+    old.closed(g(7))
+    assert old.state.phase is Phase.WAITING_SPARE
+    rig = successor(old)
+    rejoin(rig, old, 0, closed=1)
+    rig.tick(rig.settings.rejoin_seconds)
+    assert rig.one(act.CloseEpoch).cause == CLOSED_BEFORE
+    rig.closed(g(7))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.join(5)
+    assert nodes_of(rig.pending) == {0: 0, 1: 5}
+
+
+def test_dead_in_deciding_before_the_record_was_durable() -> None:
+    old = Rig().run()
+    old.feed(killed(old, 1))
+    old.closed(g(7))
+    assert old.state.phase is Phase.DECIDING
+    rig = successor(old, landed=False)
+    rejoin(rig, old, 0, 1, 2, closed=1)
+    assert rig.one(act.CloseEpoch).epoch == 1
+    rig.closed(g(7))
+    assert rig.pending.epoch == 2
+
+
+@pytest.mark.parametrize("had_it", [(), (0,), (0, 1, 2)])
+def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
+    """The record counts: its welcome brings it to those who do not have it."""
+    old = Rig().run()
+    old.feed(ev.MemberSuspected(*old.seat(1), cause="frozen"))
+    old.feed(ev.MemberLost(*old.seat(1), signal=9))
+    old.closed(g(7))
+    record = old.pending
+    rig = successor(old)
+    for node in (0, 1, 2):
+        rejoin(rig, old, node, closed=1, epoch=2 if node in had_it else 1, restored=node in had_it)
+        assert rig.one(act.Welcome).record == record
+    assert not rig.of(act.CloseEpoch, rig.log)
+    if len(had_it) < 3:
+        assert rig.state.phase is Phase.OPENING
+        assert rig.state.deadline is not None
+    rig.restored(0)
+    rig.restored(1)
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.state.epoch == 2
+
+
+def test_epoch_that_still_needs_the_dead_store_is_closed() -> None:
+    old = Rig(spares=0)
+    old.gather()
+    old.journal()
+    old.restored(0)
+    rig = successor(old, port=2)
+    rejoin(rig, old, 0)
+    rejoin(rig, old, 1, restored=False)
+    assert "store of epoch 1" in rig.one(act.CloseEpoch).cause
+
+
+def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:
+    old = Rig(nodes=2, spares=0, nproc=2)
+    old.gather()
+    old.journal()
+    old.restored(0, 1)
+    rig = successor(old)
+    rejoin(rig, old, 0)
+    rejoin(rig, old, 1, restored=False)
+    assert rig.state.phase is Phase.OPENING
+    assert rig.state.waiting_for() == "restored from roles [2, 3]"
+    rig.restored(2, 3)
+    assert_untouched(rig)
+    late = successor(old)
+    rejoin(late, old, 0)
+    rejoin(late, old, 1, restored=False)
+    assert late.state.deadline is not None
+    late.tick(late.state.deadline - late.now)
+    assert {order.node for order in late.of(act.KillMember)} == {1}
+    assert "did not restore in time" in late.one(act.CloseEpoch).cause
+
+
+def test_restore_that_had_failed_is_repeated() -> None:
+    old = Rig(spares=0).run()
+    old.feed(killed(old, 1))
+    old.closed(g(7))
+    old.journal()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1, closed=1, restored=False)
+    assert rig.state.phase is Phase.OPENING
+    rig.feed(ev.RestoreFailed(*rig.seat(1), epoch=2, part="main", text="no good bytes"))
+    rig.tick(0.6)
+    assert "no good bytes" in rig.one(act.CloseEpoch).cause
+
+
+def test_dead_before_the_first_record_was_announced() -> None:
+    old = Rig(spares=0)
+    old.gather()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1, epoch=0, restored=False)
+    assert rig.state.phase is Phase.OPENING
+    rig.restored()
+    assert_untouched(rig)
+
+
+@pytest.mark.parametrize("before_all_are_back", [False, True])
+def test_dead_in_pausing(before_all_are_back: bool) -> None:
+    """Who stands still by an order of the dead coordinator moves again after a close."""
+    old = Rig(nodes=2, spares=1).run()
+    old.steps(7)
+    old.feed(ev.DrainRequested(1))
+    assert old.state.phase is Phase.PAUSING
+    rig = successor(old)
+    rejoin(rig, old, 0, 1)
+    paused = ev.Paused(*old.seat(0), 1, 9)
+    if before_all_are_back:
+        rig.feed(paused)
+        assert rig.state.phase is Phase.GATHERING
+    rejoin(rig, old, 2)
+    if not before_all_are_back:
+        assert rig.state.phase is Phase.RUNNING
+        rig.feed(paused)
+    assert rig.one(act.Pause) == act.Pause(1, 9)
+    assert rig.state.phase is Phase.PAUSING
+    rig.feed(ev.PauseRefused(*old.seat(1), 1, 9))
+    assert rig.one(act.Pause) == act.Pause(1, 11)
+    rig.feed(ev.Paused(*old.seat(0), 1, 11), ev.Paused(*old.seat(1), 1, 11))
+    assert "pause that was ordered" in rig.one(act.CloseEpoch).cause
+
+
+def test_pause_that_is_not_completed_after_a_takeover_ends() -> None:
+    old = Rig(spares=0).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1)
+    rig.feed(ev.Paused(*old.seat(0), 1, 9))
+    rig.tick(rig.settings.hang_seconds)
+    assert rig.one(act.CloseEpoch)
+
+
+def test_dead_in_dumping_dumps_again() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.feed(ev.NodeLost(1, "gone"))
+    old.closed(g(7))
+    old.tick(old.settings.spare_timeout_seconds)
+    assert old.state.phase is Phase.DUMPING
+    rig = successor(old)
+    rejoin(rig, old, 0, closed=1)
+    rig.tick(rig.settings.rejoin_seconds)
+    rig.closed(g(7))
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Dump).nodes == (0,)
+    rig.feed(ev.Dumped(0, g(7)))
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_nobody_comes_back() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    rig = successor(old)
+    rig.tick(rig.settings.rejoin_seconds)
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.tick(rig.settings.spare_timeout_seconds)
+    assert rig.one(act.Finish).exit_status == 75
+
+
+def test_node_that_was_given_up_does_not_come_back() -> None:
+    """It was cut off when the newest record was made, and still has the one before."""
+    old = Rig(nodes=2, spares=1).run()
+    first = copy.copy(old)
+    old.feed(ev.NodeLost(1, "silent"))
+    old.closed(g(7))
+    old.journal()
+    rig = successor(old)
+    rejoin(rig, first, 1)
+    assert rig.one(act.DropNode) == act.DropNode(1, "epoch 2 went on without this node")
+    assert 1 not in rig.state.nodes
+
+
+def test_spare_that_joined_after_the_newest_record_is_a_spare_again() -> None:
+    old = Rig(nodes=2, spares=0).run()
+    old.join(2)
+    rig = successor(old)
+    rejoin(rig, old, 2, epoch=0, restored=False)
+    rejoin(rig, old, 0, 1)
+    assert_untouched(rig)
+    assert set(rig.state.nodes) == {0, 1, 2}
+
+
+def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
+    old = Rig(nodes=2, spares=1).run()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1, 2)
+    assert rig.state.phase is Phase.RUNNING
+    before = copy.copy(rig)
+    rig.feed(ev.NodeLost(2, "gone"))
+    assert rig.one(act.CloseEpoch)
+    repeat(before)
+    before.feed(ev.NodeLost(2, "gone"))
+    assert not before.of(act.CloseEpoch)
+
+
+def test_member_that_died_before_the_journal_was_begun_is_started_again() -> None:
+    old = Rig().run()
+    rig = successor(old)
+    rig.feed(ev.NodeJoined(0, "host", 1, "node0"))
+    assert rig.one(act.StartMembers).slots == {0: 1}
+    rig.feed(ev.NodeJoined(1, "host", 1, "node1", {}, {0: 4}))
+    assert rig.one(act.StartMembers).slots == {0: 5}
+    rig.feed(ev.NodeJoined(2, "host", 1, "node1", {0: 4}, {0: 4}))
+    assert not rig.of(act.StartMembers)
+
+
+def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
+    old = Rig(spares=0).run()
+    old.feed(killed(old, 1))
+    old.closed(g(7))
+    old.journal()
+    rig = successor(old)
+    rejoin(rig, old, 0, 1, closed=1, epoch=1)
+    assert rig.state.restored == frozenset()
+    rig.feed(ev.Restored(*rig.seat(0), 1, g(0)))
+    assert rig.state.restored == frozenset()
+    world = rig.config.world_size
+    rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, world)))
+    assert set(rig.state.layouts) == {0}
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_failure_that_repeats_is_counted_across_coordinators(progress: bool) -> None:
+    rig = Rig(spares=0).run()
+    rig.steps(7)
+    for attempt in range(2):
+        rig.feed(ev.MemberLost(*rig.seat(1), exit_code=1, last_line="ValueError: x"))
+        if attempt == 1:
+            break
+        rig.closed(g(7))
+        rig.journal()
+        rig.restored()
+        old, rig = rig, successor(rig)
+        rejoin(rig, old, 0, 1, closed=1)
+        assert rig.state.phase is Phase.RUNNING
+        rig.steps(8 if progress else 7)
+    assert bool(rig.of(act.Finish)) is not progress
+    if not progress:
+        assert "ValueError" in rig.one(act.Finish).reason

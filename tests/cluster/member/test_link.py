@@ -1,0 +1,195 @@
+"""MemberLink against a hand-driven agent end of the socket."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.member.link import EXIT_AGENT_LOST, Handlers, MemberLink, StopOrder
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.readiness import readable
+
+SECONDS = 20.0
+
+
+def record(epoch: int) -> dict[str, Any]:
+    restore = Restore("initial", Generation(epoch, 0))
+    return EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "127.0.0.1", 1).to_dict()
+
+
+class Agent:
+    """The other end; orders are followed by a wait for the next beat, to know they are in."""
+
+    def __init__(self) -> None:
+        self.socket, member = socket.socketpair()
+        self.socket.settimeout(SECONDS)
+        self.calls: list[tuple[Any, ...]] = []
+        self.link = MemberLink(member, Seat(0, 0, 0), "run", Settings())
+        self.section = "train"
+
+    def start(self) -> None:
+        self.link.start(
+            Handlers(
+                on_close=lambda epoch, cause: self.calls.append(("close", epoch, cause)),
+                on_record=lambda found: self.calls.append(("record", found.epoch)),
+                on_stop=lambda reason: self.calls.append(("stop", reason)),
+                on_pause=lambda iteration: self.calls.append(("pause", iteration)),
+                status=lambda: {"section": self.section, "iteration": 3},
+                on_durable=lambda iteration: self.calls.append(("durable", iteration)),
+            )
+        )
+
+    def expect(self, kind: str) -> dict[str, Any]:
+        while True:
+            message = framing.receive(self.socket)
+            if message["t"] == kind:
+                return message
+
+    def order(self, message: dict[str, Any]) -> None:
+        """Send, then wait for two beats: the first may have been on its way."""
+        framing.send(self.socket, message)
+        self.expect("beat")
+        self.expect("beat")
+
+    def interrupted(self) -> bool:
+        return readable(self.link.interrupt_fd, 0)
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    agent = Agent()
+    yield agent
+    agent.link.close()
+    agent.socket.close()
+
+
+def test_hello_comes_first_then_beats(agent: Agent) -> None:
+    agent.start()
+    assert framing.receive(agent.socket)["t"] == "hello"
+    beat = agent.expect("beat")
+    assert (beat["section"], beat["iteration"]) == ("train", 3)
+
+
+def test_close_interrupts_and_a_newer_record_takes_it_back(agent: Agent) -> None:
+    agent.start()
+    agent.order({"t": "record", "record": record(1)})
+    assert agent.link.wait_record(0, SECONDS).epoch == 1
+    assert not agent.interrupted()
+    agent.order({"t": "close", "epoch": 1, "cause": "node 1: gone"})
+    assert agent.interrupted()
+    agent.order({"t": "close", "epoch": 1, "cause": "told twice"})
+    with pytest.raises(TimeoutError, match="newer than epoch 1"):
+        agent.link.wait_record(1, 0.01)
+    agent.order({"t": "record", "record": record(1)})
+    with pytest.raises(TimeoutError):
+        agent.link.wait_record(0, 0.01)
+    agent.order({"t": "record", "record": record(2)})
+    assert agent.interrupted()
+    assert agent.link.wait_record(1, SECONDS).epoch == 2
+    assert not agent.interrupted()
+    assert agent.calls == [
+        ("record", 1),
+        ("close", 1, "node 1: gone"),
+        ("record", 2),
+    ]
+
+
+def test_record_that_is_closed_before_it_is_taken_is_never_taken(agent: Agent) -> None:
+    agent.start()
+    agent.order({"t": "record", "record": record(1)})
+    agent.order({"t": "close", "epoch": 1, "cause": "x"})
+    with pytest.raises(TimeoutError):
+        agent.link.wait_record(0, 0.01)
+    assert agent.interrupted()
+
+
+def test_stop_ends_a_wait_and_interrupts(agent: Agent) -> None:
+    agent.start()
+    found: list[str] = []
+
+    def wait() -> None:
+        try:
+            agent.link.wait_record(0, SECONDS)
+        except StopOrder as order:
+            found.append(str(order))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    agent.order({"t": "stop", "reason": "all done"})
+    waiter.join(SECONDS)
+    assert found == ["all done"]
+    assert agent.interrupted()
+    assert agent.link.stopped
+
+
+def test_pause_and_durable_reach_their_handlers(agent: Agent) -> None:
+    agent.start()
+    agent.order({"t": "pause", "iteration": 12, "epoch": 1})
+    agent.order({"t": "durable-done", "iteration": 10})
+    assert agent.calls == [("pause", 12), ("durable", 10)]
+
+
+def test_broken_status_is_reported_once_and_beats_go_on(agent: Agent) -> None:
+    agent.start()
+    agent.expect("beat")
+    agent.link._handlers = None
+    handlers = Handlers(
+        *(lambda *_: None for _ in range(4)),
+        status=lambda: {}["no such key"],
+    )
+    agent.link._handlers = handlers
+    assert "no such key" in agent.expect("event")["event"]["data"]["text"]
+    assert agent.expect("beat")["section"] == "unknown"
+
+
+def test_sending_never_blocks_and_keeps_the_order(agent: Agent) -> None:
+    agent.start()
+    text = "x" * 5000
+    for number in range(500):
+        agent.link.send({"t": "data", "number": number, "text": text})
+    assert not agent.link.flush(0.01)
+    numbers = [agent.expect("data")["number"] for _ in range(500)]
+    assert numbers == list(range(500))
+    assert agent.link.flush(SECONDS)
+
+
+def test_member_without_agent_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEADPOOL_AGENT_FD", raising=False)
+    with pytest.raises(RuntimeError, match="deadpool run"):
+        MemberLink.from_environment()
+
+
+def test_member_ends_when_its_agent_is_gone() -> None:
+    ours, theirs = socket.socketpair()
+    program = (
+        "import sys, time\n"
+        "from deadpool_megatron.cluster.member.link import Handlers, MemberLink\n"
+        "link = MemberLink.from_environment()\n"
+        "link.start(Handlers(*(lambda *a: None for _ in range(4)), status=dict))\n"
+        "link.wait_record(0)\n"
+    )
+    environment = {
+        "DEADPOOL_AGENT_FD": str(theirs.fileno()),
+        "DEADPOOL_NODE": "0",
+        "DEADPOOL_SLOT": "0",
+        "DEADPOOL_INCARNATION": "0",
+        "DEADPOOL_RUN_ID": "x",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    member = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, pass_fds=(theirs.fileno(),)
+    )
+    theirs.close()
+    ours.settimeout(SECONDS)
+    assert framing.receive(ours)["t"] == "hello"
+    ours.close()
+    assert member.wait(SECONDS) == EXIT_AGENT_LOST

@@ -1,0 +1,152 @@
+"""Process ends and freezes, with real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
+
+SECONDS = 20.0
+BUSY = "while True: pass"
+IDLE = "import signal; signal.pause()"
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    children: list[subprocess.Popen[bytes]] = []
+
+    def begin(program: str) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen([sys.executable, "-S", "-c", program], process_group=0)
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def until(what: str, ready: object) -> None:
+    limit = time.monotonic() + SECONDS
+    while not ready():  # type: ignore[operator]
+        assert time.monotonic() < limit, what
+        time.sleep(0.01)
+
+
+def settle(pid: int) -> None:
+    """Until the interpreter has started and sleeps."""
+    until("a sleeping child", lambda: _quiet(pid))
+
+
+def _quiet(pid: int) -> bool:
+    before = posix.state_and_cpu_ticks(pid)
+    time.sleep(0.1)
+    return before is not None and before[0] == "S" and posix.state_and_cpu_ticks(pid) == before
+
+
+def verdict(detector: FreezeDetector, start_at: float, seconds: float) -> float | None:
+    """At which of ten looks per second (times are made up) the process is found frozen."""
+    for look in range(1, int(seconds * 10) + 1):
+        if detector.is_frozen(start_at + look / 10):
+            return look / 10
+    return None
+
+
+def test_idle_process_without_beats_is_frozen_after_the_limit(start) -> None:  # type: ignore[no-untyped-def]
+    child = start(IDLE)
+    settle(child.pid)
+    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
+
+
+def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-def]
+    child = start(BUSY)
+    os.kill(child.pid, signal.SIGSTOP)
+    until("stopped", lambda: (posix.state_and_cpu_ticks(child.pid) or ("",))[0] == "T")
+    found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
+    assert found is not None
+    assert 3.0 <= found <= 3.3
+
+
+def test_busy_process_without_beats_is_not_frozen(start) -> None:  # type: ignore[no-untyped-def]
+    child = start(BUSY)
+    detector = FreezeDetector(child.pid, 0.3, time.monotonic())
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        assert not detector.is_frozen(time.monotonic())
+        time.sleep(0.05)
+
+
+def test_beats_and_forgiveness_keep_it_alive(start) -> None:  # type: ignore[no-untyped-def]
+    child = start(IDLE)
+    settle(child.pid)
+    detector = FreezeDetector(child.pid, 3.0, 0.0)
+    assert verdict(detector, 0.0, 2.5) is None
+    detector.beat(2.5)
+    assert verdict(detector, 2.5, 2.5) is None
+    detector.forgive(100.0)
+    assert verdict(detector, 103.0, 2.0) is None
+
+
+def test_ended_process_is_not_called_frozen(start) -> None:  # type: ignore[no-untyped-def]
+    child = start("pass")
+    child.wait()
+    assert verdict(FreezeDetector(child.pid, 1.0, 0.0), 0.0, 5) is None
+
+
+def test_child_watch_reports_the_end_and_kills_the_group() -> None:
+    program = (
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 11)\n"
+    )
+
+    async def watch() -> tuple[Ending | None, int]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], process_group=0, stdout=subprocess.PIPE
+        )
+        watched = ChildWatch(process.pid, lambda ending: None)
+        process.returncode = 0
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        process.stdout.close()
+        await asyncio.wait_for(watched.ended.wait(), SECONDS)
+        return watched.ending, grandchild
+
+    ending, grandchild = asyncio.run(watch())
+    assert ending == Ending(signal_name="SIGSEGV")
+    until("the grandchild to end", lambda: not posix.is_alive(grandchild))
+
+
+def test_endings_in_words() -> None:
+    assert str(Ending.from_wait_status(9)) == "killed by SIGKILL"
+    assert str(Ending.from_wait_status(7 << 8)) == "ended with exit status 7"
+    assert str(Ending.from_wait_status(40)) == "killed by signal 40"
+
+
+def test_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_line(log) == ""
+    log.write_text("x" * 20000 + "\nTraceback\nValueError: no\n\n  \n")
+    assert last_line(log) == "ValueError: no"
+
+
+def test_pid_with_another_start_time_is_another_process() -> None:
+    own = os.getpid()
+    started = posix.start_time(own)
+    assert started is not None
+    assert posix.is_alive(own, started)
+    assert not posix.is_alive(own, started + 1)
+    assert posix.start_time(2**22 - 1) is None

@@ -1,0 +1,83 @@
+"""Real processes are asked where they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from deadpool_megatron.cluster.process.stacks import Asked, Stacks, read_stacks
+
+_STANDS = """
+import threading, time
+from deadpool_megatron.cluster.process import stacks
+
+def innermost():
+    print("ready", flush=True)
+    time.sleep(600)
+
+def outer():
+    innermost()
+
+stacks.answer_asks()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+outer()
+"""
+_DOES_NOT_LISTEN = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@contextmanager
+def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
+    log = tmp_path / "log"
+    with open(log, "ab") as output:
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=output, stderr=output)
+    try:
+        limit = time.monotonic() + 60
+        while b"ready" not in log.read_bytes():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        yield child.pid, log
+    finally:
+        child.kill()
+        child.wait()
+
+
+def ask(pid: int, log: Path) -> Stacks:
+    async def answer() -> Stacks:
+        return await Asked(pid, log).answer(30.0)
+
+    return asyncio.run(answer())
+
+
+def test_main_thread_innermost_frame_first(tmp_path: Path) -> None:
+    with process(tmp_path, _STANDS) as (pid, log):
+        found = ask(pid, log)
+        again = ask(pid, log)
+    functions = [frame.split()[0] for frame in found.frames]
+    assert functions == ["innermost", "outer", "<module>"]
+    assert found.threads == 2
+    assert found.missing == ""
+    assert again == found, "the earlier answer in the log is not taken for this one"
+
+
+def test_a_stopped_process_cannot_answer_and_is_not_waited_for(tmp_path: Path) -> None:
+    with process(tmp_path, _STANDS) as (pid, log):
+        os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)
+        assert "stopped and cannot answer" in ask(pid, log).missing
+
+
+def test_a_process_without_the_handler_is_not_ended_by_the_question(tmp_path: Path) -> None:
+    with process(tmp_path, _DOES_NOT_LISTEN) as (pid, log):
+        assert "does not answer" in ask(pid, log).missing
+        os.kill(pid, 0)
+
+
+def test_text_that_is_no_listing() -> None:
+    assert read_stacks("whatever\n").missing
