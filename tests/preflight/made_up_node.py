@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.preflight.machine import Instruments, RealInstruments
+
 from deadpool_megatron.cli import check
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.preflight import stream
 from deadpool_megatron.preflight.facts import NodeFacts
-from deadpool_megatron.preflight.machine import Instruments, RealInstruments
 
 USUAL = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
 USUAL_RATE = 1e9

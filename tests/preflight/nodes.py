@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.preflight.board import Board
+
 from tests.cluster.running import PATIENCE_SECONDS, environment
 
 PROGRAM = "tests.preflight.made_up_node"

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from deadpool_megatron.preflight.assignment import LeftOut, assignment
+from deadpool_megatron.preflight.board import Announcement, Board, State
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli import check as command
 from deadpool_megatron.cli import check_table
-from deadpool_megatron.preflight.assignment import LeftOut, assignment
-from deadpool_megatron.preflight.board import Announcement, Board, State
 from tests.preflight.made_up_node import MadeUp
 from tests.preflight.nodes import Check, Ended
 

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deadpool_megatron.preflight.assignment import LeftOut, assignment
+from deadpool_megatron.preflight.board import Announcement, Board, State
+from deadpool_megatron.preflight.roster import Roster
+from deadpool_megatron.preflight.server import Server, connect
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.preflight import machine, stream
-from deadpool_megatron.preflight.assignment import LeftOut, assignment
-from deadpool_megatron.preflight.board import Announcement, Board, State
 from deadpool_megatron.preflight.facts import NodeFacts, Wanted
 from deadpool_megatron.preflight.judge import slow_or_unknown
-from deadpool_megatron.preflight.roster import Roster
 from deadpool_megatron.preflight.schedule import buddy_pairs, rounds, second_look
-from deadpool_megatron.preflight.server import Server, connect
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 

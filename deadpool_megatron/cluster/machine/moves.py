@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from immutables import Map
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import restart, room, timing
 from deadpool_megatron.cluster.machine.actions import (
     Announce,
@@ -355,5 +356,6 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
 def drop_node(turn: Turn, node: int, failure: Failure) -> None:
     """Put a connected node aside."""
     if node in turn.state.nodes:
-        turn.act(DropNode(node, failure.cause))
+        left_out = failure.kind is FailureKind.LEFT_OUT
+        turn.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(turn, node, failure)
