@@ -272,7 +272,9 @@ def _weak_ones_last(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     """Weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, one in judged.items() if one.standing is Standing.WEAK}
     turn.set(avoid=turn.state.avoid | weak)
-    leaving = sorted(weak & turn.state.seats.nodes, reverse=True)
+    seated = turn.state.seats.nodes
+    spares = sum(node not in seated and node not in weak for node in turn.state.nodes)
+    leaving = sorted(weak & seated)[:spares]
     while leaving and not _can_spare(turn, frozenset(leaving)):
         leaving.pop()
     turn.set(leaving=frozenset(leaving))
