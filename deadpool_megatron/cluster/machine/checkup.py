@@ -27,7 +27,8 @@ from deadpool_megatron.preflight.judge import Judgement, Standing
 from deadpool_megatron.preflight.schedule import Checkup, Pair
 
 EXIT_NOT_GOOD = 1
-EXIT_NOT_ENOUGH = 2
+# Nothing is wrong with the training: another job, on other nodes, goes on.
+EXIT_NOT_ENOUGH = 75
 # Of connections that a node tries at once (see vault.probing).
 _AT_ONCE = 64
 _BULK_SECONDS = 10.0

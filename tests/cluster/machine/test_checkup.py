@@ -98,7 +98,7 @@ def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
     rig = Rig(nodes=2, spares=0)
     come(rig, n1=OTHER)
     finish = rig.of(act.Finish)[0]
-    assert finish.exit_status == 2
+    assert finish.exit_status == 75, "another job may have other nodes"
     assert finish.reason.startswith("not enough nodes: 1 are good, --nodes is 2 (node 1: left out")
 
 
