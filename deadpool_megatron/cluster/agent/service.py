@@ -29,10 +29,11 @@ from deadpool_megatron.cluster.agent.members import Member, Members, wait_draine
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
     ExecStarter,
     ForkStarter,
@@ -120,7 +121,7 @@ class Agent:
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         try:
-            self._vault.start()
+            await self._vault.start()
             self._write_listing()
             if self._standby is not None:
                 self._standby.start()
@@ -134,6 +135,9 @@ class Agent:
                 self._stopping.wait(),
             )
         except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error), keep=True)
+        except VaultGivenUp as error:
+            self._link.send({"t": "given-up", "why": str(error)})
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
@@ -230,8 +234,9 @@ class Agent:
             if text in provisional:
                 extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
             try:
-                self._members.start(slot, int(incarnation), extra)
-            except StartError as error:
+                start = partial(self._members.start, slot, int(incarnation), extra)
+                await patiently(start, self._settings.close_seconds / 2)
+            except (StartError, OSError) as error:
                 self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
