@@ -172,7 +172,7 @@ def test_the_agent_says_so_and_ends(
         return await asyncio.wait_for(agent.run(), SECONDS)
 
     assert asyncio.run(live()) == EXIT_FENCED
-    cleanup.clean_run(run, info.run_id)
+    cleanup.remove_segments(options.segments)
     (report,) = [one for one in said if one["t"] == "given-up"]
     lost = reports.from_agent(0, report)
     assert isinstance(lost, NodeLost)
