@@ -25,10 +25,10 @@ def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: f
         for epoch, values in sorted(records.items())
     ]
     asked = wanted.newest(journal, newest_epoch)
-    if machine.begins_anew and asked != wanted.Wanted():
+    if machine.begins_anew and asked is not None:
         wanted.note(journal, None, newest_epoch)  # also for the coordinators after this one
     durable = chronicle.newest_durable()
-    state = machine.resume(kept, durable, now, asked.plan, mixed=asked.mixed)
+    state = machine.resume(kept, durable, now, asked)
     newest = max(state.newest, chronicle.results.last_iteration)
     # Nobody waits for a node that was given up before.
     return replace(state, newest=newest, gone=Map(chronicle.results.lost_nodes))

@@ -75,7 +75,6 @@ class Machine:
             SeatTable(wished),
             durable=saved,
             protection=plan,
-            mixed=config.settings.protection == "mixed",
         )
 
     def resume(
@@ -84,12 +83,9 @@ class Machine:
         durable: Restore | None,
         now: float,
         wanted: ProtectionPlan | None = None,
-        *,
-        mixed: bool | None = None,
     ) -> State:
         """The state of a coordinator that takes over a run: ``records`` is the whole journal,
-        ``wanted`` a plan that was asked for and that no record has yet, ``mixed`` what a user has
-        said last about who chooses the scheme, None for nothing.
+        ``wanted`` a plan that was asked for and that no record has yet.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -106,7 +102,7 @@ class Machine:
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
-            plan, told, mixed = begun.protection, last.protection, None
+            plan, told = begun.protection, last.protection
         return replace(
             begun,
             deadline=now + takeover.patience_seconds(self._config),
@@ -121,7 +117,6 @@ class Machine:
             protection=plan,
             protection_why=WHY if wanted is not None and plan == wanted else "",
             protection_told=told,
-            mixed=begun.mixed if mixed is None else mixed,
             nonfinite=nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
