@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from immutables import Map
 
-from deadpool_megatron.cluster.machine import restart, room, timing
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import history, restart, room, timing
 from deadpool_megatron.cluster.machine.actions import (
     Announce,
     CloseEpoch,
     DropNode,
     KillMember,
+    NoteGone,
     StartMembers,
     WriteRecord,
 )
@@ -24,6 +26,7 @@ from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_hel
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
     OPEN_PHASES,
     Failure,
     Phase,
@@ -35,7 +38,7 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
 from deadpool_megatron.layout.schemes import losses_survived
@@ -79,7 +82,6 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
-        closed_by=failure.to_record(state.newest),
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
         restored=PersistentSet(),
@@ -162,7 +164,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.newest,
         fewer_copies=owed_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
-        failure=state.closed_by,
+        history=history.of_next_epoch(state, restore),
     )
     turn.set(
         phase=Phase.DECIDING,
@@ -256,7 +258,7 @@ def announce(turn: Turn) -> None:
         record=record,
         pending=None,
         seats=SeatTable(record.seats),
-        kept=keep_line(state.kept, record.restore, record.epoch),
+        kept=record.history.kept,
         recovery=recovery,
         inventories=Map(),
         found=Map(),
@@ -321,19 +323,26 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     turn.set(
         nodes=without(before.nodes, node),
         members=before.members.without_node(node),
-        gone=before.gone.set(node, failure.cause),
         drains=before.drains - {node},
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
         found=without(before.found, node),
     )
-    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
+    give_up(turn, node, failure.cause, failure.kind)
     if before.phase is Phase.DUMPING:
         dump(turn)
     elif before.phase is Phase.ENDING:
         check_ended(turn)
     elif before.phase in (Phase.CLOSING, Phase.WAITING_SPARE) or _is_needed(before, node):
         close(turn, failure, silent_seconds=silent_seconds)
+
+
+def give_up(turn: Turn, node: int, cause: str, kind: FailureKind) -> None:
+    """A node has no part in the run any more; none comes back under its number."""
+    turn.set(gone=turn.state.gone.set(node, cause))
+    turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
+    if turn.state.record is not None and turn.state.phase not in LAST_PHASES:
+        turn.act(NoteGone(node, cause))
 
 
 def _is_needed(state: State, node: int) -> bool:

@@ -124,15 +124,18 @@ class Failure:
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
 
     @staticmethod
-    def from_record(values: Mapping[str, Any], cause: str) -> Failure:
-        """What :meth:`to_record` has kept; ``cause``: of the record."""
+    def from_record(values: Mapping[str, Any]) -> Failure:
+        """What :meth:`to_record` has kept."""
         kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
-        return Failure(cause, kind, signature, bool(values["exited"]), values["node"])
+        cause, evidence = str(values["cause"]), str(values["evidence"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
 
     def to_record(self, iteration: int) -> dict[str, Any]:
-        """What a record of the next epoch says of it; see :class:`EpochRecord`."""
+        """What a record of the next epoch says of it; see :class:`History`."""
         return {
             "kind": str(self.kind),
+            "cause": self.cause,
+            "evidence": self.evidence,
             "signature": list(self.signature),
             "exited": self.exited,
             "iteration": iteration,
@@ -195,10 +198,10 @@ class State:
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
-    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``protection``: for the next record;
-    ``protection_why``: why it is another one than the last; ``protection_told``: the one that was
-    reported last; ``mixed``: it is chosen by what fits and by what is measured, not by a user.
+    the newest iteration, with it; ``stacks``: where processes stood that hung.
+    ``protection``: for the next record; ``protection_why``: why it is another one than the last;
+    ``protection_told``: the one that was reported last; ``mixed``: it is chosen by what fits and by
+    what is measured, not by a user.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
@@ -206,7 +209,8 @@ class State:
     the state is to be saved and the run ended next; empty when it is not. ``found``: what lay in
     memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
-    agents ended in this recovery, and may come back with what they held.
+    agents ended in this recovery, and may come back with what they held. ``recoveries``: the newest
+    that this coordinator saw; ``recovery_count`` and ``steps_recomputed``: of the whole run.
     """
 
     phase: Phase
@@ -248,13 +252,14 @@ class State:
     dump_wanted: str = ""
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
-    closed_by: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     protection_why: str = ""
     protection_told: ProtectionPlan | None = None
     mixed: bool = False
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
+    recovery_count: int = 0
+    steps_recomputed: int = 0
     exit_status: int | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> State:

@@ -101,7 +101,7 @@ def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool)
     first = rig.record
     changed(rig, 9)
     second = rig.record
-    state = rig.machine.resume([first, second] if opened else [first], None, rig.now)
+    state = rig.machine.resume(second if opened else first, None, rig.now)
     assert state.protection == (EVERY_THIRD if opened else ProtectionPlan())
 
 
@@ -215,8 +215,8 @@ def test_who_chooses_survives_a_takeover_and_ends_with_a_restart(
     said: bool | None, mixed: bool
 ) -> None:
     rig = Rig(nodes=3, spares=1, protection="mixed").run()
-    assert rig.machine.resume([rig.record], None, rig.now, mixed=said).mixed == mixed
+    assert rig.machine.resume(rig.record, None, rig.now, mixed=said).mixed == mixed
     again = Rig(nodes=3, spares=1, protection="mixed")
     again.config = replace(again.config, restarted=True)
     machine = Machine(again.config, plan)
-    assert machine.resume([rig.record], None, rig.now, mixed=said).mixed
+    assert machine.resume(rig.record, None, rig.now, mixed=said).mixed
