@@ -19,7 +19,6 @@ from deadpool_megatron.cli.slurm_environment import (
     interface_address,
     slurm_environment,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.planning.assess import assess, busiest
 from deadpool_megatron.planning.file import read_plan
@@ -198,7 +197,7 @@ def _options(args: argparse.Namespace, wanted: Wanted, pairs: list[Pair] | None)
     hostname = socket.gethostname() if slurm is None else slurm.host
     host = _address(args, hostname)
     try:
-        RunDirectory(args.run_dir).make()
+        args.run_dir.mkdir(parents=True, exist_ok=True)
         if auth.ENVIRONMENT_NAME not in os.environ:
             auth.create_secret(args.run_dir)
     except OSError as error:

@@ -49,10 +49,10 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     if record is None:
         return machine.start(now)
     asked = wanted.newest(journal, record.epoch)
-    if machine.begins_anew and asked != wanted.Wanted():
+    if machine.begins_anew and asked is not None:
         wanted.note(journal, None, record.epoch)  # also for the coordinators after this one
     lost = gone.since(journal, record)
-    return machine.resume(record, estate.durable, now, asked.plan, mixed=asked.mixed, gone=lost)
+    return machine.resume(record, estate.durable, now, asked, gone=lost)
 
 
 def _newest_durable(run: RunDirectory) -> Restore | None:

@@ -77,7 +77,6 @@ class Machine:
             SeatTable(wished),
             durable=saved,
             protection=plan,
-            mixed=config.settings.protection == "mixed",
         )
 
     def resume(
@@ -87,13 +86,11 @@ class Machine:
         now: float,
         wanted: ProtectionPlan | None = None,
         *,
-        mixed: bool | None = None,
         gone: Mapping[int, str] = NOBODY,
     ) -> State:
         """The state of a coordinator that takes over a run: ``last`` is the newest record,
         ``durable`` the checkpoint that was made valid last, ``wanted`` a plan that was asked for
-        and that no record has yet, ``mixed`` what a user has said last about who chooses the
-        scheme, None for nothing, ``gone`` the nodes that were given up since the record.
+        and that no record has yet, ``gone`` the nodes that were given up since the record.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -104,7 +101,7 @@ class Machine:
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
-            plan, found["protection_told"], mixed = begun.protection, last.protection, None
+            plan, found["protection_told"] = begun.protection, last.protection
         return replace(
             begun,
             deadline=now + takeover.patience_seconds(self._config),
@@ -117,7 +114,6 @@ class Machine:
             durable=durable or begun.durable,
             protection=plan,
             protection_why=WHY if wanted is not None and plan == wanted else "",
-            mixed=begun.mixed if mixed is None else mixed,
             **found,
         )
 

@@ -162,7 +162,7 @@ def decide(turn: Turn) -> None:
         return
     assert state.store is not None
     nodes = record_nodes(state, seats.seats)
-    if why := room.settle(turn, seats.seats, nodes):
+    if why := room.settle(turn, seats.seats, nodes, restore):
         room.wait_or_end(turn, why, restore)
         return
     record = EpochRecord(

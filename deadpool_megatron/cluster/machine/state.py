@@ -203,8 +203,7 @@ class State:
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
     the newest iteration, with it; ``stacks``: where processes stood that hung.
     ``protection``: for the next record; ``protection_why``: why it is another one than the last;
-    ``protection_told``: the one that was reported last; ``mixed``: it is chosen by what fits and by
-    what is measured, not by a user.
+    ``protection_told``: the one that was reported last.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
@@ -258,7 +257,6 @@ class State:
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     protection_why: str = ""
     protection_told: ProtectionPlan | None = None
-    mixed: bool = False
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
     recovery_count: int = 0
