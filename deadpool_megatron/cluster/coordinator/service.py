@@ -48,7 +48,6 @@ from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.process import posix, run_to_end
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory.cleanup import clean_run
-from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -76,7 +75,6 @@ class Coordinator:
             options.term.number,
             Rhythm.of(self._settings),
             is_heard=self._is_heard,
-            sync=self._chronicle.sync,
             on_gap=lambda: self._peers.forgive(time.monotonic()),
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
@@ -118,7 +116,7 @@ class Coordinator:
             status=lambda: (
                 paced.newest()
                 | self._looks.describe(self._state)
-                | {"export": self._exports.status()}
+                | {"export": self._exports.status(), "events": self._chronicle.writer.describe()}
             ),
             feed=self.feed,
             persist=self._exports.request,
@@ -156,7 +154,7 @@ class Coordinator:
         started = {str(pid): posix.start_time(pid)}
         process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self._options.host, "port": port}
-        write_json(self._run.coordinator, {**address, **process})
+        self._spawn(self._chronicle.show_address({**address, **process}))
         if self._state.record is None:
             facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
             more = {
@@ -184,7 +182,7 @@ class Coordinator:
                 task.cancel()
             self._store.close()
             door.close()
-            self._chronicle.close()
+            self._chronicle.close(self._settings.close_seconds)
             if self._launcher_lost:
                 # Its part would have been to end what killed agents have left.
                 clean_run(self._run, self._options.info.run_id, keep_slots=True)
