@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.moves import drop_node, seating
-from deadpool_megatron.cluster.machine.roster import NodeState
 from deadpool_megatron.cluster.machine.state import Config, Failure, State, Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge, schedule
@@ -218,8 +217,13 @@ def _judge_all(turn: Turn, links: Mapping[int, tuple[Link, ...]]) -> None:
         judged = judge.judge(reports, needs(config))
     _tell(turn, reports, judged)
     kept = [r for r in reports if judged[r.node].standing is not Standing.LEFT_OUT]
+    changed = {
+        node: replace(state.nodes[node], judged=one)
+        for node, one in judged.items()
+        if one.standing is not Standing.GOOD
+    }
     turn.set(
-        nodes=state.nodes.update(_with_judgements(state, judged)),
+        nodes=state.nodes.update(changed),
         agreed=judge.agree(report.facts for report in kept if report.facts is not None),
     )
     if config.check_only:
@@ -253,10 +257,6 @@ def _tell(turn: Turn, reports: Iterable[NodeReport], judged: Mapping[int, Judgem
         if report.links and node in clocks:
             found["clock_seconds"] = clocks[node][0]
         _emit(turn, node, judged[node], report.facts, turn.state.nodes[node].domain, **found)
-
-
-def _with_judgements(state: State, judged: Mapping[int, Judgement]) -> dict[int, NodeState]:
-    return {node: replace(state.nodes[node], judged=one) for node, one in judged.items()}
 
 
 def _judge_one(
