@@ -162,7 +162,7 @@ def _next(turn: Turn) -> None:
     checkup, state = turn.state.checkup, turn.state
     assert checkup is not None
     if not checkup.planned:
-        checkup = replace(_with_turns(checkup, _buddies(turn)), planned=True)
+        checkup = replace(_with_turns(checkup, schedule.first_pairs(state.nodes)), planned=True)
     if not checkup.turns and checkup.looks < _MORE_LOOKS:
         found = judge.speeds(_reports(state, checkup.links))
         again = schedule.second_look(judge.slow_or_unknown(found), found, checkup.measured)
@@ -187,15 +187,12 @@ def _next(turn: Turn) -> None:
 
 
 def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
-    turns = tuple(tuple(one) for one in schedule.rounds(pairs))
+    broken = {
+        (node, link.peer) for node, found in checkup.links.items() for link in found if link.error
+    }
+    whole = [(a, b) for a, b in pairs if not {(a, b), (b, a)} & broken]
+    turns = tuple(tuple(one) for one in schedule.rounds(whole))
     return replace(checkup, turns=turns, measured=(*checkup.measured, *pairs))
-
-
-def _buddies(turn: Turn) -> list[Pair]:
-    state, config = turn.state, turn.config
-    domains = {node: known.domain for node, known in state.nodes.items()}
-    total = max([config.nodes + config.spares, *(node + 1 for node in domains)])
-    return schedule.buddy_pairs(config.nodes, total, domains)
 
 
 # Judging.
