@@ -30,6 +30,7 @@ from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.process.files import FileWorker
@@ -275,6 +276,9 @@ class Agent:
         known = 0 if self._record is None else self._record.epoch
         if record.epoch <= max(self._closed, known):
             return
+        if self._standby is not None:
+            info = self._options.info
+            self._standby.place(claim_order(record, info.nodes, info.spares, self._node))
         if self._node not in record.nodes:
             if self._record is not None:
                 self._fence(f"epoch {record.epoch} goes on without this node")

@@ -69,6 +69,7 @@ class DirectoryJournal(Journal):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._newest: dict[str, tuple[int, dict[str, Any]]] = {}  # entries never change
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
@@ -121,7 +122,11 @@ class DirectoryJournal(Journal):
         paths = self._paths(kind)
         if not paths:
             return None
-        return max(paths), _read(paths[max(paths)])
+        number = max(paths)
+        known = self._newest.get(kind)
+        if known is None or known[0] != number:
+            known = self._newest[kind] = (number, _read(paths[number]))
+        return known
 
     def _paths(self, kind: str) -> dict[int, Path]:
         found: dict[int, Path] = {}

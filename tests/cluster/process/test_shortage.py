@@ -164,7 +164,7 @@ def test_standby_is_started_as_soon_as_that_is_possible(
             "run",
             tmp_path / "log",
             on_look=lambda *_: looks.set(),
-            on_over=lambda: None,
+            on_over=lambda kept: None,
         )
         before = set(Path("/proc/self/fd").iterdir())
         short.left = 3
