@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from immutables import Map
@@ -14,11 +12,12 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.control import _rpo_line
 from deadpool_megatron.cli.story import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.first_state import first_state
+from deadpool_megatron.cluster.coordinator.first_state import Estate, first_state
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Config, NodeState, State
+from deadpool_megatron.cluster.machine.roster import NodeState
+from deadpool_megatron.cluster.machine.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -85,9 +84,7 @@ def test_the_next_coordinator_knows_what_was_asked_for(
         record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
         desk.journal.write("epoch", epoch, record.to_dict())
     machine = Machine(Config(4, 0, 1, Settings(), "/dump"), plan)
-    results = SimpleNamespace(last_iteration=0, lost_nodes={})
-    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
-    state = first_state(machine, DirectoryJournal(tmp_path), chronicle, 0.0)
+    state = first_state(machine, DirectoryJournal(tmp_path), Estate(), 0.0)
     assert state.protection.every == (5 if is_kept else 1)
     assert bool(state.protection_why) == is_kept
 
@@ -98,9 +95,7 @@ def taken_over(desk: Desk, tmp_path: Path, *, restarted: bool = False) -> State:
     record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
     desk.journal.write("epoch", 1, record.to_dict())
     config = Config(4, 0, 1, desk.commands._info.settings, "/dump", restarted=restarted)
-    results = SimpleNamespace(last_iteration=0, lost_nodes={})
-    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
-    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), chronicle, 0.0)
+    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), Estate(), 0.0)
 
 
 def test_a_run_that_is_started_again_has_the_protection_of_its_command(tmp_path: Path) -> None:

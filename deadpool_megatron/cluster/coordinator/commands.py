@@ -105,7 +105,7 @@ class Commands:
         """A number that no node of the run has had, nor will have."""
         state = self._state()
         try:
-            known = {*state.nodes, *state.gone, *self._journal.entries("node")}
+            known = {*state.nodes, *state.gone, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
             while True:
                 number += 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
@@ -77,6 +78,7 @@ class Standby:
         info = options.info
         self._place = claim_order(None, info.nodes, info.spares, options.node)
         self._result = _Result(options.run.final)
+        self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
@@ -106,7 +108,7 @@ class Standby:
 
     def _look(self) -> None:
         at = time.monotonic()
-        self._term = newest_term(self._journal)
+        self._term = newest_term(self._journal, self._term)
         beat = self._journal.last_beat()
         number = 0 if self._term is None else self._term.number
         self._succession.look(number, beat, at, time.monotonic())
@@ -125,6 +127,8 @@ class Standby:
         now = time.monotonic()
         if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
+        # All that takes its time comes before the claim: from there on a sign of life is awaited.
+        self.estate = look_up(self._options.run, self._journal, self.estate.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -137,6 +141,8 @@ class Standby:
             if isinstance(error, LostRace):
                 return None  # another standby was first: the next look shows it
             raise
+        with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
+            self._journal.beat(f"{number} 0")
         self._report({"claimed": term.number})
         return term, listener
 

@@ -63,10 +63,12 @@ class Term:
         )
 
 
-def newest_term(journal: Journal) -> Term | None:
-    """The term that holds now. Raises JournalError."""
-    found = journal.newest(_KIND)
-    return None if found is None else Term.from_dict(*found)
+def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
+    """The term that holds now, read only if it is another one than ``known``. Raises JournalError."""
+    numbers = journal.numbers(_KIND)
+    if not numbers or (known is not None and known.number == numbers[-1]):
+        return known
+    return Term.from_dict(numbers[-1], journal.read(_KIND, numbers[-1]))
 
 
 def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.journal import entries
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import (
     DirectoryJournal,
@@ -196,22 +195,3 @@ def test_file_system_that_is_gone_is_reported_as_trouble_of_the_journal(tmp_path
         journal.write("epoch", 1, {})
     with pytest.raises(JournalError, match="cannot read"):
         journal.newest("epoch")
-
-
-def test_an_entry_is_read_once_however_often_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Thousands of standbys ask again and again; an entry never changes."""
-    journal = DirectoryJournal(tmp_path)
-    journal.write("epoch", 1, {"x": 1})
-    read: list[Path] = []
-
-    def counted(path: Path) -> dict[str, Any]:
-        read.append(path)
-        return {"x": len(read)}
-
-    monkeypatch.setattr(entries, "_read", counted)
-    assert [journal.newest("epoch") for _ in range(3)] == [(1, {"x": 1})] * 3
-    journal.write("epoch", 2, {"x": 2})
-    assert journal.newest("epoch") == (2, {"x": 2})
-    assert [path.name for path in read] == ["epoch-00000001.json", "epoch-00000002.json"]

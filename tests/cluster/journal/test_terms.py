@@ -32,6 +32,21 @@ def test_a_term_has_one_holder(tmp_path: Path) -> None:
     assert Term.from_dict(1, first.to_dict()) == first
 
 
+def test_a_term_that_is_known_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of standbys look again and again."""
+    journal = DirectoryJournal(tmp_path)
+    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    read, number = journal.read, list[int]()
+    monkeypatch.setattr(journal, "read", lambda kind, n: number.append(n) or read(kind, n))
+    assert newest_term(journal) == first
+    assert newest_term(journal, first) is first
+    second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
+    assert newest_term(journal, first) == second
+    assert number == [1, 2]
+
+
 def record(training: int, spares: int) -> EpochRecord:
     nodes = {n: NodeAddress("h", 1, f"d{n}", n >= training) for n in range(training + spares)}
     seats = {n: Seat(n, 0, 0) for n in range(training)}
