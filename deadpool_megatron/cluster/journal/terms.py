@@ -64,7 +64,7 @@ class Term:
 
 
 def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
-    """The term that holds now, read only if it is another one than ``known``. Raises JournalError."""
+    """The term that holds now; read only if it is not ``known``. Raises JournalError."""
     numbers = journal.numbers(_KIND)
     if not numbers or (known is not None and known.number == numbers[-1]):
         return known
