@@ -68,7 +68,7 @@ class Server:
         try:
             connection.settimeout(PROBE_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            auth.accept(connection, self._secret, RUN_ID)
+            connection = auth.accept(connection, self._secret, RUN_ID)
             while not kept:
                 kept = self._answer(connection, framing.receive(connection))
         except (OSError, WireError):

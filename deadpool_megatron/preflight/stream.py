@@ -10,7 +10,7 @@ import socket
 import time
 
 from deadpool_megatron.preflight.facts import Clock
-from deadpool_megatron.wire import framing
+from deadpool_megatron.wire import framing, records
 from deadpool_megatron.wire.framing import WireError
 
 PIECE_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def send_bulk(connection: socket.socket) -> None:
     limit = time.monotonic() + MOST_SECONDS
     while sent < MOST_BYTES and time.monotonic() < limit:
         framing.send(connection, {"t": "bulk", "nbytes": PIECE_BYTES})
-        connection.sendall(piece)
+        records.send_bulk(connection, memoryview(piece))
         sent += PIECE_BYTES
     framing.send(connection, {"t": "end"})
 
