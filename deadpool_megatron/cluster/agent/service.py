@@ -12,7 +12,6 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import signal
 import socket
@@ -27,12 +26,14 @@ from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
     ExecStarter,
     ForkStarter,
@@ -103,6 +104,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
@@ -120,7 +122,7 @@ class Agent:
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         try:
-            self._vault.start()
+            await self._vault.start()
             self._write_listing()
             if self._standby is not None:
                 self._standby.start()
@@ -134,6 +136,9 @@ class Agent:
                 self._stopping.wait(),
             )
         except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error), keep=True)
+        except VaultGivenUp as error:
+            self._link.send({"t": "given-up", "why": str(error)})
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
@@ -188,7 +193,8 @@ class Agent:
         if boot != self._boot:
             # What was said before the first one is kept by the link until it is acknowledged.
             if self._boot:
-                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
+                within = float(message.get("repeat_seconds", 0.0))
+                self._reporter.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
         told = message.get("record")
@@ -199,16 +205,6 @@ class Agent:
             record = self._records.take(told)
             if record.epoch > closed:
                 self._orders.put_nowait(self._adopt(record))
-
-    def _repeat_within(self, seconds: float) -> None:
-        """Tell a new coordinator what the members have said; all agents at once may be too many."""
-        if seconds:
-            moment = random.uniform(0, seconds)
-            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
-            return
-        for member in self._members.by_slot.values():
-            for said in member.said_since(self._closed):
-                self._report(member, said)
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""
@@ -230,9 +226,10 @@ class Agent:
             if text in provisional:
                 extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
             try:
-                self._members.start(slot, int(incarnation), extra)
-            except StartError as error:
-                self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+                start = partial(self._members.start, slot, int(incarnation), extra)
+                await patiently(start, self._settings.close_seconds / 2)
+            except (StartError, OSError) as error:
+                self._reporter.lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
@@ -320,13 +317,11 @@ class Agent:
             event = {"node": self._node, **message["event"]}
             self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
             return
-        self._report(member, message)
+        self._reporter.said(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
-        self._link.send({"t": "member-suspected", **seat, **how})
+        self._reporter.frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
     def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
@@ -337,9 +332,6 @@ class Agent:
         role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
         return self._record.epoch, self._node, role
 
-    def _name(self, member: Member) -> str:
-        return f"member {self._node}.{member.slot}.{member.incarnation}"
-
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
@@ -349,16 +341,8 @@ class Agent:
             how = {"signal": ending.signal_name}
         if self._ending is None:
             how["ordered"] = ordered
-            self._report_lost(member.slot, member.incarnation, how, cause)
+            self._reporter.lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
-
-    def _report(self, member: Member, message: Mapping[str, Any]) -> None:
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        self._link.send({"t": "member", **seat, "m": message})
-
-    def _report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
-        seat = {"slot": slot, "incarnation": incarnation}
-        self._link.send({"t": "member-lost", **seat, **how, "cause": cause})
 
     async def _tick(self) -> None:
         while True:

@@ -90,7 +90,8 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             f"{node}.{slot}.{member.incarnation}": str(member.status)
             for (node, slot), member in sorted(state.members.items())
         },
-        "recoveries": len(state.recoveries),
+        "recoveries": state.recovery_count,
+        "steps_recomputed": state.steps_recomputed,
         "failures": [
             {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
             for report in state.recoveries[-_SHOWN_FAILURES:]

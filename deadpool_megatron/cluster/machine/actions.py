@@ -21,6 +21,14 @@ class WriteRecord:
 
 
 @dataclass(frozen=True)
+class NoteGone:
+    """Journal that a node was given up: the record that says so may come much later."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Announce:
     """Send the record to every agent."""
 
@@ -143,6 +151,7 @@ class EmitEvent:
 
 Action = (
     WriteRecord
+    | NoteGone
     | Announce
     | Welcome
     | DropNode

@@ -257,14 +257,10 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class ProtectionRequested:
-    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words.
-
-    ``mixed``: whether the scheme is chosen by what is measured from now on; None: as before.
-    """
+    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
     why: str
-    mixed: bool | None = None
 
 
 @dataclass(frozen=True)

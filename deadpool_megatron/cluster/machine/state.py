@@ -25,7 +25,6 @@ from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
     Inventory,
-    NodeAddress,
     Restore,
     RoleLayout,
     Seat,
@@ -124,15 +123,18 @@ class Failure:
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
 
     @staticmethod
-    def from_record(values: Mapping[str, Any], cause: str) -> Failure:
-        """What :meth:`to_record` has kept; ``cause``: of the record."""
+    def from_record(values: Mapping[str, Any]) -> Failure:
+        """What :meth:`to_record` has kept."""
         kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
-        return Failure(cause, kind, signature, bool(values["exited"]), values["node"])
+        cause, evidence = str(values["cause"]), str(values["evidence"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
 
     def to_record(self, iteration: int) -> dict[str, Any]:
-        """What a record of the next epoch says of it; see :class:`EpochRecord`."""
+        """What a record of the next epoch says of it; see :class:`History`."""
         return {
             "kind": str(self.kind),
+            "cause": self.cause,
+            "evidence": self.evidence,
             "signature": list(self.signature),
             "exited": self.exited,
             "iteration": iteration,
@@ -199,10 +201,9 @@ class State:
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
-    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``protection``: for the next record;
-    ``protection_why``: why it is another one than the last; ``protection_told``: the one that was
-    reported last; ``mixed``: it is chosen by what fits and by what is measured, not by a user.
+    the newest iteration, with it; ``stacks``: where processes stood that hung.
+    ``protection``: for the next record; ``protection_why``: why it is another one than the last;
+    ``protection_told``: the one that was reported last.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
@@ -210,7 +211,8 @@ class State:
     goes on. ``found``: what lay in
     memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
-    agents ended in this recovery, and may come back with what they held.
+    agents ended in this recovery, and may come back with what they held. ``recoveries``: the newest
+    that this coordinator saw; ``recovery_count`` and ``steps_recomputed``: of the whole run.
     """
 
     phase: Phase
@@ -252,13 +254,13 @@ class State:
     last_words: LastWords | None = None
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
-    closed_by: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     protection_why: str = ""
     protection_told: ProtectionPlan | None = None
-    mixed: bool = False
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
+    recovery_count: int = 0
+    steps_recomputed: int = 0
     exit_status: int | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> State:
@@ -375,15 +377,6 @@ class Turn:
             incarnation = self.state.members[place].incarnation
         changed = MemberState(incarnation, status, self.now)
         self.set(members=self.state.members.with_member(place, changed))
-
-
-def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
-    """All live nodes as a record names them; who has no seat is a spare."""
-    training = {seat.node for seat in seats.values()}
-    return {
-        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
-        for node, known in sorted(state.nodes.items())
-    }
 
 
 def matters(state: State, record: EpochRecord, node: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.moves import close, opening_seconds
+from deadpool_megatron.cluster.machine.moves import close, give_up, opening_seconds
 from deadpool_megatron.cluster.machine.pausing import check_opened
 from deadpool_megatron.cluster.machine.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state import (
@@ -77,8 +77,7 @@ def time_is_over(turn: Turn) -> None:
     assert state.record is not None
     cause = "did not join again in time"
     for node in state.absent(state.record.nodes):
-        turn.set(gone=turn.state.gone.set(node, cause))
-        turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=FailureKind.NODE_LOST)
+        give_up(turn, node, cause, FailureKind.NODE_LOST)
     _go_on(turn)
 
 
