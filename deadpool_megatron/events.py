@@ -27,6 +27,9 @@ class Kind(StrEnum):
     RUN_STARTED = "run-started"  # roles, nodes, spares, command
     COORDINATOR = "coordinator"  # term, host, hostname: who coordinates from now on, on which node
     NODE_JOINED = "node-joined"  # host, spare
+    # standing (good, weak, left out), reasons, facts, domain, links (what it found about others),
+    # sent, received (bytes per second) and clock_seconds, as far as they were measured
+    NODE_JUDGED = "node-judged"
     NODE_LOST = "node-lost"  # cause, kind
     NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid

@@ -16,7 +16,8 @@ from deadpool_megatron.cluster.coordinator.first_state import Estate, first_stat
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Config, NodeState, State
+from deadpool_megatron.cluster.machine.roster import NodeState
+from deadpool_megatron.cluster.machine.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat

@@ -60,4 +60,5 @@ def machine_config(options: CoordinatorOptions) -> Config:
         # A launcher counts a dead agent as a dead host, and takes its memory away, unless there is
         # nothing else (node_lost).
         returns=options.lifeline_fd is None,
+        check_only=info.check_only,
     )

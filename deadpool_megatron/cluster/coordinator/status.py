@@ -73,6 +73,8 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "domain": known.domain,
             "spare": node not in training,
             "restarts": known.restarts,
+            "standing": str(known.judged.standing),
+            "reasons": list(known.judged.reasons),
             "vault": {} if node not in peers.agents else peers.agents[node].vault,
         }
         for node, known in sorted(state.nodes.items())

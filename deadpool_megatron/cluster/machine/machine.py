@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.wanted import WHY
 from deadpool_megatron.cluster.machine import (
     bugs,
+    checkup,
     deadlines,
     ending,
     history,
@@ -27,14 +28,13 @@ from deadpool_megatron.cluster.machine import (
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
-from deadpool_megatron.cluster.machine.roster import MemberStatus
+from deadpool_megatron.cluster.machine.roster import MemberStatus, NodeState
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Config,
     Failure,
     LastWords,
-    NodeState,
     Phase,
     State,
     Turn,
@@ -130,6 +130,11 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             deadlines.tick(turn)
         case ev.NodeJoined():
             _node_joined(turn, event)
+        case ev.FactsTold():
+            checkup.told(turn, event)
+        case ev.Probed():
+            checkup.probed(turn, event)
+            deadlines.check_gathered(turn)
         case ev.NodeLost(node, cause, silent, kind, slots_left):
             if node not in turn.state.nodes:
                 return  # dropped by the machine itself, which the caller then reports
@@ -192,7 +197,12 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         if node not in state.nodes:
             turn.act(DropNode(node, why))
         return
-    joined = NodeState(event.host, event.vault_port, event.domain, event.memory_bytes)
+    if why := checkup.objection(turn, event):
+        turn.act(DropNode(node, why, left_out=True))
+        return
+    joined = NodeState(
+        event.host, event.vault_port, event.domain, event.memory_bytes, facts=event.facts
+    )
     turn.set(nodes=state.nodes.set(node, joined))
     if event.found is not None:
         turn.set(found=state.found.set(node, event.found))
@@ -212,7 +222,9 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
             known = seated if was_there else -1
             to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
     takeover.note_join(turn, event)
-    if to_start:
+    if spare:
+        checkup.look_again(turn, node, fresh=not event.epoch and event.found is None)
+    if to_start and not turn.config.check_only:
         moves.start_members(turn, node, to_start)
     if state.phase is Phase.WAITING_SPARE:
         moves.decide(turn)

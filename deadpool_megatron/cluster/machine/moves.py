@@ -386,5 +386,6 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
 def drop_node(turn: Turn, node: int, failure: Failure) -> None:
     """Put a connected node aside."""
     if node in turn.state.nodes:
-        turn.act(DropNode(node, failure.cause))
+        left_out = failure.kind is FailureKind.LEFT_OUT
+        turn.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(turn, node, failure)

@@ -15,7 +15,13 @@ from immutables import Map
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent
 from deadpool_megatron.cluster.machine.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.roster import MemberState, MemberStatus, Place, Roster
+from deadpool_megatron.cluster.machine.roster import (
+    MemberState,
+    MemberStatus,
+    NodeState,
+    Place,
+    Roster,
+)
 from deadpool_megatron.cluster.machine.timing import Recovery, RecoveryReport
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
@@ -32,6 +38,8 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.preflight.judge import Agreed
+from deadpool_megatron.preflight.schedule import Checkup
 from deadpool_megatron.settings import Settings
 
 INITIAL = Restore("initial", Generation(0, 0))
@@ -62,7 +70,8 @@ class Config:
 
     ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
     processes of the run had ended, the agents come up again. ``returns``: an agent that ended may
-    be started again on its host, with the slots that it had.
+    be started again on its host, with the slots that it had. ``check_only``: the run ends when its
+    nodes are judged.
     """
 
     nodes: int
@@ -73,6 +82,7 @@ class Config:
     start: Restore = INITIAL
     restarted: bool = False
     returns: bool = False
+    check_only: bool = False
 
     @property
     def world_size(self) -> int:
@@ -82,25 +92,6 @@ class Config:
     def provisional_role(self, node: int, slot: int) -> int:
         """The role a member builds for before it has a seat: its stage class is likely needed."""
         return (node % self.nodes) * self.nproc + slot
-
-
-@dataclass(frozen=True)
-class NodeState:
-    """A connected node. ``restarts``: how often a process had to be replaced on it.
-
-    ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
-    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
-    for generations, 0 when it is not known.
-    """
-
-    host: str
-    vault_port: int
-    domain: str
-    memory_bytes: int = 0
-    restarts: int = 0
-    restarted_at: tuple[float, ...] = ()
-    crashed_at: tuple[float, ...] = ()
-    device_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -213,6 +204,8 @@ class State:
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
     agents ended in this recovery, and may come back with what they held. ``recoveries``: the newest
     that this coordinator saw; ``recovery_count`` and ``steps_recomputed``: of the whole run.
+    ``checkup``: links that are being measured; ``agreed``: what the nodes have in common, None
+    until they are judged.
     """
 
     phase: Phase
@@ -262,6 +255,8 @@ class State:
     recovery_count: int = 0
     steps_recomputed: int = 0
     exit_status: int | None = None
+    checkup: Checkup | None = None
+    agreed: Agreed | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> State:
         """A copy with other values of these fields; dataclasses.replace(), which passes all of
@@ -308,6 +303,8 @@ class State:
         """What the phase waits for, in words; empty when it waits for nothing."""
         roles = set(self.seats)
         match self.phase:
+            case Phase.GATHERING if self.checkup is not None:
+                return f"links of nodes {sorted(self.checkup.awaited)} to be measured"
             case Phase.GATHERING:
                 return "nodes and members to start"
             case Phase.CLOSING:

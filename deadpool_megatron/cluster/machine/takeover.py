@@ -9,6 +9,7 @@ on a Turn.
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import checkup
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.moves import close, give_up, opening_seconds
 from deadpool_megatron.cluster.machine.pausing import check_opened
@@ -85,6 +86,7 @@ def _go_on(turn: Turn) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     record = turn.state.record
     assert record is not None
+    checkup.agree_again(turn)
     failure = turn.state.missed or _happened(turn)
     turn.set(phase=Phase.OPENING, deadline=turn.now + opening_seconds(turn, record))
     if failure is not None:
