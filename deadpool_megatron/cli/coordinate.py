@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import arguments, failpoints
+from deadpool_megatron import arguments, failpoints, ownership
 from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import CommandError, listen, raw
@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _coordinator(args: argparse.Namespace) -> int:
     run = RunDirectory(args.run_dir)
+    ownership.check_directory(run.path)
     if run.final.exists():
         raise CommandError(f"the run in {run.path} is over")
     if not (run.path / "run.json").exists():
