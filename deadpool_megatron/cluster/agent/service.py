@@ -12,6 +12,8 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
 import secrets
 import signal
@@ -178,6 +180,8 @@ class Agent:
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
+        elif kind == "hurt":
+            self._hurt(message)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -304,6 +308,24 @@ class Agent:
             self._stacks.kill(member, cause)
         elif not self._stacks.is_asked(member):
             member.kill(cause)
+
+    def _hurt(self, message: Mapping[str, Any]) -> None:
+        """A user wants to see the run recover."""
+        number = signal.Signals[f"SIG{message['signal']}"]
+        part, members = message["part"], self._members.by_slot
+        if part == "role":
+            member = members.get(int(message["slot"]))
+            if member is not None and member.incarnation == int(message["incarnation"]):
+                os.kill(member.pid, number)
+            return
+        pids = [] if part == "agent" else [self._vault.pid]
+        if part == "node":
+            pids += [member.pid for member in members.values()]
+        if part in ("agent", "node"):  # last, and at once: it reports nothing of the others
+            pids.append(os.getpid())
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     # Reports of members (see MemberReports).
 

@@ -63,10 +63,11 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True)
 class Wish:
-    """One that is to begin as soon as it can."""
+    """One that is to begin as soon as it can; ``number``: of the request for it, 0 for none."""
 
     directory: Path
     purpose: Purpose
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Export:
     awaited: set[int]
     nodes: frozenset[int]
     step: str = "taking"
+    number: int = 0
     boundary: str = "save"
     generation: Generation | None = None
     said: dict[int, tuple[Generation, str]] = field(default_factory=dict)
@@ -154,20 +156,13 @@ class Exports:
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
 
-    def request(self, directory: str) -> dict[str, Any]:
-        """Answer ``deadpool persist``; an empty directory means the usual one."""
-        state = self._state()
-        if self._leaving is not None:
-            return {"ok": False, "error": "the run is about to end, and exports once more itself"}
-        if self._is_asked():
-            return {"ok": False, "error": "an export that was asked for is still under way"}
-        if state.phase is not Phase.RUNNING:
-            return {"ok": False, "error": f"the run is {state.phase}: ask again when it trains"}
-        if directory and not Path(directory).is_absolute():
-            return {"ok": False, "error": f"{directory} is no absolute path"}
-        self._wish = Wish(Path(directory) if directory else self._directory, Purpose.ASKED)
+    def request(self, number: int, directory: str) -> None:
+        """Begin what a user has asked for; the end of it is told as an input. ``number``: of the
+        request."""
+        self._wish = Wish(Path(directory), Purpose.ASKED, number)
         self._margin = _FIRST_MARGIN
-        return {"ok": True, "directory": str(self._wish.directory)}
+        if self._leaving is not None:
+            self._unwish("the run is about to end, and exports once more itself")
 
     def end_run(self, reason: str, seconds: float | None) -> None:
         """Have the run end with a dump; answer to ``deadpool stop --dump``.
@@ -190,6 +185,7 @@ class Exports:
         self._leaving = Leaving(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         export = self._export
         if export is None or export.directory != self._directory:
+            self._unwish("the run is about to end, and exports once more itself")
             self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
             self._margin = _FIRST_MARGIN
         self._say(
@@ -215,7 +211,7 @@ class Exports:
         """For people: ``now`` (what is under way), ``last`` (how the last one ended)."""
         export = self._export
         now = {} if export is None else {"iteration": export.iteration, "step": export.step}
-        return {"now": now, "last": self._last, "asked": self._is_asked()}
+        return {"now": now, "last": self._last}
 
     def heard(self, node: int, message: Mapping[str, Any]) -> None:
         """A report of an agent. Raises LookupError, TypeError or ValueError for malformed ones."""
@@ -272,10 +268,6 @@ class Exports:
     def _directory(self) -> Path:
         return export_directory(self._settings, self._run)
 
-    def _is_asked(self) -> bool:
-        purpose = None if self._export is None else self._export.purpose
-        return Purpose.ASKED in (purpose, self._wish.purpose if self._wish else None)
-
     def _begin_if_due(self, state: State) -> None:
         interval = self._settings.persist_interval
         if self._dumped is not None and state.phase is Phase.DUMPING:
@@ -328,6 +320,7 @@ class Exports:
             iteration=iteration,
             directory=wish.directory,
             purpose=wish.purpose,
+            number=wish.number,
             limit=time.monotonic() + self._settings.persist_seconds,
             awaited=set(nodes),
             nodes=nodes,
@@ -391,7 +384,7 @@ class Exports:
         is_wanted = export.purpose is not Purpose.INTERVAL or self._leaving is not None
         if is_wanted and "too late" in why and self._margin < _LONGEST_MARGIN:
             self._margin *= 2
-            self._wish = self._wish or Wish(export.directory, export.purpose)
+            self._wish = self._wish or Wish(export.directory, export.purpose, export.number)
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
         self._say("warning", text, export.epoch)
@@ -400,6 +393,7 @@ class Exports:
             until = time.monotonic() + self._leaving.removal_seconds
             self._leaving = replace(self._leaving, until=until, removed=False)
             self._export = None
+            self._answer(export, "")
             self._spawn(self._leave_room(export))
         else:
             self._spawn(_remove(export.unfinished))
@@ -414,6 +408,7 @@ class Exports:
     def _conclude(self, export: Export, path: str) -> None:
         """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
         self._export = None
+        self._answer(export, path)
         if export.purpose is Purpose.DUMPED:
             assert export.generation is not None
             self._feed(inputs.DumpExported(export.generation, path))
@@ -423,8 +418,21 @@ class Exports:
     def _leave_by(self, leaving: Leaving) -> None:
         self._leave(leaving.reason, max(0.0, leaving.ends - time.monotonic()))
 
+    def _answer(self, export: Export, path: str) -> None:
+        """Tell who has asked for it, unless it is tried again."""
+        if export.number and (self._wish is None or self._wish.number != export.number):
+            error = "" if path else self._last["error"]
+            self._feed(inputs.Exported(export.number, export.iteration, path, error))
+
+    def _unwish(self, why: str) -> None:
+        """What was to begin does not."""
+        wish, self._wish = self._wish, None
+        if wish is not None and wish.number:
+            self._feed(inputs.Exported(wish.number, 0, "", why))
+
     def _leave(self, reason: str, seconds: float | None) -> None:
-        self._leaving = self._wish = None
+        self._leaving = None
+        self._unwish("the run ends")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
         self._feed(inputs.DumpRequested(reason, seconds))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from immutables import Map
 
 from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
-from deadpool_megatron.cluster.journal import wanted
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import State
@@ -24,11 +23,8 @@ def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: f
         EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
         for epoch, values in sorted(records.items())
     ]
-    asked = wanted.newest(journal, newest_epoch)
-    if machine.begins_anew and asked != wanted.Wanted():
-        wanted.note(journal, None, newest_epoch)  # also for the coordinators after this one
     durable = chronicle.newest_durable()
-    state = machine.resume(kept, durable, now, asked.plan, mixed=asked.mixed)
+    state = machine.resume(kept, durable, now)
     newest = max(state.newest, chronicle.results.last_iteration)
     # Nobody waits for a node that was given up before.
     return replace(state, newest=newest, gone=Map(chronicle.results.lost_nodes))

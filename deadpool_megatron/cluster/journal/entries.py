@@ -37,8 +37,8 @@ class Journal(ABC):
     Different entries may be written and read in several threads at once.
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
-    next number), ``node`` (node ids that were handed out to late comers), ``plan`` (protection that
-    was asked for), ``end`` (the order to save the state and to end).
+    next number), ``node`` (node ids that were handed out to late comers), ``request`` (what
+    users have asked).
     """
 
     @abstractmethod

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.wanted import WHY
 from deadpool_megatron.cluster.machine import (
     bugs,
     deadlines,
@@ -22,6 +21,7 @@ from deadpool_megatron.cluster.machine import (
     nonfinite,
     pausing,
     plans,
+    requests,
     takeover,
 )
 from deadpool_megatron.cluster.machine import inputs as ev
@@ -41,7 +41,7 @@ from deadpool_megatron.cluster.machine.state import (
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, keep_line
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
+from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
 
 EXIT_DIVERGENCE = 3
@@ -83,13 +83,8 @@ class Machine:
         records: Sequence[EpochRecord],
         durable: Restore | None,
         now: float,
-        wanted: ProtectionPlan | None = None,
-        *,
-        mixed: bool | None = None,
     ) -> State:
-        """The state of a coordinator that takes over a run: ``records`` is the whole journal,
-        ``wanted`` a plan that was asked for and that no record has yet, ``mixed`` what a user has
-        said last about who chooses the scheme, None for nothing.
+        """The state of a coordinator that takes over a run: ``records`` is the whole journal.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -102,11 +97,11 @@ class Machine:
         begun = self.start(now)
         # Reported (again, see results) if it came with the last record: nobody knows if it was.
         told = records[-2].protection if len(records) > 1 else None
-        plan = wanted or last.protection
+        plan = last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
-            plan, told, mixed = begun.protection, last.protection, None
+            plan, told = begun.protection, last.protection
         return replace(
             begun,
             deadline=now + takeover.patience_seconds(self._config),
@@ -119,9 +114,7 @@ class Machine:
             ever_ran=last.restore.kind == "memory",
             durable=durable or begun.durable,
             protection=plan,
-            protection_why=WHY if wanted is not None and plan == wanted else "",
             protection_told=told,
-            mixed=begun.mixed if mixed is None else mixed,
             nonfinite=nonfinite.iterations_of(records),
             # So that what repeats ends the run, whoever coordinates when it does.
             failures=tuple(
@@ -135,6 +128,8 @@ class Machine:
         """Handle one input. Inputs that are stale or make no sense change nothing."""
         turn = Turn(self._config, self._planner, state, now)
         _handle(turn, event)
+        if turn.state.requests:
+            requests.settle(turn)
         return turn.state, turn.actions
 
 
@@ -172,10 +167,19 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.set(durable=found)
+        case ev.Asked():
+            requests.take(turn, event)
+        case ev.RequestsFound():
+            requests.found(turn, event)
+        case ev.Exported():
+            requests.exported(turn, event)
+        case ev.VaultLost(node):
+            requests.vault_lost(turn, node)
         case ev.DrainRequested(node):
             _drain(turn, node)
         case ev.ProtectionRequested():
-            plans.take_request(turn, event)
+            if why := plans.take_request(turn, event):
+                turn.refuse(f"protection {plan_in_words(event.plan)}", why)
             pausing.consider_pause(turn)
         case ev.JournalWritten(epoch):
             _journal_written(turn, epoch)

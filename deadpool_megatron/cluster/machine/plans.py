@@ -28,6 +28,8 @@ from deadpool_megatron.layout.schemes import (
 )
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
+ASKED_FOR = "asked for by 'deadpool protect'"
+
 
 def refusal(
     plan: ProtectionPlan,
@@ -82,21 +84,17 @@ def _nodes_needed(kind: SchemeKind, survived: int) -> int:
     return survived + (2 if kind is SchemeKind.PARITY else 1)
 
 
-def take_request(turn: Turn, event: ProtectionRequested) -> None:
-    """Note the wanted plan, or refuse it."""
+def take_request(turn: Turn, event: ProtectionRequested) -> str:
+    """Note the wanted plan; answers why it cannot be."""
     state = turn.state
     settings = turn.config.settings
     why = refusal(event.plan, len(state.nodes), settings, state.protection)
     why = why or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
         why = "the run is ending"
-    if why:
-        turn.refuse(f"protection {plan_in_words(event.plan)}", why)
-        return
-    if event.mixed is not None:
-        turn.set(mixed=event.mixed)
-    if event.plan != state.protection:
+    if not why and event.plan != state.protection:
         turn.set(protection=event.plan, protection_why=event.why)
+    return why
 
 
 def tell_plan(turn: Turn) -> None:

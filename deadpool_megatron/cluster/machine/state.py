@@ -13,6 +13,7 @@ from typing import Any
 from immutables import Map
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent
 from deadpool_megatron.cluster.machine.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.roster import MemberState, MemberStatus, Place, Roster
@@ -207,9 +208,9 @@ class State:
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
     are back. ``last_words``: the run ends with them as soon as its state is saved, None while it
-    goes on. ``found``: what lay in
-    memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
-    alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
+    goes on. ``requests``: of users, the open ones and the newest that have ended. ``found``: what
+    lay in memory of nodes that no record names yet; ``inherited``: roles whose layout is known from
+    memory alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
     agents ended in this recovery, and may come back with what they held.
     """
 
@@ -250,6 +251,7 @@ class State:
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
     last_words: LastWords | None = None
+    requests: tuple[Request, ...] = ()
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)
