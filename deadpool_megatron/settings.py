@@ -40,7 +40,7 @@ class Settings:
         "buddy",
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
         " the own node only (no node may be lost); recompute: whole copies now and then, gradients"
-        " in between; mixed: chosen by what is measured",
+        " in between; mixed: copies if they fit into memory, else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
     full_every: int = _setting(

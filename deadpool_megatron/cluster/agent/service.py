@@ -12,9 +12,6 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import random
 import secrets
 import signal
 import socket
@@ -27,14 +24,17 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
     ExecStarter,
     ForkStarter,
@@ -105,6 +105,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
@@ -122,7 +123,7 @@ class Agent:
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         try:
-            self._vault.start()
+            await self._vault.start()
             self._write_listing()
             if self._standby is not None:
                 self._standby.start()
@@ -136,6 +137,9 @@ class Agent:
                 self._stopping.wait(),
             )
         except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error), keep=True)
+        except VaultGivenUp as error:
+            self._link.send({"t": "given-up", "why": str(error)})
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
@@ -181,7 +185,7 @@ class Agent:
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
         elif kind == "hurt":
-            self._hurt(message)
+            hurt(message, self._vault.pid, self._members.by_slot)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -192,7 +196,8 @@ class Agent:
         if boot != self._boot:
             # What was said before the first one is kept by the link until it is acknowledged.
             if self._boot:
-                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
+                within = float(message.get("repeat_seconds", 0.0))
+                self._reporter.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
         told = message.get("record")
@@ -203,16 +208,6 @@ class Agent:
             record = self._records.take(told)
             if record.epoch > closed:
                 self._orders.put_nowait(self._adopt(record))
-
-    def _repeat_within(self, seconds: float) -> None:
-        """Tell a new coordinator what the members have said; all agents at once may be too many."""
-        if seconds:
-            moment = random.uniform(0, seconds)
-            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
-            return
-        for member in self._members.by_slot.values():
-            for said in member.said_since(self._closed):
-                self._report(member, said)
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""
@@ -234,9 +229,10 @@ class Agent:
             if text in provisional:
                 extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
             try:
-                self._members.start(slot, int(incarnation), extra)
-            except StartError as error:
-                self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+                start = partial(self._members.start, slot, int(incarnation), extra)
+                await patiently(start, self._settings.close_seconds / 2)
+            except (StartError, OSError) as error:
+                self._reporter.lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
@@ -309,24 +305,6 @@ class Agent:
         elif not self._stacks.is_asked(member):
             member.kill(cause)
 
-    def _hurt(self, message: Mapping[str, Any]) -> None:
-        """A user wants to see the run recover."""
-        number = signal.Signals[f"SIG{message['signal']}"]
-        part, members = message["part"], self._members.by_slot
-        if part == "role":
-            member = members.get(int(message["slot"]))
-            if member is not None and member.incarnation == int(message["incarnation"]):
-                os.kill(member.pid, number)
-            return
-        pids = [] if part == "agent" else [self._vault.pid]
-        if part == "node":
-            pids += [member.pid for member in members.values()]
-        if part in ("agent", "node"):  # last, and at once: it reports nothing of the others
-            pids.append(os.getpid())
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
     # Reports of members (see MemberReports).
 
     def member_said(self, member: Member, message: dict[str, Any]) -> None:
@@ -342,13 +320,11 @@ class Agent:
             event = {"node": self._node, **message["event"]}
             self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
             return
-        self._report(member, message)
+        self._reporter.said(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
-        self._link.send({"t": "member-suspected", **seat, **how})
+        self._reporter.frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
     def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
@@ -359,9 +335,6 @@ class Agent:
         role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
         return self._record.epoch, self._node, role
 
-    def _name(self, member: Member) -> str:
-        return f"member {self._node}.{member.slot}.{member.incarnation}"
-
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
@@ -371,16 +344,8 @@ class Agent:
             how = {"signal": ending.signal_name}
         if self._ending is None:
             how["ordered"] = ordered
-            self._report_lost(member.slot, member.incarnation, how, cause)
+            self._reporter.lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
-
-    def _report(self, member: Member, message: Mapping[str, Any]) -> None:
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        self._link.send({"t": "member", **seat, "m": message})
-
-    def _report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
-        seat = {"slot": slot, "incarnation": incarnation}
-        self._link.send({"t": "member-lost", **seat, **how, "cause": cause})
 
     async def _tick(self) -> None:
         while True:

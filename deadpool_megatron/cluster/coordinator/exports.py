@@ -16,8 +16,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from deadpool_megatron.cluster.coordinator.durable import (
     export_directory,
     publish_export,
     remember_and_prune,
-    unfinished_export,
 )
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.actions import ExportDump
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
+from deadpool_megatron.cluster.machine.exporting import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
@@ -49,80 +48,6 @@ _SHARE_OF_REMOVAL = 0.1
 # A process that writes there may be just being killed.
 _REMOVALS = 5
 _REMOVAL_PAUSE_SECONDS = 0.2
-
-
-class Purpose(StrEnum):
-    """Why there is an export: the interval, somebody asked, a time limit is near, or the run ends
-    for want of a spare and its state was dumped."""
-
-    INTERVAL = "interval"
-    ASKED = "asked"
-    TIME_LIMIT = "time limit"
-    DUMPED = "dumped"
-
-
-@dataclass(frozen=True)
-class Wish:
-    """One that is to begin as soon as it can; ``number``: of the request for it, 0 for none."""
-
-    directory: Path
-    purpose: Purpose
-    number: int = 0
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """The run is to be dumped and to end when its last export is over, or at ``until``; when that
-    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end.
-    ``ends``: when something else ends the run. Times are of the monotonic clock."""
-
-    reason: str
-    until: float
-    ends: float
-    removal_seconds: float
-    removed: bool = True
-
-
-@dataclass
-class Export:
-    """One that is under way; ``boundary``: the last moment after the iteration that it includes."""
-
-    run_id: str
-    name: str
-    epoch: int
-    iteration: int
-    directory: Path
-    purpose: Purpose
-    limit: float
-    awaited: set[int]
-    nodes: frozenset[int]
-    step: str = "taking"
-    number: int = 0
-    boundary: str = "save"
-    generation: Generation | None = None
-    said: dict[int, tuple[Generation, str]] = field(default_factory=dict)
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether all of it is written; nothing stops it from here on."""
-        return self.step == "publishing"
-
-    @property
-    def unfinished(self) -> Path:
-        """Where it is written."""
-        return unfinished_export(self.directory, self.run_id, self.name)
-
-    @property
-    def final(self) -> Path:
-        """Where it will be."""
-        return self.directory / f"iter_{self.iteration:07d}"
-
-    def common_generation(self, world_size: int) -> Generation | None:
-        """What all roles have set aside, when it is the same moment for all of them."""
-        found = set(self.said.values())
-        if len(self.said) != world_size or len(found) != 1:
-            return None
-        return found.pop()[0]
 
 
 class Exports:
@@ -155,6 +80,16 @@ class Exports:
         self._margin = _FIRST_MARGIN
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
+
+    def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
+        """What the machine wants; the end of it comes back as an input."""
+        match order:
+            case BeginExport(number, directory):
+                self.request(number, directory)
+            case EndRun(reason, seconds):
+                self.end_run(reason, seconds)
+            case ExportDump():
+                self.export_dump(order)
 
     def request(self, number: int, directory: str) -> None:
         """Begin what a user has asked for; the end of it is told as an input. ``number``: of the

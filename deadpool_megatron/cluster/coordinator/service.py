@@ -106,9 +106,8 @@ class Coordinator:
             send=self._orders.send,
             spawn=self._spawn,
         )
-        self._desk = RequestDesk(
-            options, lambda: self._state, self.feed, self._spawn, self._step_down
-        )
+        sinks = (self.feed, self._spawn, self._step_down)
+        self._desk = RequestDesk(options, lambda: self._state, *sinks)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
@@ -232,12 +231,8 @@ class Coordinator:
                 self._spawn(self._write_record(record))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
-            case actions.ExportDump():
-                self._exports.export_dump(action)
-            case actions.BeginExport(number, directory):
-                self._exports.request(number, directory)
-            case actions.EndRun(reason, seconds):
-                self._exports.end_run(reason, seconds)
+            case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
+                self._exports.carry_out(action)
             case actions.Hurt(None, _, name):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():

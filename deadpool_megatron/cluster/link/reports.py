@@ -53,6 +53,8 @@ def from_agent(
         if inventory.node != node:
             raise ValueError(f"inventory of node {inventory.node}")
         return inputs.NodeInventory(inventory)
+    if kind == "given-up":
+        return inputs.NodeLost(node, str(message["why"]))
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")

@@ -291,14 +291,10 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class ProtectionRequested:
-    """What was measured wants the state protected by ``plan``; ``why`` in words.
-
-    ``mixed``: whether the scheme is chosen by what is measured from now on; None: as before.
-    """
+    """What was measured wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
     why: str
-    mixed: bool | None = None
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from deadpool_megatron.cluster.machine import (
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Config,
     Failure,
-    LastWords,
     NodeState,
     Phase,
     State,
@@ -75,7 +75,6 @@ class Machine:
             SeatTable(wished),
             durable=saved,
             protection=plan,
-            mixed=config.settings.protection == "mixed",
         )
 
     def resume(

@@ -22,13 +22,13 @@ from deadpool_megatron.cluster.machine.actions import (
 )
 from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_held, finish
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Failure,
-    LastWords,
     Phase,
     State,
     Turn,
@@ -163,7 +163,7 @@ def decide(turn: Turn) -> None:
         return
     assert state.store is not None
     nodes = record_nodes(state, seats.seats)
-    if why := room.settle(turn, seats.seats, nodes):
+    if why := room.settle(turn, seats.seats, nodes, restore):
         room.wait_or_end(turn, why, restore)
         return
     record = EpochRecord(

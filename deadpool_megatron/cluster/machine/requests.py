@@ -67,6 +67,13 @@ def vault_lost(turn: Turn, node: int) -> None:
 
 def settle(turn: Turn) -> None:
     """After each input: what can be begun now, and what is done by now."""
+    before: tuple[Request, ...] = ()
+    while before is not turn.state.requests:  # one may make way for another, or overtake it
+        before = turn.state.requests
+        _settle_each(turn)
+
+
+def _settle_each(turn: Turn) -> None:
     for request in turn.state.requests:
         if not request.is_open:
             continue
