@@ -63,6 +63,16 @@ class Settings:
         "most host memory for generations on each node: own slots, copies and parity blocks"
         " (0: as much as /dev/shm has)",
     )
+    shm_gb: float = _setting(
+        0.0,
+        "shared memory that a node needs, as 'deadpool plan' says: a node with less free when it"
+        " joins is left out (0: not known)",
+    )
+    check: str = _setting(
+        "facts",
+        "how nodes are judged before they get roles: facts (versions, GPUs, memory, limits); links"
+        " (all connections, clocks and the speed of the network, too, before the first epoch); off",
+    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
@@ -220,6 +230,9 @@ class Settings:
                 )
         if not 0 <= self.memory_gb < 1e9:
             raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
+        if not 0 <= self.shm_gb < 1e9:
+            raise SettingsError(f"--deadpool-shm-gb must be 0 or more, got {self.shm_gb:g}")
+        self._check_choice("check", ("off", "facts", "links"))
         if not 0 <= self.rate_limit_gbps < math.inf:
             raise SettingsError(
                 "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"

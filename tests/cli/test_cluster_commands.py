@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
+from tests.told import read_final
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_coordinator_and_agents_by_hand(start, tmp_path: Path) -> None:  # type:
     assert coordinator.wait(PATIENCE_SECONDS) == 0
     assert first.wait(PATIENCE_SECONDS) == 0
     assert second.wait(PATIENCE_SECONDS) == 0
-    final = read_json(run.final)
+    final = read_final(run.path)
     assert final["exit_status"] == 0
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 10)
     assert not segment_root(run_id).exists()

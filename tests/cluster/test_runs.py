@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -74,7 +75,7 @@ def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
         final = run.finish()
         assert "is started again" in run.output.read_text()
         assert len(list(run.run.journal.glob("epoch-*"))) == 1
-    assert len(run.events(Kind.EPOCH_OPENED)) == 1
+    assert {event.epoch for event in run.events(Kind.EPOCH_OPENED)} == {1}
     assert final["recoveries"] == []
 
 
@@ -297,6 +298,26 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None
     log = (run.run.path / "logs" / "node0-slot0-0.log").read_text()
     assert "agent.py" not in log
     assert "runpy" not in log
+
+
+@pytest.mark.slow
+def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=2) as run:
+        where = str(run.run.path)
+        run.wait_iteration(3)
+        for part in (("--role", "0"), ("--vault", "0"), ("--coordinator",), ("--agent", "0")):
+            answer = deadpool("kill", where, *part, "--wait", "50")
+            assert answer.returncode == 0, answer.stderr
+            assert ": done: " in answer.stdout
+        answer = deadpool("drain", where, "--node", "1", "--wait", "50")
+        assert answer.stdout == "drain of node 1: done: node 1 has no role\n", answer.stderr
+        refused = deadpool("drain", where, "--node", "0", "--wait", "50")
+        assert refused.returncode == 1
+        assert "node 0 is not connected" in refused.stderr
+        status = json.loads(deadpool("status", where, "--json").stdout)
+        told = [(one["number"], one["verb"], one["stage"]) for one in status["requests"]]
+        assert told == [*((n, "kill", "done") for n in range(1, 5)), (5, "drain", "done")]
+        run.finish()
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.hurting import hurt
@@ -50,6 +51,8 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
 EXIT_FENCED = 69
+# Of an agent whose host is not fit for the run: to come again would not help.
+EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
 # Events that results are made of; a coordinator drops those that it has already.
 _NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
@@ -116,6 +119,7 @@ class Agent:
             report=self._link.send,
             listing_changed=self._write_listing,
         )
+        self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
         self._exports = NodeExports(*place, self._vault, self._link.send)
         loop = asyncio.get_running_loop()
@@ -133,6 +137,7 @@ class Agent:
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
                 self._work(),
+                self._examiner.run(),
                 self._tick(),
                 self._stopping.wait(),
             )
@@ -164,6 +169,7 @@ class Agent:
             "closed": self._closed,
             "restored": self._members.restored(),
             "found": pack_inventory(self._found) if self._found and not self._record else None,
+            "facts": self._examiner.told(),
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -180,6 +186,8 @@ class Agent:
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
             self._kill(message)
+        elif kind == "probe":
+            self._examiner.probe(message)
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -189,7 +197,8 @@ class Agent:
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
-            self._fence(f"refused by the coordinator: {message.get('why')}")
+            code = EXIT_LEFT_OUT if message.get("left_out") else EXIT_FENCED
+            self._fence(f"refused by the coordinator: {message.get('why')}", code=code)
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
@@ -401,10 +410,11 @@ class Agent:
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
         self._fence("the launcher is gone", keep=True)
 
-    def _fence(self, why: str, *, keep: bool = False) -> None:
+    def _fence(self, why: str, *, keep: bool = False, code: int = EXIT_FENCED) -> None:
         """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
-        print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        self._exit_code = EXIT_FENCED
+        if not self._exit_code:
+            print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
+            self._exit_code = code
         if self._ending is None:
             for member in self._members.by_slot.values():
                 member.kill(why)

@@ -11,7 +11,7 @@ import asyncio
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.probing import Peer
 from deadpool_megatron.vault.rooms import usable_bytes
 from deadpool_megatron.vault.taking import Taken
 
@@ -205,6 +206,13 @@ class VaultKeeper:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""
         control = await self._connected()
         return await control.take(name, iteration, deadline_seconds)
+
+    async def probe(
+        self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
+    ) -> list[dict[str, Any]]:
+        """Measure links. Raises OSError, TimeoutError or VaultError."""
+        control = await self._connected()
+        return await control.probe(peers, deadline_seconds, bulk=bulk)
 
     async def shut_down(self, remove: bool) -> None:
         """End the vault, in order if its slots are to stay, and close the sockets."""

@@ -28,9 +28,9 @@ class Commands:
     def __init__(
         self,
         options: CoordinatorOptions,
+        desk: RequestDesk,
         state: Callable[[], State],
         status: Callable[[], dict[str, Any]],
-        desk: RequestDesk,
     ) -> None:
         self._desk = desk
         self._info = options.info
@@ -111,7 +111,7 @@ class Commands:
     def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
         """A number that no node of the run has had, nor will have. May block."""
         try:
-            known = {*taken, *self._journal.entries("node")}
+            known = {*taken, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
             while True:
                 number += 1

@@ -17,6 +17,7 @@ from deadpool_megatron.layout.records import EpochRecord
 Order = (
     actions.Announce
     | actions.DropNode
+    | actions.Probe
     | actions.StartMembers
     | actions.KillMember
     | actions.CloseEpoch
@@ -42,8 +43,11 @@ class Orders:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
                 self._announce(record)
-            case actions.DropNode(node, cause):
-                self._drop(node, cause)
+            case actions.DropNode():
+                self._drop(order)
+            case actions.Probe(node, number, peers, bulk, limit):
+                asked = {"number": number, "peers": [list(peer) for peer in peers], "bulk": bulk}
+                self.send(node, {"t": "probe", **asked, "limit_seconds": limit})
             case actions.StartMembers(node, slots, provisional):
                 message = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
                 self.send(node, message)
@@ -117,14 +121,17 @@ class Orders:
         peer.told = record.epoch
         return parts
 
-    def _drop(self, node: int, cause: str) -> None:
-        peer = self._peers.agents.get(node)
+    def _drop(self, order: actions.DropNode) -> None:
+        peer = self._peers.agents.get(order.node)
         if peer is None:
             return
-        if peer.welcomed:
-            self.send(node, {"t": "stop", "reason": cause, "remove": True})
+        refusal = {"t": "refused", "why": order.cause, "left_out": order.left_out}
+        if not peer.welcomed:
+            peer.send(refusal)
+        elif order.left_out:
+            self.send(order.node, refusal)
         else:
-            peer.send({"t": "refused", "why": cause})
+            self.send(order.node, {"t": "stop", "reason": order.cause, "remove": True})
         peer.dropped = True
 
 

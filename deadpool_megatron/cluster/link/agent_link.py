@@ -25,9 +25,10 @@ from deadpool_megatron.wire.tls import contexts, open_stream
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
-# A coordinator's events reach the disk about once a second; what it had taken and not yet written
-# is told to its successor again.
+# What a coordinator had taken and not yet written is told to its successor again, and so are the
+# newest numbers in any case: it knows of nothing between the newest record and its own beginning.
 _RETAINED_SECONDS = 10.0
+_RETAINED_REPORTS = 64
 # With more than this unsent a beat would only say how late it is.
 _BEAT_BACKLOG_BYTES = 65536
 # Of reports kept while the coordinator is away; far above what a run makes in its restart time.
@@ -107,7 +108,8 @@ class CoordinatorLink:
         if retain:
             now = time.monotonic()
             self._retained.append((now, self._number, data))
-            while self._retained[0][0] < now - _RETAINED_SECONDS:
+            long_ago = now - _RETAINED_SECONDS
+            while len(self._retained) > _RETAINED_REPORTS and self._retained[0][0] < long_ago:
                 self._retained.popleft()
         if self._session is not None:
             self._session.writer.write(data)

@@ -18,6 +18,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.preflight.facts import HostFacts, Link
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class NodeJoined:
     one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
     it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
     ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
-    lay in its memory before it started, as long as it has adopted no record.
+    lay in its memory before it started, as long as it has adopted no record. ``facts``: what it
+    says about its host, None for nothing.
     """
 
     node: int
@@ -47,6 +49,24 @@ class NodeJoined:
     restored: Mapping[int, int] = field(default_factory=dict)
     memory_bytes: int = 0
     found: Inventory | None = None
+    facts: HostFacts | None = None
+
+
+@dataclass(frozen=True)
+class FactsTold:
+    """A node without a role has looked at its host again."""
+
+    node: int
+    facts: HostFacts
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A node has tried the links that question ``number`` named."""
+
+    node: int
+    number: int
+    links: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
@@ -359,6 +379,8 @@ class UserStop:
 Input = (
     Tick
     | NodeJoined
+    | FactsTold
+    | Probed
     | NodeLost
     | StoreReady
     | MemberHello

@@ -2,7 +2,7 @@
 
 Layout (contract between all processes of a run)::
 
-    check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
+    run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     skeletons/  launcher.lock
 """
@@ -37,7 +37,9 @@ class RunDirectoryError(Exception):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says: fixed for the whole run, the same on every node."""
+    """What ``run.json`` says: fixed for the whole run, the same on every node. ``check_only``: it
+    ends when its nodes are judged.
+    """
 
     run_id: str
     world_size: int
@@ -48,6 +50,7 @@ class RunInfo:
     settings: Settings
     segment_root: str
     restore: Mapping[str, Any] = field(default_factory=dict)
+    check_only: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -70,6 +73,7 @@ class RunInfo:
             settings=Settings(**values["settings"]),
             segment_root=str(values["segment_root"]),
             restore=dict(values.get("restore", {})),
+            check_only=bool(values.get("check_only", False)),
         )
 
 
@@ -103,11 +107,6 @@ class RunDirectory:
     def coordinator(self) -> Path:
         """Address and pid of the coordinator."""
         return self.path / "coordinator.json"
-
-    @property
-    def check(self) -> Path:
-        """Verdict of ``deadpool check``; absent where it was not used."""
-        return self.path / "check.json"
 
     @property
     def dump(self) -> Path:
