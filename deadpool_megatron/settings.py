@@ -81,10 +81,10 @@ class Settings:
         3.0, "a member whose process shows no sign of life for this long is taken for frozen"
     )
     node_silence_seconds: float = _setting(
-        8.0, "roles of a node that was silent for this long may be given away"
+        4.7, "roles of a node that was silent for this long may be given away"
     )
     fence_seconds: float = _setting(
-        6.0, "a node that cannot reach its coordinator for this long ends its members"
+        3.2, "a node that cannot reach its coordinator for this long ends its members"
     )
     takeover_seconds: float = _setting(
         3.0, "a standby takes over from a coordinator without a sign of life for this long"

@@ -1,20 +1,28 @@
-"""``deadpool patch``: put deadpool's marks into a checkout of Megatron-LM, or take them out."""
+"""``deadpool patch``: put deadpool's marks into a checkout of Megatron-LM, or take them out.
+
+``git apply`` does the work. A patch set is a directory named after the tag that it is for, with the
+patches and one table of hashes; the table says what each file of a tree is.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import enum
+import hashlib
 import json
 import os
-import stat
-import tempfile
-from collections.abc import Iterable, Mapping
+import re
+import site
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli import patching
+import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError, raw
-from deadpool_megatron.cli.patching import FileState, Tree, TreeState
 from deadpool_megatron.cli.tables import count, table
 
 _DESCRIPTION = """\
@@ -22,8 +30,8 @@ Adds one import to four files of Megatron-LM and one decorator above each functi
 deadpool takes part; what they do is in this package. Without --deadpool on the command line
 the patched functions do what they did before.
 
-The tree has to be exactly a release that there are patches for (a git checkout: of that tag),
-which is checked first. It is never left with a half-written file.
+The files have to be exactly those of a release that there are patches for, which is checked
+first; git apply then changes all of them, or none. DIR need not be a git checkout.
 """
 _EXAMPLES = """\
 examples:
@@ -35,6 +43,59 @@ examples:
 
 exit status: 0 done, or nothing to do; 2 refused, one line says why
 """
+_HASHES = "hashes"
+_VERSION_FILE = "megatron/core/package_info.py"
+_VERSION = re.compile(r"^MAJOR = (\d+)\nMINOR = (\d+)\nPATCH = (\d+)$", re.MULTILINE)
+_GIT_SECONDS = 60.0
+
+
+class FileState(enum.StrEnum):
+    """One file, held against the table of hashes."""
+
+    RELEASED = "released"
+    PATCHED = "patched"
+    CHANGED = "changed"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """The patches for one release: the hash of each file without them, and with them if patched."""
+
+    directory: Path
+    hashes: dict[str, tuple[str, str | None]]
+
+    @property
+    def tag(self) -> str:
+        """The tag of Megatron-LM that the patches are for."""
+        return self.directory.name
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A user's tree, and the patch set that fits it best."""
+
+    root: Path
+    patch_set: PatchSet
+    files: dict[str, FileState] = field(repr=False)
+
+    @property
+    def patched_files(self) -> dict[str, FileState]:
+        """The files that the patches change."""
+        hashes = self.patch_set.hashes
+        return {name: state for name, state in self.files.items() if hashes[name][1] is not None}
+
+    @property
+    def state(self) -> str:
+        """``released``, ``patched``, ``half-patched``, or ``unknown`` when a file is neither."""
+        states = set(self.patched_files.values())
+        if not states <= {FileState.RELEASED, FileState.PATCHED}:
+            return "unknown"
+        return "half-patched" if len(states) > 1 else str(states.pop())
+
+    def files_not(self, wanted: FileState) -> list[str]:
+        """The patched files that are in another state."""
+        return [name for name, state in self.patched_files.items() if state is not wanted]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -61,10 +122,9 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the action; with ``--json`` a refusal is an object as well."""
     actions = {"apply": _apply, "check": _check, "revert": _revert, "status": _status}
     try:
-        tree = patching.read_tree(args.tree, patching.find_patch_sets())
+        tree = read_tree(args.tree, find_patch_sets())
         said = actions[args.action](tree)
-        # Read again: what is there now, not what was meant to be.
-        facts = _facts(patching.read_tree(tree.root, [tree.patch_set]))
+        facts = _facts(read_tree(tree.root, [tree.patch_set]))
     except (CommandError, OSError) as error:
         line = str(error)
         if isinstance(error, OSError) and error.filename:
@@ -80,39 +140,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _apply(tree: Tree) -> list[str]:
-    _refuse(patching.refusal_to_apply(tree))
-    written = _bring_to(tree, FileState.PATCHED)
-    if not written:
-        return [f"nothing to do: {tree.root} is patched already ({tree.patch_set.tag})"]
-    return [f"{count(written, 'file')} of {tree.root} patched ({tree.patch_set.tag})"]
-
-
-def _revert(tree: Tree) -> list[str]:
-    _refuse(patching.refusal_to_revert(tree))
-    written = _bring_to(tree, FileState.RELEASED)
-    if not written:
-        return [f"nothing to do: {tree.root} is not patched ({tree.patch_set.tag})"]
-    return [f"{count(written, 'file')} of {tree.root} as released again ({tree.patch_set.tag})"]
+    _refuse(_refusal_to_apply(tree))
+    tag, left = tree.patch_set.tag, tree.files_not(FileState.PATCHED)
+    if not left:
+        return [f"nothing to do: {tree.root} is patched already ({tag})"]
+    _git_apply(tree, left)
+    _confirm(tree, FileState.PATCHED)
+    return [f"{count(len(left), 'file')} of {tree.root} patched ({tag})"]
 
 
 def _check(tree: Tree) -> list[str]:
-    _refuse(patching.refusal_to_apply(tree))
-    left = len(patching.new_contents(tree, FileState.PATCHED))
+    _refuse(_refusal_to_apply(tree))
+    tag, left = tree.patch_set.tag, tree.files_not(FileState.PATCHED)
     if not left:
-        return [f"{tree.root} is patched already ({tree.patch_set.tag})"]
-    return [f"can be applied: {count(left, 'file')} of {tree.root} to patch ({tree.patch_set.tag})"]
+        return [f"{tree.root} is patched already ({tag})"]
+    _git_apply(tree, left, "--check")
+    return [f"can be applied: {count(len(left), 'file')} of {tree.root} to patch ({tag})"]
+
+
+def _revert(tree: Tree) -> list[str]:
+    # Only the patched files matter: their hashes say that they go back to what they were, whatever
+    # else has been checked out or edited since.
+    _refuse(_refusal_of_files(tree, tree.patched_files))
+    tag, left = tree.patch_set.tag, tree.files_not(FileState.RELEASED)
+    if not left:
+        return [f"nothing to do: {tree.root} is not patched ({tag})"]
+    _git_apply(tree, left, "--reverse")
+    _confirm(tree, FileState.RELEASED)
+    return [f"{count(len(left), 'file')} of {tree.root} as released again ({tag})"]
 
 
 def _status(tree: Tree) -> list[str]:
-    by = f"commit {tree.head[:12]}" if tree.head else "no git, known by its files"
     lines = [
-        f"{tree.root}: {tree.state} (held against {tree.patch_set.tag}; {by})",
+        f"{tree.root}: {tree.state} (held against {tree.patch_set.tag})",
         *table(("file", "state"), [(name, state) for name, state in tree.files.items()]),
         f"patches: {tree.patch_set.directory}",
     ]
-    if tree.state is TreeState.HALF:
+    if tree.state == "half-patched":
         lines.append("half-patched: 'deadpool patch apply' finishes it, 'revert' undoes it")
-    refusal = patching.refusal_to_apply(tree)
+    refusal = _refusal_to_apply(tree)
     if refusal is not None:
         lines.append(f"apply would be refused: {refusal}")
     return lines
@@ -123,12 +189,72 @@ def _facts(tree: Tree) -> dict[str, Any]:
         "tree": str(tree.root),
         "state": tree.state,
         "tag": tree.patch_set.tag,
-        "commit": tree.patch_set.commit,
-        "head": tree.head,
         "patches": str(tree.patch_set.directory),
         "files": tree.files,
-        "apply_refused": patching.refusal_to_apply(tree),
+        "apply_refused": _refusal_to_apply(tree),
     }
+
+
+def patch_roots() -> list[Path]:
+    """Where patch sets can be: beside the package in its repository, else where pip puts data."""
+    prefixes = [sys.prefix, sysconfig.get_path("data"), site.getuserbase()]
+    repository = Path(deadpool_megatron.__file__).parents[1] / "patches"
+    return [repository, *(Path(p) / "share" / "deadpool_megatron" / "patches" for p in prefixes)]
+
+
+def find_patch_sets() -> list[PatchSet]:
+    """Return the patch sets of the first place that has any; raise CommandError if none has."""
+    for root in patch_roots():
+        tables = sorted(root.glob(f"*/{_HASHES}"))
+        if tables:
+            return [_read_patch_set(path) for path in tables]
+    looked = ", ".join(map(str, dict.fromkeys(patch_roots())))
+    raise CommandError(f"no patch set is installed (looked in {looked}): install the package again")
+
+
+def _read_patch_set(path: Path) -> PatchSet:
+    hashes: dict[str, tuple[str, str | None]] = {}
+    for line in path.read_text().splitlines():
+        if not line.startswith("#"):
+            try:
+                released, patched, name = line.split(maxsplit=2)
+            except ValueError as error:
+                raise CommandError(f"{path} is damaged: install the package again") from error
+            hashes[name] = (released, None if patched == "-" else patched)
+    return PatchSet(path.parent, hashes)
+
+
+def read_tree(root: Path, patch_sets: Sequence[PatchSet]) -> Tree:
+    """Return the tree beside the patch set that knows most of its files.
+
+    Raises CommandError when ``root`` is no tree of Megatron-LM.
+    """
+    if not root.is_dir():
+        wrong = "is not a directory" if root.exists() else "does not exist"
+        raise CommandError(f"{root} {wrong}: name a checkout of Megatron-LM")
+    trees = [Tree(root, each, _states(root, each)) for each in patch_sets]
+    best = max(trees, key=_known)
+    if set(best.patched_files.values()) == {FileState.MISSING}:
+        name = next(iter(best.patched_files))
+        raise CommandError(f"{root} is not a checkout of Megatron-LM: it has no {name}")
+    return best
+
+
+def _known(tree: Tree) -> int:
+    return sum(state in (FileState.RELEASED, FileState.PATCHED) for state in tree.files.values())
+
+
+def _states(root: Path, patch_set: PatchSet) -> dict[str, FileState]:
+    states = {}
+    for name, (released, patched) in patch_set.hashes.items():
+        try:
+            digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
+        except (FileNotFoundError, NotADirectoryError):
+            states[name] = FileState.MISSING
+            continue
+        meanings = {patched: FileState.PATCHED, released: FileState.RELEASED}
+        states[name] = meanings.get(digest, FileState.CHANGED)
+    return states
 
 
 def _refuse(refusal: str | None) -> None:
@@ -136,59 +262,73 @@ def _refuse(refusal: str | None) -> None:
         raise CommandError(refusal)
 
 
-def _bring_to(tree: Tree, wanted: FileState) -> int:
-    contents = patching.new_contents(tree, wanted)
-    _remove_leftovers(tree.path(file.name) for file in tree.patch_set.patched)
-    _replace_all(contents)
-    return len(contents)
+def _refusal_to_apply(tree: Tree) -> str | None:
+    # A tree of another release differs in much; its version says more than any one file.
+    return _refusal_of_files(tree, sorted(tree.files, key=lambda name: name != _VERSION_FILE))
 
 
-def _replace_all(contents: Mapping[Path, bytes]) -> None:
-    """Everything is on the disk beside its target before the first target changes."""
-    beside: dict[Path, Path] = {}
-    told = "nothing was changed"
+def _refusal_of_files(tree: Tree, names: Sequence[str] | dict[str, FileState]) -> str | None:
+    tag = tree.patch_set.tag
+    for name in names:
+        state = tree.files[name]
+        if state in (FileState.RELEASED, FileState.PATCHED):
+            continue
+        version = _version(tree)
+        if version is not None:
+            return f"{name} is not that of {tag} (this is {version}): use a checkout of {tag}"
+        if state is FileState.MISSING:
+            return f"{name} is missing in {tree.root}: put it back as {tag} has it"
+        if name not in tree.patched_files:
+            return f"{name} is not that of {tag}: put it back; changes can live in a copy of it"
+        return (
+            f"{name} has other changes than the patch: save them, then put it back as {tag} has it"
+        )
+    return None
+
+
+def _version(tree: Tree) -> str | None:
+    """The version of a tree of another release, else None."""
+    if tree.files.get(_VERSION_FILE) is not FileState.CHANGED:
+        return None
+    found = _VERSION.search((tree.root / _VERSION_FILE).read_text(errors="replace"))
+    version = ".".join(found.groups()) if found is not None else ""
+    return None if not version or tree.patch_set.tag.endswith(f"v{version}") else version
+
+
+def _git_apply(tree: Tree, names: Sequence[str], *options: str) -> None:
+    # Inside a repository git silently leaves out files that are not below the directory of the
+    # call, and obeys settings of the user. With no repository and no settings it does neither.
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+    alone = {"GIT_DIR": os.devnull, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    # As one patch: of several files on its command line git applies some and then stops.
+    diff = b"".join(path.read_bytes() for path in sorted(tree.patch_set.directory.glob("*.patch")))
+    included = [f"--include={name}" for name in names]
     try:
-        for path, content in contents.items():
-            descriptor, name = tempfile.mkstemp(prefix=_prefix(path), dir=path.parent)
-            beside[path] = Path(name)
-            with open(descriptor, "wb") as file:
-                file.write(content)
-                _make_like(file.fileno(), path.stat())
-                file.flush()
-                os.fsync(file.fileno())
-        told = "'deadpool patch status' shows what was changed before"
-        for path, temporary in beside.items():
-            temporary.replace(path)
-        for directory in {path.parent for path in contents}:
-            _sync_directory(directory)
-    except OSError as error:
-        raise CommandError(f"{path}: {error.strerror}; {told}") from error
-    finally:
-        for temporary in beside.values():
-            temporary.unlink(missing_ok=True)
+        done = subprocess.run(
+            ["git", "apply", "--whitespace=nowarn", *options, *included, "-"],
+            cwd=tree.root,
+            env={**environment, **alone, "LC_ALL": "C"},
+            input=diff,
+            capture_output=True,
+            timeout=_GIT_SECONDS,
+        )
+    except FileNotFoundError as error:
+        raise CommandError("git was not found: install it (sudo apt install git)") from error
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"git apply in {tree.root} took over {_GIT_SECONDS:.0f} s") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [
+            f"exit status {done.returncode}"
+        ]
+        raise CommandError(
+            f"git apply in {tree.root}: {said[0]}; 'deadpool patch status' shows what was changed"
+        )
 
 
-def _prefix(path: Path) -> str:
-    return f".{path.name}.deadpool-"
-
-
-def _make_like(descriptor: int, known: os.stat_result) -> None:
-    # Only root can give files away; for others the file becomes theirs.
-    with contextlib.suppress(PermissionError):
-        os.fchown(descriptor, known.st_uid, known.st_gid)
-    os.fchmod(descriptor, stat.S_IMODE(known.st_mode))
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _remove_leftovers(paths: Iterable[Path]) -> None:
-    """Of a run that was killed before its renames."""
-    for path in paths:
-        for leftover in path.parent.glob(f"{_prefix(path)}*"):
-            leftover.unlink(missing_ok=True)
+def _confirm(tree: Tree, wanted: FileState) -> None:
+    left = read_tree(tree.root, [tree.patch_set]).files_not(wanted)
+    if left:
+        raise CommandError(
+            f"the patches in {tree.patch_set.directory} do not make {left[0]} what their table of"
+            " hashes says: install the package again"
+        )

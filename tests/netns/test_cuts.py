@@ -38,19 +38,19 @@ def unbroken(cluster: Cluster) -> None:
 
 def test_cuts_of_some_seconds_lose_nothing(cluster: Cluster, measured: Measured) -> None:
     cluster.hosts[_VICTIM].cut()
-    time.sleep(3)
+    time.sleep(1.5)
     cluster.hosts[_VICTIM].mend()
     mended = time.time()
     after = cluster.wait_progress()
     (step,) = [e for e in cluster.events(Kind.STEP) if e.iteration == after]
-    measured("cable cut for 3 s", f"goes on {step.wall_seconds - mended:.1f} s after the mend")
+    measured("cable cut for 1.5 s", f"goes on {step.wall_seconds - mended:.1f} s after the mend")
     unbroken(cluster)
     cluster.hosts[_VICTIM].cut()
-    time.sleep(5)  # so near to the limit of the fence that it may be reached on a busy machine
+    time.sleep(2.7)  # so near to the limit of the fence that it may be reached on a busy machine
     cluster.hosts[_VICTIM].mend()
     cluster.wait_progress(20)
     recoveries = cluster.finish()["recoveries"]
-    measured("cable cut for 5 s", f"{len(recoveries)} recoveries")
+    measured("cable cut for 2.7 s", f"{len(recoveries)} recoveries")
     assert len(recoveries) <= 1
 
 

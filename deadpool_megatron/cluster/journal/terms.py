@@ -97,7 +97,7 @@ class Rhythm:
 
     @staticmethod
     def of(settings: Settings) -> Rhythm:
-        """With the default fence limit of 6 s: 0.5, 1.0, 2.0 and 2.0 s."""
+        """With the default fence limit of 3.2 s: 0.27, 0.53, 1.07 and 1.07 s."""
         beat = settings.fence_seconds / 12
         return Rhythm(beat, 2 * beat, 4 * beat, 4 * beat)
 

@@ -18,7 +18,7 @@ from deadpool_megatron.settings import Settings
 
 
 def test_small_clusters_beat_as_the_setting_says_and_large_ones_share() -> None:
-    settings = Settings()
+    settings = Settings(fence_seconds=6.0, node_silence_seconds=8.0)
     assert beat_seconds(64, settings) == settings.beat_interval_seconds
     assert beat_seconds(2000, settings) == 0.5
     assert beat_seconds(4096, settings) == beat_seconds(100_000, settings) == 1.0

@@ -1,0 +1,237 @@
+#!/usr/bin/env python
+"""Strikes a training run at random, for hours, and proves after each fault that it is still right.
+
+    .venv/bin/python scripts/soak.py --minutes 120 --seed 1 --out soak.json --plot soak.png
+
+Real processes on this machine: the embedded trainer on 4 nodes with 2 spares that are refilled, all
+kinds of faults. One undisturbed run gives the hash of every role's state after every iteration;
+struck runs of the same length follow, one after the other. Each reported hash is compared as it
+arrives. At the end: no process and no shared memory left, and nothing that lived on grew.
+
+As root the soak gives itself a network and a mount namespace (unshare), in which it cuts
+connections (nft) and fills the disk of the run directory; else these faults are left out.
+
+Exit status: 0 nothing found; 1 a wrong state, a hang, a run that ended, or growth: the last lines
+and the JSON say what; 2 bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
+
+from measuring import machine_facts, write_facts  # noqa: E402
+from soaking import faults, growth, rounds  # noqa: E402
+
+from deadpool_megatron.cluster.run_directory import cleanup  # noqa: E402
+from deadpool_megatron.cluster.run_directory.directory import segment_root  # noqa: E402
+
+_INSIDE = "DEADPOOL_SOAK_ISOLATED"
+_DISK_MB = 400
+
+
+def main() -> int:
+    """Run from the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="(default: 30)")
+    parser.add_argument("--seed", type=int, default=1, metavar="S", help="of the dice (default: 1)")
+    parser.add_argument(
+        "--round-iterations", type=int, default=2500, metavar="N", help="(default: 2500)"
+    )
+    parser.add_argument(
+        "--kinds", metavar="A,B", help=f"only these kinds of fault (of: {', '.join(faults.KINDS)})"
+    )
+    parser.add_argument(
+        "--pause", type=float, nargs=2, default=(1.0, 8.0), metavar="SECONDS", help="(default: 1 8)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: standard output)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="faults and growth, drawn")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories there")
+    args = parser.parse_args()
+    unknown = set((args.kinds or "").split(",")) - set(faults.KINDS) - {""}
+    if unknown or args.minutes <= 0 or args.round_iterations < 100:
+        parser.error(f"unknown kinds {sorted(unknown)}" if unknown else "too short")
+    isolated = os.environ.get(_INSIDE) == "1"
+    if not isolated and os.geteuid() == 0 and shutil.which("unshare") and shutil.which("nft"):
+        again = ["unshare", "--net", "--mount", "--", sys.executable, *sys.argv]
+        return subprocess.run(again, env={**os.environ, _INSIDE: "1"}).returncode
+    base = Path(tempfile.mkdtemp(prefix="deadpool-soak-", dir=args.keep))
+    try:
+        if isolated:
+            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+            size = f"size={_DISK_MB}m"
+            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "soak", str(base)], check=True)
+        else:
+            print("not root, or without unshare and nft: no cuts, no full disk", file=sys.stderr)
+        facts = soak(args, base, isolated)
+    finally:
+        if isolated:
+            subprocess.run(["umount", "--lazy", str(base)])
+        shutil.rmtree(base, ignore_errors=True)
+    write_facts(args.out, facts)
+    if args.plot:
+        from soaking.drawing import draw
+
+        draw(facts, args.plot)
+    print(verdict(facts), file=sys.stderr)
+    return 0 if facts["passed"] else 1
+
+
+def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]:
+    """All rounds; returns the facts, also of a soak that found something."""
+    became_parent_of_orphans()
+    began, dice = time.monotonic(), random.Random(args.seed)
+    deadline = began + 60.0 * args.minutes
+    facts: dict[str, Any] = {"soak": vars(args) | {"isolated": isolated}}
+    facts["soak"] = {k: str(v) if isinstance(v, Path) else v for k, v in facts["soak"].items()}
+    facts["machine"] = machine_facts()
+    kinds = {k: v for k, v in faults.KINDS.items() if not args.kinds or k in args.kinds.split(",")}
+    plan = rounds.Plan(kinds, tuple(args.pause), 180.0, isolated)
+    struck: list[rounds.Struck] = []
+    done: list[rounds.Round] = []
+    found = ""
+    number = args.round_iterations
+    print(f"reference: {number} iterations without a fault", file=sys.stderr)
+    try:
+        reference = rounds.start(base / "reference", number, began, None)
+        done.append(reference)
+        rounds.finish(reference, number)
+        clean(reference)
+        while time.monotonic() < deadline:
+            name = f"round-{len(done)}"
+            print(f"{name}: {len(struck)} faults so far", file=sys.stderr)
+            one = rounds.start(base / name, number, began, reference.hashes)
+            done.append(one)
+            struck += rounds.strike_on(one, plan, dice, deadline, number)
+            if one.newest < number and time.monotonic() >= deadline:
+                rounds.end(one)
+            else:
+                rounds.finish(one, number)
+            clean(one)
+    except rounds.SoakError as error:
+        found = str(error)
+        struck += getattr(error, "struck", [])
+        print(f"FOUND: {found}", file=sys.stderr)
+        keep_evidence(done[-1], args)
+        rounds.end(done[-1])
+        cleanup.clean_run(done[-1].run, done[-1].run.read_run().run_id)
+    return facts | summary(struck, done, found, time.monotonic() - began)
+
+
+def became_parent_of_orphans() -> None:
+    """What a killed agent leaves is reaped here, as an init would."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+
+def clean(one: rounds.Round) -> None:
+    """Raises SoakError unless nothing of a finished round is left; removes its directory."""
+    info = one.run.read_run()
+    limit = time.monotonic() + 30.0
+    while True:
+        reap()
+        pids = cleanup.run_processes(one.run, info.run_id)
+        left = segment_root(info.run_id)
+        if not pids and (not left.exists() or one.process.returncode != 0):
+            break
+        if time.monotonic() > limit:
+            raise rounds.SoakError(f"left over: processes {pids}, {left}")
+        time.sleep(0.2)
+    shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(one.directory)
+
+
+def reap() -> None:
+    """Take the end of orphans."""
+    while True:
+        try:
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return
+        except ChildProcessError:
+            return
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is None:
+            return
+        os.waitpid(found.si_pid, 0)
+
+
+def keep_evidence(one: rounds.Round, args: argparse.Namespace) -> None:
+    """Copy the run directory of what went wrong to where it can be looked at."""
+    target = Path(tempfile.mkdtemp(prefix="deadpool-soak-found-", dir=args.keep))
+    try:
+        shutil.copytree(one.directory, target / one.directory.name, dirs_exist_ok=True)
+        shutil.copy(one.directory.with_suffix(".out"), target)
+    except (OSError, shutil.Error) as error:
+        print(f"evidence is not complete: {error}", file=sys.stderr)
+    print(f"evidence: {target}", file=sys.stderr)
+
+
+def summary(
+    struck: list[rounds.Struck], done: list[rounds.Round], found: str, seconds: float
+) -> dict[str, Any]:
+    """Returns what was seen, by kind of fault, and the verdict."""
+    kinds: dict[str, Any] = {}
+    for name in sorted({one.kind for one in struck}):
+        these = [one for one in struck if one.kind == name]
+        waits = sorted(one.seconds for one in these if one.seconds is not None)
+        kinds[name] = {"faults": len(these), "to_next_iteration_seconds": percentiles(waits)}
+    samples = [one for round_ in done[1:] for one in round_.samples]
+    grown = growth.judge(samples, 120.0)
+    return {
+        "seconds": seconds,
+        "found": found,
+        "faults": len(struck),
+        "kinds": kinds,
+        "all_seconds": percentiles(sorted(o.seconds for o in struck if o.seconds is not None)),
+        "recoveries": sum(one.recoveries for one in done[1:]),
+        "rounds": len(done) - 1,
+        "hashes_compared": sum(one.compared for one in done[1:]),
+        "iterations": sum(one.newest for one in done[1:]),
+        "growth": grown,
+        "files": [growth.files_verdict(one.files) for one in done[1:]],
+        "struck": [one.to_dict() for one in struck],
+        "samples": growth.as_dicts(samples),
+        "files_seen": growth.as_dicts(one for round_ in done[1:] for one in round_.files),
+        "passed": not found and grown["flat"],
+    }
+
+
+def percentiles(waits: list[float]) -> dict[str, float]:
+    """Returns p50, p95, p99 and the most of sorted seconds; empty without any."""
+    if not waits:
+        return {}
+    pick = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "most": 1.0}
+    return {name: waits[min(len(waits) - 1, int(part * len(waits)))] for name, part in pick.items()}
+
+
+def verdict(facts: dict[str, Any]) -> str:
+    """Returns the last lines, for people."""
+    lines = [
+        f"{facts['faults']} faults, {facts['recoveries']} recoveries, {facts['rounds']} rounds"
+    ]
+    for name, kind in facts["kinds"].items():
+        waits = kind["to_next_iteration_seconds"]
+        shown = ", ".join(f"{key} {value:.1f}" for key, value in waits.items())
+        lines.append(f"  {name:<24} {kind['faults']:>4}   {shown}")
+    for part, grown in facts["growth"]["parts"].items():
+        shown = ", ".join(f"{key} {value:+.1f}" for key, value in grown.items() if key != "lives")
+        lines.append(f"  growth of {part:<14} {shown}  ({grown['lives']} lives)")
+    lines.append(facts["found"] or f"{facts['hashes_compared']} states compared, all equal")
+    lines.append("passed" if facts["passed"] else "FAILED")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

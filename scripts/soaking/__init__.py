@@ -1,0 +1,1 @@
+"""The parts of soak.py: faults, growth, rounds."""

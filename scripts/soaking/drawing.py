@@ -1,0 +1,56 @@
+"""The picture of a soak: every fault with its seconds, and what lived on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+
+def draw(facts: dict[str, Any], path: Path) -> None:
+    """Write a PNG: above, seconds to the next iteration of each fault; below, growth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, middle, below) = pyplot.subplots(
+        3, 1, figsize=(11, 11), sharex=True, layout="constrained"
+    )
+    kinds = sorted(facts["kinds"])
+    colours = pyplot.get_cmap("tab20")
+    for number, kind in enumerate(kinds):
+        these = [one for one in facts["struck"] if one["kind"] == kind and one["seconds"]]
+        above.scatter(
+            [one["at_seconds"] / 60 for one in these],
+            [one["seconds"] for one in these],
+            s=14,
+            color=colours(number % 20),
+            label=f"{kind} ({len(these)})",
+        )
+    above.set_yscale("log")
+    above.set_ylabel("seconds, fault to next iteration")
+    above.legend(ncols=4, fontsize=7, loc="upper center")
+    verdict = "passed" if facts["passed"] else "FAILED"
+    above.set_title(
+        f"soak, seed {facts['soak']['seed']}: {facts['faults']} faults in"
+        f" {facts['seconds'] / 60:.0f} min, {facts['hashes_compared']} states compared: {verdict}"
+    )
+    lives: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for one in facts["samples"]:
+        lives.setdefault((one["part"], one["pid"]), []).append(one)
+    shades = {"coordinator": "C3", "agent": "C0", "vault": "C2", "member": "C7"}
+    for (part, _), found in sorted(lives.items()):
+        minutes = [one["seconds"] / 60 for one in found]
+        middle.plot(minutes, [one["rss_mb"] for one in found], color=shades[part], lw=0.7)
+    for part, shade in shades.items():
+        middle.plot([], [], color=shade, label=part)
+    middle.set_ylabel("resident memory, MB, one line a process")
+    middle.legend(fontsize=8)
+    minutes = [one["seconds"] / 60 for one in facts["files_seen"]]
+    below.plot(minutes, [one["segments_mb"] for one in facts["files_seen"]], label="shared memory")
+    directory = [one["directory_mb"] for one in facts["files_seen"]]
+    below.plot(minutes, directory, label="run directory (anew each round)")
+    below.set_ylabel("MB")
+    below.set_xlabel("minutes")
+    below.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

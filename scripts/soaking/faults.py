@@ -1,0 +1,289 @@
+"""Every kind of fault that a soak strikes with: real signals, real bytes, a real full disk.
+
+A fault is a function on the living run. It returns what it did, in words, and says with
+:class:`NotNow` when there is nothing it could strike (no spare for a drain, say).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
+
+# Shorter than the fence, so that nobody may be given up for it.
+_SHORT_FREEZE_SECONDS = 2.0
+# Longer than the limits for frozen processes and silent nodes.
+_LONG_FREEZE_SECONDS = 12.0
+_CUT_SECONDS = 3.0
+_FULL_SECONDS = 8.0
+_COMMAND_SECONDS = 90.0
+
+
+class NotNow(Exception):
+    """The fault has nothing to strike at this moment."""
+
+
+@dataclass
+class Target:
+    """A living run. ``seats``: role -> (node, slot), as the newest record says. ``isolated``: the
+    soak has a network and a mount namespace of its own, so it may cut and fill.
+    """
+
+    run: RunDirectory
+    run_id: str
+    random: random.Random
+    isolated: bool
+    seats: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    def listing(self, node: int) -> dict[str, Any]:
+        """Returns the processes of a node. Raises NotNow when they cannot be read."""
+        try:
+            return read_json(self.run.node(node))
+        except (OSError, ValueError) as error:
+            raise NotNow(f"no listing of node {node}: {error}") from error
+
+    def some_seat(self) -> tuple[int, int, int]:
+        """Returns role, node and slot of a role that has a seat."""
+        if not self.seats:
+            raise NotNow("no role has a seat yet")
+        role = self.random.choice(sorted(self.seats))
+        return role, *self.seats[role]
+
+    def some_node(self) -> int:
+        """Returns a node that plays roles."""
+        return self.some_seat()[1]
+
+
+def _send(pid: int, number: signal.Signals, started: Mapping[str, int] | None = None) -> None:
+    ticks = None if started is None else started.get(str(pid))
+    if not posix.is_alive(pid, None if ticks is None else int(ticks)):
+        raise NotNow(f"process {pid} is gone")
+    os.kill(pid, number)
+
+
+def node(target: Target) -> str:
+    """Kill all processes of a node, the agent first."""
+    number = target.some_node()
+    _deadpool(target, "kill", "--node", str(number))
+    return f"node {number} killed"
+
+
+def process(target: Target) -> str:
+    """Kill one training process."""
+    role, number, slot = target.some_seat()
+    listing = target.listing(number)
+    _send(int(listing["members"][str(slot)]), signal.SIGKILL, listing["started"])
+    return f"process of role {role} on node {number} killed"
+
+
+def vault(target: Target) -> str:
+    """Kill the vault of a node that plays roles."""
+    number = target.some_node()
+    listing = target.listing(number)
+    _send(int(listing["vault"]), signal.SIGKILL, listing["started"])
+    return f"vault of node {number} killed"
+
+
+def agent(target: Target) -> str:
+    """Kill the agent of a node that plays roles."""
+    number = target.some_node()
+    listing = target.listing(number)
+    _send(int(listing["agent"]), signal.SIGKILL, listing["started"])
+    return f"agent of node {number} killed"
+
+
+def _coordinator_pid(target: Target) -> int:
+    try:
+        return int(read_json(target.run.coordinator)["pid"])
+    except (OSError, ValueError, KeyError) as error:
+        raise NotNow("nobody coordinates") from error
+
+
+def coordinator(target: Target) -> str:
+    """Kill the coordinator."""
+    _send(_coordinator_pid(target), signal.SIGKILL)
+    return "coordinator killed"
+
+
+def coordinator_and_process(target: Target) -> str:
+    """Kill a training process, and the coordinator before it can have decided."""
+    what = process(target)
+    _send(_coordinator_pid(target), signal.SIGKILL)
+    return f"{what}, and the coordinator"
+
+
+def coordinator_frozen(target: Target) -> str:
+    """Stop the coordinator for long enough that another one takes over, then let it wake up."""
+    pid = _coordinator_pid(target)
+    _send(pid, signal.SIGSTOP)
+    time.sleep(_LONG_FREEZE_SECONDS)
+    _send(pid, signal.SIGCONT)
+    return f"coordinator stopped for {_LONG_FREEZE_SECONDS:g} s"
+
+
+def process_frozen(target: Target) -> str:
+    """Stop one training process for good; the watchdog has to find it."""
+    role, number, slot = target.some_seat()
+    listing = target.listing(number)
+    _send(int(listing["members"][str(slot)]), signal.SIGSTOP, listing["started"])
+    return f"process of role {role} on node {number} stopped"
+
+
+def agent_frozen(target: Target) -> str:
+    """Stop an agent for less than the fence."""
+    number = target.some_node()
+    listing = target.listing(number)
+    _send(int(listing["agent"]), signal.SIGSTOP, listing["started"])
+    time.sleep(_SHORT_FREEZE_SECONDS)
+    _send(int(listing["agent"]), signal.SIGCONT, listing["started"])
+    return f"agent of node {number} stopped for {_SHORT_FREEZE_SECONDS:g} s"
+
+
+def cut(target: Target) -> str:
+    """Drop every packet of an agent's present connections for some seconds."""
+    if not target.isolated:
+        raise NotNow("needs a network namespace")
+    number = target.some_node()
+    pid = int(target.listing(number)["agent"])
+    shown = subprocess.run(["ss", "-Htnp"], capture_output=True, text=True, check=True).stdout
+    mine = [line.split()[3] for line in shown.splitlines() if f"pid={pid}," in line]
+    ports = [address.rpartition(":")[2] for address in mine]
+    if not ports:
+        raise NotNow(f"agent of node {number} has no connection")
+    these = "{ " + ", ".join(ports) + " }"
+    rules = f"""
+        table inet soak {{
+          chain in {{ type filter hook input priority 0;
+            tcp sport {these} drop; tcp dport {these} drop; }}
+        }}"""
+    subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)
+    try:
+        time.sleep(_CUT_SECONDS)
+    finally:
+        subprocess.run(["nft", "delete", "table", "inet", "soak"], check=True)
+    return f"connections of node {number}'s agent cut for {_CUT_SECONDS:g} s"
+
+
+def damaged_bytes(target: Target) -> str:
+    """Flip bytes in a role's own slots, then kill its process, which has to restore."""
+    role, number, slot = target.some_seat()
+    listing = target.listing(number)
+    pid = int(listing["members"][str(slot)])
+    files = sorted(target.run.segments(target.run_id, number).glob(f"own-{role}-*.seg"))
+    if not files:
+        raise NotNow(f"role {role} has no slots on node {number}")
+    # Killed first: what a live process still writes would be sealed as it is, damage and all.
+    _send(pid, signal.SIGSTOP, listing["started"])
+    with open(files[-1], "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        for _ in range(64):
+            # Behind headers and descriptions; those have checks of their own.
+            place = target.random.randrange(size // 4, size)
+            file.seek(place)
+            byte = file.read(1)
+            file.seek(place)
+            file.write(bytes([byte[0] ^ 0xFF]))
+    _send(pid, signal.SIGKILL, listing["started"])
+    return f"64 bytes of role {role}'s slots on node {number} flipped, its process killed"
+
+
+@contextlib.contextmanager
+def _filled(target: Target) -> Iterator[None]:
+    filler = target.run.path.parent / "filler"
+    try:
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:  # until there is no space left
+                file.write(bytes(1 << 16))
+        yield
+    finally:
+        filler.unlink(missing_ok=True)
+
+
+def full_disk(target: Target) -> str:
+    """Fill the file system of the run directory for some seconds."""
+    if not target.isolated:
+        raise NotNow("needs a mount namespace")
+    with _filled(target):
+        time.sleep(_FULL_SECONDS)
+    return f"run directory full for {_FULL_SECONDS:g} s"
+
+
+def full_disk_and_process(target: Target) -> str:
+    """Kill a training process while the run directory is full: decisions have to wait."""
+    if not target.isolated:
+        raise NotNow("needs a mount namespace")
+    with _filled(target):
+        what = process(target)
+        time.sleep(_FULL_SECONDS)
+    return f"{what} while the run directory was full for {_FULL_SECONDS:g} s"
+
+
+def drain(target: Target) -> str:
+    """Ask for a node to be drained."""
+    number = target.some_node()
+    _deadpool(target, "drain", "--node", str(number))
+    return f"node {number} drained"
+
+
+def protect(target: Target) -> str:
+    """Ask for another scheme of protection."""
+    scheme = target.random.choice(["buddy", "parity", "recompute"])
+    _deadpool(target, "protect", "--scheme", scheme)
+    return f"protection by {scheme} asked for"
+
+
+def persist(target: Target) -> str:
+    """Ask for a checkpoint in the background."""
+    _deadpool(target, "persist")
+    return "checkpoint in the background asked for"
+
+
+def _deadpool(target: Target, command: str, *arguments: str) -> None:
+    """Run a command of the user. Raises NotNow when it is refused."""
+    done = subprocess.run(
+        [sys.executable, "-m", "deadpool_megatron", command, str(target.run.path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=_COMMAND_SECONDS,
+    )
+    if done.returncode:
+        raise NotNow(f"deadpool {command}: {(done.stderr or done.stdout).strip()[-200:]}")
+
+
+KINDS: Mapping[str, Callable[[Target], str]] = {
+    one.__name__.replace("_", "-"): one
+    for one in (
+        *(node, process, vault, agent, coordinator, coordinator_and_process),
+        *(coordinator_frozen, process_frozen, agent_frozen, cut, damaged_bytes),
+        *(full_disk, full_disk_and_process, drain, protect, persist),
+    )
+}
+
+
+def segments_bytes(run_id: str) -> int:
+    """Returns the memory that the slots of a run take on this host."""
+    root = segment_root(run_id)
+    return sum(_allocated(path) for path in root.rglob("*") if path.is_file())
+
+
+def directory_bytes(path: Path) -> int:
+    """Returns what the files of a run directory take on disk."""
+    return sum(_allocated(found) for found in path.rglob("*") if found.is_file())
+
+
+def _allocated(path: Path) -> int:
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0  # gone meanwhile

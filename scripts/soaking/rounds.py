@@ -1,0 +1,289 @@
+"""One round of a soak: a whole run that is struck again and again, held against an undisturbed one.
+
+Every role reports the hash of its state after each iteration; each is compared with the reference
+as it arrives, so a wrong state is found at the fault that made it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunDirectoryError,
+    RunInfo,
+    read_json,
+)
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord
+from soaking import faults, growth
+
+NODES, SPARES = 4, 2
+_MODEL = (
+    "-m deadpool_megatron.trainer --num-layers 4 --hidden-size 32 --num-attention-heads 4"
+    " --seq-length 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-5"
+    " --lr-decay-style cosine --lr-warmup-iters 2 --seed 11 --log-interval 100"
+    " --pipeline-model-parallel-size 2 --use-distributed-optimizer"
+)
+_SETTINGS = "--deadpool-hash-interval 1 --deadpool-hang 30"
+_SAMPLE_SECONDS = 5.0
+_LEAVE_SECONDS = 120.0
+Hashes = dict[tuple[int, int], str]
+
+
+class SoakError(Exception):
+    """The soak found something: a state that is wrong, a run that hangs or ends."""
+
+
+@dataclass
+class Struck:
+    """One fault and what became of it. ``seconds``: from the fault to the next new iteration."""
+
+    kind: str
+    what: str
+    at_seconds: float
+    iteration: int
+    seconds: float | None = None
+    epochs: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a JSON object."""
+        return dict(vars(self))
+
+
+@dataclass
+class Round:
+    """A run under way. ``began``: of the whole soak, monotonic seconds."""
+
+    directory: Path
+    began: float
+    process: subprocess.Popen[bytes]
+    reference: Hashes | None
+    info: RunInfo | None = None
+    hashes: Hashes = field(default_factory=dict)
+    newest: int = 0
+    epoch: int = 0
+    recoveries: int = 0
+    samples: list[growth.Sample] = field(default_factory=list)
+    files: list[growth.Files] = field(default_factory=list)
+    compared: int = 0
+
+    def __post_init__(self) -> None:
+        self.run = RunDirectory(self.directory)
+        self._tail = EventTail(self.run.events)
+        self._sampled = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.process.poll() is not None
+
+    def look(self) -> None:
+        """Take up what has happened. Raises SoakError for a state that is not the reference's."""
+        for event in self._tail.poll():
+            self._take(event)
+        if time.monotonic() - self._sampled >= _SAMPLE_SECONDS:
+            self._sampled = time.monotonic()
+            self._sample()
+
+    def _take(self, event: Event) -> None:
+        self.epoch = max(self.epoch, event.epoch)
+        if event.kind is Kind.STEP:
+            self.newest = max(self.newest, event.iteration or 0)
+        elif event.kind is Kind.RECOVERED:
+            self.recoveries += 1
+        elif event.kind is Kind.STALE_DIVERGENCE:
+            raise SoakError(f"a replayed iteration gave other numbers: {dict(event.data)}")
+        elif event.kind is Kind.STATE_HASH:
+            role, iteration = event.role or 0, event.iteration or 0
+            sha256 = str(event.data["sha256"])
+            if self.reference is None:
+                self.hashes[role, iteration] = sha256
+                return
+            wanted = self.reference.get((role, iteration))
+            if wanted != sha256:
+                raise SoakError(f"role {role} is wrong after iteration {iteration}: {sha256}")
+            self.compared += 1
+
+    def _sample(self) -> None:
+        seconds = time.monotonic() - self.began
+        if self.info is None:
+            try:
+                self.info = self.run.read_run()
+            except RunDirectoryError:
+                return  # not written yet
+        for listing in self.run.node_listings().values():
+            pids = [("agent", listing["agent"]), ("vault", listing["vault"])]
+            pids += [("member", pid) for pid in listing["members"].values()]
+            for part, pid in pids:
+                self._add(growth.sample(seconds, part, int(pid)))
+        try:
+            pid = int(read_json(self.run.coordinator)["pid"])
+            self._add(growth.sample(seconds, "coordinator", pid))
+        except (OSError, ValueError, KeyError):
+            pass  # it is being replaced
+        self.files.append(
+            growth.Files(
+                seconds,
+                self.newest,
+                faults.segments_bytes(self.info.run_id) / 1e6,
+                faults.directory_bytes(self.directory) / 1e6,
+            )
+        )
+
+    def _add(self, found: growth.Sample | None) -> None:
+        if found is not None:
+            self.samples.append(found)
+
+    def seats(self) -> dict[int, tuple[int, int]]:
+        """Returns role -> (node, slot) of the newest record; empty before there is one."""
+        if self.info is None:
+            return {}
+        found = open_journal(self.info.settings, self.info.run_id, self.run.journal).newest("epoch")
+        if found is None:
+            return {}
+        record = EpochRecord.from_dict(found[1])
+        return {role: (seat.node, seat.slot) for role, seat in record.seats.items()}
+
+
+def start(directory: Path, iterations: int, began: float, reference: Hashes | None) -> Round:
+    """Start ``deadpool run``, in a process group of its own."""
+    spares = SPARES if reference is not None else 0
+    command = [
+        *(sys.executable, "-m", "deadpool_megatron", "run", "--run-dir", str(directory)),
+        *("--nodes", str(NODES), "--nproc-per-node", "1", "--spares", str(spares), "--quiet"),
+        *("--refill", "100000", *_SETTINGS.split(), "--", *_MODEL.split()),
+        *("--train-iters", str(iterations)),
+    ]
+    with open(directory.with_suffix(".out"), "wb") as output:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    return Round(directory, began, process, reference)
+
+
+def follow(round_: Round, until: Callable[[], bool], seconds: float, what: str) -> None:
+    """Look until something holds. Raises SoakError when it does not in time, or the run ends."""
+    limit = time.monotonic() + seconds
+    while not until():
+        if round_.is_over and not until():
+            status = round_.process.returncode
+            if status == 0:
+                return
+            said = round_.directory.with_suffix(".out").read_text()[-1500:]
+            raise SoakError(f"the run ended with {status} while waiting for {what}: {said}")
+        if time.monotonic() > limit:
+            raise SoakError(f"waited {seconds:g} s for {what}: the run hangs")
+        round_.look()
+        time.sleep(0.05)
+
+
+def end(round_: Round) -> None:
+    """Stop a round that is not over; nothing of it is left running."""
+    if round_.is_over:
+        return
+    os.killpg(round_.process.pid, signal.SIGTERM)
+    try:
+        round_.process.wait(_LEAVE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(round_.process.pid, signal.SIGKILL)
+        round_.process.wait()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a round is struck. ``pause_seconds``: least and most between a recovery and the next
+    fault; ``patience_seconds``: until a new iteration is finished after a fault."""
+
+    kinds: Mapping[str, Callable[[faults.Target], str]]
+    pause_seconds: tuple[float, float]
+    patience_seconds: float
+    isolated: bool
+
+
+def strike_on(
+    round_: Round, plan: Plan, dice: random.Random, deadline: float, iterations: int
+) -> list[Struck]:
+    """Strike until the round is near its end or the deadline has come.
+
+    A run that ended well gives the hashes of its last iterations too. Raises SoakError, with what
+    was struck so far in ``struck``.
+    """
+    struck: list[Struck] = []
+    try:
+        _strike_on(round_, plan, dice, deadline, iterations, struck)
+    except SoakError as error:
+        error.struck = struck  # type: ignore[attr-defined]
+        raise
+    return struck
+
+
+def _strike_on(
+    round_: Round,
+    plan: Plan,
+    dice: random.Random,
+    deadline: float,
+    iterations: int,
+    struck: list[Struck],
+) -> None:
+    follow(round_, lambda: round_.newest >= 2, 240.0, "the first iterations")
+    info = round_.run.read_run()
+    target = faults.Target(round_.run, info.run_id, dice, plan.isolated)
+    names = sorted(plan.kinds)
+    last = iterations - 40
+    while time.monotonic() < deadline and round_.newest < last and not round_.is_over:
+        pause(round_, dice.uniform(*plan.pause_seconds))
+        if round_.newest >= last or round_.is_over:
+            break
+        kind = dice.choice(names)
+        try:
+            target.seats = round_.seats()
+            now = time.monotonic()
+            one = Struck(kind, "", now - round_.began, round_.newest, epochs=round_.epoch)
+            one.what = plan.kinds[kind](target)
+        except faults.NotNow as error:
+            print(f"  {kind}: not now: {error}", file=sys.stderr)
+            continue
+        struck.append(one)
+        round_.look()
+        await_progress(round_, plan.patience_seconds, one.what)
+        one.seconds = time.monotonic() - now
+        one.epochs = round_.epoch - one.epochs
+        print(f"  {one.at_seconds:7.1f} s  {one.what}: {one.seconds:.1f} s", file=sys.stderr)
+
+
+def pause(round_: Round, seconds: float) -> None:
+    """Let the run go on undisturbed for so long."""
+    limit = time.monotonic() + seconds
+    follow(round_, lambda: time.monotonic() > limit, seconds + 60.0, "the next fault")
+
+
+def await_progress(round_: Round, seconds: float, what: str) -> None:
+    """Until an iteration is finished that was not before. Raises SoakError as :func:`follow`."""
+    before = round_.newest
+    follow(round_, lambda: round_.newest > before, seconds, f"life after: {what}")
+
+
+def finish(round_: Round, iterations: int) -> None:
+    """Let a round end by itself. Raises SoakError unless it ends well, with every hash equal."""
+    follow(round_, lambda: round_.is_over, 1200.0, "the end of the round")
+    round_.look()
+    if round_.process.returncode != 0:
+        raise SoakError(f"the round ended with {round_.process.returncode}")
+    if round_.newest != iterations:
+        raise SoakError(f"the round ended after {round_.newest} of {iterations} iterations")
+    final = read_json(round_.run.final)
+    if final["exit_status"] != 0:
+        raise SoakError(f"final.json: {json.dumps(final)[:500]}")
