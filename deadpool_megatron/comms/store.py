@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 
 class Meeting(Protocol):
-    """Values that are written once and wait for each other, by epoch; see MemberStore."""
+    """Where the roles of an epoch leave values for each other; see MemberStore."""
 
     def set(self, epoch: int, key: str, value: bytes) -> None:
         """Write a value."""
@@ -34,20 +34,20 @@ class EpochStore(Store):
 
     def __init__(self, meeting: Meeting, epoch: int, timeout_seconds: float) -> None:
         super().__init__()
-        self.set_timeout(timedelta(seconds=timeout_seconds))
         self._meeting = meeting
         self._epoch = epoch
+        self._timeout_seconds = timeout_seconds
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
         self._meeting.set(self._epoch, key, data)
 
     def get(self, key: str) -> bytes:
-        return self._meeting.get(self._epoch, key, self.timeout.total_seconds())
+        return self._meeting.get(self._epoch, key, self._timeout_seconds)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        limit = self.timeout if timeout is None else timeout
-        self._meeting.wait(self._epoch, keys, limit.total_seconds())
+        limit = self._timeout_seconds if timeout is None else timeout.total_seconds()
+        self._meeting.wait(self._epoch, keys, limit)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.get(key) for key in keys]

@@ -382,20 +382,17 @@ class EpochRecord:
 
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
-    ``emitted_up_to``: last iteration whose log lines have been accepted. ``store``: address of the
-    store process in which the communicators of this epoch meet. ``failure``: what ended the epoch
-    before, empty at the start: ``kind`` (of cluster.failures), ``signature`` (list of texts, equal
-    for the same failure again), ``exited`` (a process ended by itself), ``iteration`` (newest
-    finished one) and ``node`` (where it was, or None). ``replicas``: lost nodes that the protection
-    survives; ``protection``: how.
+    ``emitted_up_to``: last iteration whose log lines have been accepted. ``failure``: what ended
+    the epoch before, empty at the start: ``kind`` (of cluster.failures), ``signature`` (list of
+    texts, equal for the same failure again), ``exited`` (a process ended by itself), ``iteration``
+    (newest finished one) and ``node`` (where it was, or None). ``replicas``: lost nodes that the
+    protection survives; ``protection``: how.
     """
 
     epoch: int
     seats: Mapping[int, Seat]
     nodes: Mapping[int, NodeAddress]
     restore: Restore
-    store_host: str
-    store_port: int
     replicas: int = 1
     emitted_up_to: int = 0
     fewer_copies: frozenset[int] = frozenset()
@@ -410,7 +407,6 @@ class EpochRecord:
             "seats": {str(role): seat.to_list() for role, seat in self.seats.items()},
             "nodes": {str(node): address.to_dict() for node, address in self.nodes.items()},
             "restore": self.restore.to_dict(),
-            "store": [self.store_host, self.store_port],
             "replicas": self.replicas,
             "emitted_up_to": self.emitted_up_to,
             "fewer_copies": sorted(self.fewer_copies),
@@ -422,7 +418,6 @@ class EpochRecord:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> EpochRecord:
         """Inverse of :meth:`to_dict`; a record without a plan is one of 0.3, which only copied."""
-        host, port = values["store"]
         plan = values.get("protection")
         return EpochRecord(
             epoch=int(values["epoch"]),
@@ -432,8 +427,6 @@ class EpochRecord:
                 for node, address in values["nodes"].items()
             },
             restore=Restore.from_dict(values["restore"]),
-            store_host=str(host),
-            store_port=int(port),
             replicas=int(values["replicas"]),
             emitted_up_to=int(values["emitted_up_to"]),
             fewer_copies=frozenset(values["fewer_copies"]),

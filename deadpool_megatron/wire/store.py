@@ -4,8 +4,8 @@ A member, its agent and the coordinator say the same to each other, and any of i
 
     {"t": "store", "epoch": e, "values": {key: value in base64}, "want": [folder, ...]}
 
-``values`` are written once. The folder of a key is what stands before its last ``/``: who wants a
-folder is sent all values in it, those that are there and those that come.
+The first value of a key stays. The folder of a key is what stands before its last ``/``: who wants
+a folder is sent all values in it, those that are there and those that come.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ def unpack(message: Mapping[str, Any]) -> StoreMessage:
     epoch, values, want = message.get("epoch"), message.get("values"), message.get("want")
     if type(epoch) is not int or not isinstance(values, dict) or not isinstance(want, list):
         raise ValueError("malformed store message")
-    for key in (*values, *want):
-        if not isinstance(key, str) or len(key) > MAXIMUM_KEY_CHARACTERS:
-            raise ValueError(f"a key of the store has more than {MAXIMUM_KEY_CHARACTERS} characters")
-    for value in values.values():
-        if not isinstance(value, str) or len(value) > _MAXIMUM_TEXT:
-            raise ValueError(f"a value of the store is over {MAXIMUM_VALUE_BYTES} bytes")
+    if not all(_is_text(key, MAXIMUM_KEY_CHARACTERS) for key in (*values, *want)):
+        raise ValueError(f"a key of the store is no text of up to {MAXIMUM_KEY_CHARACTERS} letters")
+    if not all(_is_text(value, _MAXIMUM_TEXT) for value in values.values()):
+        raise ValueError(f"a value of the store is no text of up to {MAXIMUM_VALUE_BYTES} bytes")
     return StoreMessage(epoch, values, tuple(want))
+
+
+def _is_text(value: object, limit: int) -> bool:
+    return isinstance(value, str) and len(value) <= limit

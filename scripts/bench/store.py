@@ -59,10 +59,13 @@ def groups_of(roles: int) -> list[list[int]]:
     return 2 * (pairs + octets + rows + halves)
 
 
-def play_role(role: int, roles: int, links: socket.socket, orders: socket.socket, port: int) -> None:
+def play_role(
+    role: int, roles: int, links: socket.socket, orders: socket.socket, port: int
+) -> None:
     """Attach whenever told to, through the store that is named; answer how long it took."""
     torch.set_num_threads(1)
-    link = MemberLink(links, Seat(role // _ROLES_PER_AGENT, role % _ROLES_PER_AGENT, 0), "", Settings())
+    seat = Seat(role // _ROLES_PER_AGENT, role % _ROLES_PER_AGENT, 0)
+    link = MemberLink(links, seat, "", Settings())
     link.start(
         Handlers(
             on_close=lambda epoch, cause: None,
@@ -86,7 +89,8 @@ def play_role(role: int, roles: int, links: socket.socket, orders: socket.socket
             client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
         else:
             epoch = int(number)
-            store = client if side == "TCPStore" else EpochStore(link.store, epoch, _DEADLINE_SECONDS)
+            ours = EpochStore(link.store, epoch, _DEADLINE_SECONDS)
+            store = client if side == "TCPStore" else ours
             communicators.attach(epoch, store, role, _DEADLINE_SECONDS)
         answer = [time.monotonic() - before, _processor_seconds() - used]
         orders.send(json.dumps(answer).encode())
@@ -99,8 +103,7 @@ def play_agent(members: list[socket.socket], coordinator: int) -> None:
 
 async def _relay(members: list[socket.socket], coordinator: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", coordinator)
-    soon = asyncio.get_running_loop().call_soon
-    relay = StoreRelay(lambda message: writer.write(framing.encode(message)), soon)
+    relay = StoreRelay(lambda message: writer.write(framing.encode(message)))
 
     def heard(number: int, message: dict[str, Any]) -> None:
         if message["t"] == "store":
@@ -123,11 +126,7 @@ def play_coordinator(listener: socket.socket) -> None:
 async def _coordinate(listener: socket.socket) -> None:
     writers: list[asyncio.StreamWriter] = []
     newest = 0
-    store = CoordinatorStore(
-        lambda node, frame: writers[node].write(frame),
-        lambda: newest,
-        asyncio.get_running_loop().call_soon,
-    )
+    store = CoordinatorStore(lambda node, frame: writers[node].write(frame), lambda: newest)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal newest

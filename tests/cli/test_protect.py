@@ -81,7 +81,7 @@ def test_the_next_coordinator_knows_what_was_asked_for(
     assert desk.ask(every=5)["ok"]
     for epoch in range(1, records + 1):
         restore = Restore("initial", Generation(0, 0))
-        record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
+        record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore)
         desk.journal.write("epoch", epoch, record.to_dict())
     machine = Machine(Config(4, 0, 1, Settings(), "/dump"), plan)
     results = SimpleNamespace(last_iteration=0, lost_nodes={})
@@ -94,7 +94,7 @@ def test_the_next_coordinator_knows_what_was_asked_for(
 def taken_over(desk: Desk, tmp_path: Path, *, restarted: bool = False) -> State:
     """What the next coordinator begins with, after one record."""
     restore = Restore("initial", Generation(0, 0))
-    record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
+    record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore)
     desk.journal.write("epoch", 1, record.to_dict())
     config = Config(4, 0, 1, desk.commands._info.settings, "/dump", restarted=restarted)
     results = SimpleNamespace(last_iteration=0, lost_nodes={})

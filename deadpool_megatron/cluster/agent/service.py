@@ -29,6 +29,7 @@ from deadpool_megatron.cluster.agent.members import Member, Members, wait_draine
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.agent.vault import VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
@@ -103,6 +104,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._store = StoreRelay(self._link.send)
         self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
@@ -170,6 +172,8 @@ class Agent:
             self._order_close(int(message["epoch"]), str(message["cause"]))
         elif kind == "record":
             self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
+        elif kind == "store":
+            self._store.from_coordinator(message)
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
@@ -191,6 +195,7 @@ class Agent:
                 self._repeat_within(float(message.get("repeat_seconds", 0.0)))
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
+        self._store.repeat()
         told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
@@ -249,6 +254,7 @@ class Agent:
         failpoints.hit("agent.close", epoch=epoch)
         self._closed = epoch
         self._inventory = None
+        self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
@@ -283,6 +289,7 @@ class Agent:
             return
         failpoints.hit("agent.record", epoch=record.epoch)
         self._record = self._shown = record
+        self._store.enter(record.epoch)
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
@@ -319,6 +326,9 @@ class Agent:
         elif kind == "event":
             event = {"node": self._node, **message["event"]}
             self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
+            return
+        elif kind == "store":
+            self._store.from_member(member, message)
             return
         self._report(member, message)
 

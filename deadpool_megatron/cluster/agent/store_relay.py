@@ -8,6 +8,8 @@ a cut connection nor a new coordinator loses any of it.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -15,26 +17,22 @@ from deadpool_megatron.cluster.link.store_hub import StoreHub
 from deadpool_megatron.wire import store
 
 
-class Receiver(Protocol):
+class Speaker(Protocol):
     """A member."""
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one message."""
 
+    def kill(self, cause: str) -> None:
+        """End the process."""
+
 
 class StoreRelay:
-    """Used from the agent's loop. ``send`` is the way to the coordinator; ``soon`` calls a function
-    when the loop has heard everybody who spoke in this turn, so that they share messages.
-    """
+    """Used from the agent's loop. ``send`` is the way to the coordinator."""
 
-    def __init__(
-        self,
-        send: Callable[[Mapping[str, Any]], None],
-        soon: Callable[[Callable[[], None]], object],
-    ) -> None:
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
-        self._soon = soon
-        self._hub: StoreHub[Receiver] = StoreHub()
+        self._hub: StoreHub[Speaker] = StoreHub()
         self._own: dict[str, str] = {}
         self._wanted: dict[str, None] = {}
         self._unsaid: tuple[dict[str, str], dict[str, None]] = {}, {}
@@ -51,11 +49,16 @@ class StoreRelay:
             self._hub.enter(epoch)
             self._own, self._wanted, self._unsaid = {}, {}, ({}, {})
 
-    def from_member(self, member: Receiver, message: Mapping[str, Any]) -> None:
-        """Take what a member says. Raises ValueError for what no honest member says."""
-        said = store.unpack(message)
-        if said.epoch != self._hub.epoch or not said.epoch:
-            return  # it has not heard of the close yet
+    def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
+        """Take what a member says; one that says what no member should is killed."""
+        try:
+            said = store.unpack(message)
+            if said.epoch == self._hub.epoch > 0:  # else it has not heard of the close yet
+                self._take(member, said)
+        except ValueError as error:
+            member.kill(f"sent garbage: {error}")
+
+    def _take(self, member: Speaker, said: store.StoreMessage) -> None:
         values, want = self._unsaid
         new = self._hub.put(said.values)
         self._own |= new
@@ -66,11 +69,14 @@ class StoreRelay:
         self._flush_soon()
 
     def from_coordinator(self, message: Mapping[str, Any]) -> None:
-        """Take what other nodes' members have written. Raises ValueError when it is malformed."""
-        said = store.unpack(message)
-        if said.epoch == self._hub.epoch:
-            self._hub.put(said.values)
-            self._flush_soon()
+        """Take what members of other nodes have written."""
+        try:
+            said = store.unpack(message)
+            if said.epoch == self._hub.epoch > 0:
+                self._hub.put(said.values)
+                self._flush_soon()
+        except ValueError as error:
+            print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
 
     def repeat(self) -> None:
         """Say everything again, to a coordinator that may not have heard it or whose answers may
@@ -83,7 +89,8 @@ class StoreRelay:
     def _flush_soon(self) -> None:
         if not self._is_due:
             self._is_due = True
-            self._soon(self._flush)
+            # When the loop has heard everybody who speaks in this turn: they share messages.
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_due = False

@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.link.record_delta import RecordTeller
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.wire import framing
 
 Order = (
     actions.Announce
@@ -97,9 +98,13 @@ class Orders:
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """To one agent, if it is connected."""
+        self.send_frame(node, framing.encode(message))
+
+    def send_frame(self, node: int, frame: bytes) -> None:
+        """The same for a message that was encoded before."""
         peer = self._peers.agents.get(node)
         if peer is not None and not peer.dropped:
-            peer.send(message)
+            peer.send_frame(frame)
 
     def _announce(self, record: EpochRecord) -> None:
         before = None if self._teller is None else self._teller.record

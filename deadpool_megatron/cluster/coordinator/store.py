@@ -5,9 +5,11 @@ Held in memory, for the newest epoch only: the agents say everything again to a 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.link.store_hub import StoreHub
 from deadpool_megatron.wire import store
 from deadpool_megatron.wire.framing import encode
@@ -15,19 +17,16 @@ from deadpool_megatron.wire.framing import encode
 
 class CoordinatorStore:
     """Used from the coordinator's loop. ``send_frame`` sends an encoded message to a node;
-    ``epoch`` returns the epoch that is being opened or open, 0 when there is none; ``soon`` calls a
-    function when the loop has heard everybody who spoke in this turn.
+    ``epoch`` returns the epoch that is being opened or open, 0 when there is none.
     """
 
     def __init__(
         self,
         send_frame: Callable[[int, bytes], None],
         epoch: Callable[[], int],
-        soon: Callable[[Callable[[], None]], object],
     ) -> None:
         self._send_frame = send_frame
         self._epoch = epoch
-        self._soon = soon
         self._hub: StoreHub[int] = StoreHub()
         self._is_due = False
 
@@ -40,12 +39,14 @@ class CoordinatorStore:
         self._hub.enter(self._epoch())
         if said.epoch != self._hub.epoch or not said.epoch:
             return
+        failpoints.hit("coordinator.store", epoch=said.epoch)
         self._hub.put(said.values)
         for folder in said.want:
             self._hub.want(node, folder)
         if not self._is_due:
             self._is_due = True
-            self._soon(self._flush)
+            # When the loop has heard everybody who speaks in this turn: they share messages.
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
         self._is_due = False

@@ -1,4 +1,5 @@
-"""The store of one epoch at one place: values that are written once, and who wants which.
+"""The store of one epoch at one place: values, of which the first of a key stays, and who wants
+which.
 
 The coordinator has one for its agents, each agent one for its members.
 """
@@ -47,21 +48,15 @@ class StoreHub(Generic[Who]):
             self._due.clear()
 
     def put(self, values: Mapping[str, str]) -> dict[str, str]:
-        """Take values; returns those that are new.
-
-        Raises ValueError for a key that has another value, and when there are too many.
-        """
+        """Take values; returns those that are new. Raises ValueError when there are too many."""
         new = {}
         for key, value in values.items():
             name = folder_of(key)
             folder = self._folder(name)
-            known = folder.values.get(key)
-            if known is None:
+            if key not in folder.values:
                 self._count(len(key) + len(value))
                 folder.values[key] = folder.fresh[key] = new[key] = value
                 self._due[name] = None
-            elif known != value:
-                raise ValueError(f"key {key[:80]!r} of epoch {self.epoch} is written once")
         return new
 
     def want(self, who: Who, name: str) -> bool:

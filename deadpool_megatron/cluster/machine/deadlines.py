@@ -30,8 +30,6 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 
-_NO_STORE = "the store process of the communicators did not start in time"
-
 
 def tick(turn: Turn) -> None:
     """Look at every deadline."""
@@ -62,8 +60,6 @@ def check_gathered(turn: Turn) -> None:
     if state.record is not None:
         if state.restarted or present >= len(state.record.nodes):
             takeover.check_all_back(turn)
-        return
-    if state.store is None:
         return
     patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
     wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
@@ -108,8 +104,6 @@ def _overdue(turn: Turn) -> None:
             _gathered_enough(turn, waited)
         case Phase.CLOSING:
             late = state.awaited | {place[0] for place in state.members.killed}
-            if not late:
-                finish(turn, 1, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE if state.returning and not turn.config.returns:
@@ -153,9 +147,6 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
     state = turn.state
     if state.record is not None:
         takeover.time_is_over(turn)
-        return
-    if state.store is None:
-        finish(turn, 2, _NO_STORE)
         return
     absent = state.absent(state.seats.nodes)
     turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))

@@ -65,14 +65,6 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class StoreReady:
-    """The store process of the communicators listens here (again, when it was restarted)."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class OfMember:
     """Base of inputs about one member: a process by node, local slot and incarnation."""
 
@@ -330,7 +322,6 @@ Input = (
     Tick
     | NodeJoined
     | NodeLost
-    | StoreReady
     | MemberHello
     | MemberWarm
     | MemberRegistered

@@ -35,7 +35,7 @@ def test_a_term_has_one_holder(tmp_path: Path) -> None:
 def record(training: int, spares: int) -> EpochRecord:
     nodes = {n: NodeAddress("h", 1, f"d{n}", n >= training) for n in range(training + spares)}
     seats = {n: Seat(n, 0, 0) for n in range(training)}
-    return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)), "h", 1)
+    return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)))
 
 
 def test_spares_claim_before_nodes_that_train() -> None:
