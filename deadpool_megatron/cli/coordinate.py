@@ -9,9 +9,9 @@ import argparse
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deadpool_megatron import arguments, failpoints
+from deadpool_megatron import arguments, failpoints, ownership
 from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import check_command
 from deadpool_megatron.cli.common import CommandError, listen, raw
@@ -22,6 +22,9 @@ from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import Term, claim_term, newest_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.wire import auth, tls
+
+if TYPE_CHECKING:
+    from deadpool_megatron.cluster.coordinator.first_state import Estate
 
 EXIT_JOURNAL = 1
 _EXAMPLES = """\
@@ -65,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _coordinator(args: argparse.Namespace) -> int:
     run = RunDirectory(args.run_dir)
+    ownership.check_directory(run.path)
     if run.final.exists():
         raise CommandError(f"the run in {run.path} is over")
     if not (run.path / "run.json").exists():
@@ -83,18 +87,26 @@ def _coordinator(args: argparse.Namespace) -> int:
     else:
         listener = listen(host, args.port)
         print(f"coordinator of run {info.run_id} at {host}:{listener.getsockname()[1]}", flush=True)
+    # All of it before the claim: from there on a sign of life is awaited.
+    from deadpool_megatron.cluster.coordinator import service
+    from deadpool_megatron.cluster.coordinator.first_state import look_up
+    from deadpool_megatron.recovery import plan
+
+    del service, plan
     try:
         journal = open_journal(info.settings, info.run_id, run.journal)
         last = newest_term(journal)
         number = 1 if last is None else last.number + 1
+        estate = look_up(run, journal)
         term = claim_term(journal, number, host, listener.getsockname()[1], None)
-    except JournalError as error:
+    except (JournalError, OSError) as error:
         if args.lifeline_fd is None:
             raise CommandError(str(error)) from error
         # The launcher tries again what may have been an outage.
         print(f"deadpool coordinator: {error}", file=sys.stderr)
         return EXIT_JOURNAL
-    return _coordinate(run, listener, term, journal, args.lifeline_fd, restarted=args.restarted)
+    lifeline, restarted = args.lifeline_fd, args.restarted
+    return _coordinate(run, listener, term, journal, estate, lifeline, restarted=restarted)
 
 
 def _standby(args: argparse.Namespace) -> int:
@@ -128,7 +140,7 @@ def _standby(args: argparse.Namespace) -> int:
     term, listener = claimed
     # Where its agent never met the coordinator before it, that one has died with all the others.
     restarted = term.number > 1 and not standby.was_in_touch
-    return _coordinate(run, listener, term, journal, None, restarted=restarted)
+    return _coordinate(run, listener, term, journal, standby.estate, None, restarted=restarted)
 
 
 def _coordinate(
@@ -136,6 +148,7 @@ def _coordinate(
     listener: socket.socket,
     term: Term,
     journal: Journal,
+    estate: Estate,
     lifeline_fd: int | None,
     *,
     restarted: bool,
@@ -155,6 +168,7 @@ def _coordinate(
             planner=plan,
             term=term,
             journal=journal,
+            estate=estate,
             lifeline_fd=lifeline_fd,
             restarted=restarted,
         )

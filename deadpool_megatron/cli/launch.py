@@ -101,7 +101,6 @@ class Launcher:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
         try:
-            self._run.path.mkdir(parents=True, exist_ok=True)
             self._run.create(self._info)
             auth.create_secret(self._run.path)
             self._held = claim_segments(self._run, self._info.run_id)

@@ -14,18 +14,21 @@ import time
 from dataclasses import dataclass, replace
 
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
-from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.run_directory.cleanup import (
+    node_directories,
+    run_processes,
+    vault_processes,
+)
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,
-    segment_root,
     slots_are_kept,
     write_json,
 )
-from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.settings import Settings
 
@@ -45,7 +48,7 @@ def hold(run: RunDirectory) -> int:
     CommandError: one that comes second would, at its end, kill the run of the first one and remove
     its memory. Of a launcher on another host only the file system knows, if it knows locks at all.
     """
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.make()
     lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +99,7 @@ def begin(run: RunDirectory, restart: Restart) -> str:
     another = run.read_run().command != restart.info.command
     write_json(run.path / "run.json", restart.info.to_dict())
     held = sorted(
-        path.parent.name for path in segment_root(restart.info.run_id).glob("node*/*.seg")
+        node.name for node in node_directories(restart.info.run_id) if any(node.glob("*.seg"))
     )
     where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
     if another:
@@ -119,17 +122,17 @@ def _await_end(run: RunDirectory, old: RunInfo) -> None:
 
 
 def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
+    wanted = info.nodes + info.spares
     try:
-        newest = open_journal(info.settings, info.run_id, run.journal).newest("epoch")
+        journal = open_journal(info.settings, info.run_id, run.journal)
+        newest = journal.newest("epoch")
+        if newest is None:
+            return tuple(range(wanted))
+        record = EpochRecord.from_dict(newest[1])
+        lost = {*record.history.gone, *gone.numbers(journal)}
+        known = {*record.nodes, *lost, *journal.numbers("node")}
     except JournalError as error:
         raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
-    wanted = info.nodes + info.spares
-    if newest is None:
-        return tuple(range(wanted))
-    record = EpochRecord.from_dict(newest[1])
-    events = list(read_events(run.events))
-    lost = {event.node for event in events if event.kind is Kind.NODE_LOST}
-    known = {event.node for event in events if event.node is not None} | set(record.nodes)
     seated = {seat.node for seat in record.seats.values()}
     kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))
     fresh = range(max(known) + 1, max(known) + 1 + wanted)

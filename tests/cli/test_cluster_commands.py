@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
+from tests.told import read_final
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_coordinator_and_agents_by_hand(start, tmp_path: Path) -> None:  # type:
     assert coordinator.wait(PATIENCE_SECONDS) == 0
     assert first.wait(PATIENCE_SECONDS) == 0
     assert second.wait(PATIENCE_SECONDS) == 0
-    final = read_json(run.final)
+    final = read_final(run.path)
     assert final["exit_status"] == 0
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 10)
     assert not segment_root(run_id).exists()
@@ -143,14 +144,14 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
 def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "gone")
     run.path.mkdir()
-    os.close(cleanup.claim_segments(run, "testgone"))
+    os.close(cleanup.claim_segments(run, "7e57907e"))
     shutil.rmtree(run.path)
     try:
         done = deadpool("clean")
-        assert "run testgone: 0 processes killed" in done.stdout
-        assert not segment_root("testgone").exists()
+        assert "run 7e57907e: 0 processes killed" in done.stdout
+        assert not segment_root("7e57907e").exists()
     finally:
-        shutil.rmtree(segment_root("testgone"), ignore_errors=True)
+        shutil.rmtree(segment_root("7e57907e"), ignore_errors=True)
 
 
 SIZE = ("--nodes", "2", "--nproc-per-node", "1")

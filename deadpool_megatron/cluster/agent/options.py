@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     member_log_name,
 )
+from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
 
@@ -28,6 +29,7 @@ class AgentOptions:
     host, and no network can come between. ``standby``: command of the standby, () for none.
     ``takes_up``: without slots of its own, take those of a node of this host whose agent is gone;
     ``keeps_slots``: another agent comes after this one when it is fenced, and takes up what it had.
+    ``facts``: of the host, read before the agent starts; None where nobody asks for them.
     """
 
     node: int
@@ -43,6 +45,7 @@ class AgentOptions:
     standby: tuple[str, ...] = ()
     takes_up: bool = False
     keeps_slots: bool = False
+    facts: HostFacts | None = None
 
     @property
     def segments(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from deadpool_megatron.cluster.coordinator.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.inputs import NodeLost
@@ -19,7 +20,7 @@ from deadpool_megatron.layout.records import Generation, Restore
 class CoordinatorOptions:
     """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
     ``term`` was claimed by the caller, who gives up its journal to the coordinator.
-    ``restarted``: all processes of the run had ended before.
+    ``estate``: what was read before that. ``restarted``: all processes of the run had ended before.
     """
 
     run: RunDirectory
@@ -30,6 +31,7 @@ class CoordinatorOptions:
     planner: Planner
     term: Term
     journal: Journal
+    estate: Estate
     lifeline_fd: int | None = None
     restarted: bool = False
 
@@ -58,4 +60,5 @@ def machine_config(options: CoordinatorOptions) -> Config:
         # A launcher counts a dead agent as a dead host, and takes its memory away, unless there is
         # nothing else (node_lost).
         returns=options.lifeline_fd is None,
+        check_only=info.check_only,
     )

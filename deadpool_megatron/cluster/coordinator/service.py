@@ -2,8 +2,9 @@
 
 Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
 order. This process writes the events of its term (alone), the journal, ``final.json`` and
-``latest.json``. When it is killed, training goes on; the next one claims a term, reads the journal
-and the events, and the agents come to it. One that finds a newer term than its own steps down.
+``latest.json``. When it is killed, training goes on; the next one claims a term, takes what it must
+know from the newest record, and the agents come to it. One that finds a newer term than its own
+steps down.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from deadpool_megatron.cluster.coordinator.results import Results
 from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
+from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm
@@ -64,7 +66,10 @@ class Coordinator:
         self._run = options.run
         self._settings = options.info.settings
         self._journal = options.journal
-        self._chronicle = Chronicle(options.run, options.info, options.term.number)
+        self._machine = Machine(machine_config(options), options.planner)
+        estate, now = options.estate, time.monotonic()
+        self._state = state = first_state(self._machine, self._journal, estate, now)
+        self._chronicle = Chronicle(options.run, options.info, options.term.number, state.newest)
         self._sign = SignOfLife(
             self._journal,
             options.term.number,
@@ -80,7 +85,6 @@ class Coordinator:
         self._exit_status: int | None = None
         self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             self._settings.connect_seconds,
             self,
@@ -97,7 +101,7 @@ class Coordinator:
             state=lambda: self._state,
             emit=self._emit,
             feed=self.feed,
-            refused=self.refused,
+            refused=self._peers.refuse,
             done=self._orders.durable_done,
         )
         self._exports = Exports(
@@ -122,7 +126,6 @@ class Coordinator:
             persist=self._exports.request,
             dump=self._end_order.take,
         )
-        self._state = first_state(self._machine, self._journal, self._chronicle, time.monotonic())
 
     @property
     def _results(self) -> Results:
@@ -184,16 +187,25 @@ class Coordinator:
     # The machine.
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice."""
+        """Give the machine an input and carry out what comes out; never enters it twice. Raises
+        what the machine raises at a report of a peer: such a step has changed nothing.
+        """
         self._queue.append(item)
         if self._stepping or self._exit_status is not None:
             return
         self._stepping = True
+        refused: Exception | None = None
         try:
             while self._queue:
                 item = self._queue.popleft()
                 before = self._state.phase
-                self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                try:
+                    self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                except Exception as error:
+                    if not self._peers.hearing:
+                        raise
+                    refused = refused or error
+                    continue
                 for action in produced:
                     self._carry_out(action)
                 if before is Phase.GATHERING and self._state.phase is not before:
@@ -202,6 +214,8 @@ class Coordinator:
             _fail(error)
         finally:
             self._stepping = False
+        if refused is not None:
+            raise refused
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -209,6 +223,8 @@ class Coordinator:
                 self._emit(action.to_event())
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
+            case actions.NoteGone(node, cause):
+                self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump():
@@ -241,8 +257,7 @@ class Coordinator:
     def _finish(self, end: actions.Finish) -> None:
         if self._is_superseded():
             return
-        recoveries = [report.to_dict() for report in self._state.recoveries]
-        written = self._chronicle.finish(end, recoveries)
+        written = self._chronicle.finish(end, self._state)
         self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
@@ -250,9 +265,6 @@ class Coordinator:
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         """A node is new to the machine, unless its agent merely changed the connection."""
         joined = reports.join(message)
-        if int(message.get("term", 0)) > self._options.term.number:
-            self._step_down(f"node {joined.node} has heard of term {message['term']}")
-            return
         peer.told = int(message.get("told", 0))
         if again:
             self._orders.welcome(peer.node, self._state.record, self._state)
@@ -260,25 +272,22 @@ class Coordinator:
             self.feed(joined)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A report; one that is malformed is refused, its agent stays. Of a node that was dropped
-        only numbers that belong to the kept line are of use: see :meth:`_event`.
-        """
+        """A report. Of a dropped node only numbers of the kept line are of use: :meth:`_event`."""
         if peer.dropped and message["t"] != "event":
             return
         event: Event | None = None
-        try:
-            if message["t"] == "export":
-                self._exports.heard(peer.node, message)
-            elif message["t"] == "store":
-                self._store.heard(peer.node, message)
-            elif message["t"] == "event":
-                event = Event.from_dict(message["event"])
-            elif message["t"] == "member":
-                event = self._member_event(peer.node, message)
-            item = reports.from_agent(peer.node, message, self._state.layouts)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
-            return
+        if message["t"] == "export":
+            self._exports.heard(peer.node, message)
+        elif message["t"] == "store":
+            self._store.heard(peer.node, message)
+        elif message["t"] == "event":
+            event = Event.from_dict(message["event"])
+        elif message["t"] == "member":
+            m, role = message["m"], self._state.role_at(*reports.seat_of(peer.node, message))
+            event = reports.event_of_member(m, peer.node, role)
+            if m["t"] == "durable-request":
+                self._spawn(self._durable.handle(m), self._peers.hearing)
+        item = reports.from_agent(peer.node, message, self._state.layouts)
         if event is not None:
             self._event(event)
         if item is not None:
@@ -329,20 +338,6 @@ class Coordinator:
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
             return
         self._emit(event)
-
-    def _member_event(self, node: int, message: Mapping[str, Any]) -> Event | None:
-        """What a member's message says to people and results, besides the machine."""
-        m = message["m"]
-        role = self._state.role_at(node, int(message["slot"]), int(message["incarnation"]))
-        if m["t"] == "done":
-            data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
-            return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
-        if m["t"] == "phase":
-            data = {"seconds": float(m["seconds"])}
-            return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
-        if m["t"] == "durable-request":
-            self._spawn(self._durable.handle(dict(m)))
-        return None
 
     # Time and ends.
 
@@ -405,15 +400,20 @@ class Coordinator:
         self._launcher_lost = True
         self._end(130)  # without a result: the run can be started again on its slots
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
+        """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
+
+        def finished(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if not who:
+                _fail(error)
+            self._peers.refuse_broken(who, "what it asked for", error)
+
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _fail(error)
+        task.add_done_callback(finished)
 
 
 def _fail(error: BaseException) -> NoReturn:

@@ -8,6 +8,7 @@ look, and once it has claimed a term it *is* the coordinator; the agent then sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up, newest_record
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
@@ -27,7 +29,11 @@ from deadpool_megatron.cluster.journal.terms import (
     claim_term,
     newest_term,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+)
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
@@ -67,6 +73,7 @@ class Standby:
         self._rhythm = Rhythm.of(settings)
         self._succession = Succession(self._rhythm, settings.takeover_seconds, time.monotonic())
         self._record: EpochRecord | None = None
+        self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
@@ -80,11 +87,12 @@ class Standby:
         while True:
             try:
                 if self._options.run.final.exists():
-                    self._report({"over": True})
+                    kept = bool(read_json(self._options.run.final).get("slots_kept", False))
+                    self._report({"over": True, "kept": kept})
                     return None
                 self._look()
                 claimed = self._consider()
-            except (JournalError, OSError) as error:
+            except (JournalError, OSError, ValueError) as error:
                 self._complain(str(error))
                 claimed = None
             if claimed is not None:
@@ -111,10 +119,13 @@ class Standby:
                 return None
             refused = self._nobody_listens(self._term.address)
         info = self._options.info
-        order = claim_order(self._newest_record(), info.nodes, info.spares, self._options.node)
+        self._record = newest_record(self._journal, self._record)
+        order = claim_order(self._record, info.nodes, info.spares, self._options.node)
         now = time.monotonic()
         if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):
             return None
+        # All that takes its time comes before the claim: from there on a sign of life is awaited.
+        self.estate = look_up(self._options.run, self._journal, self._record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -127,14 +138,10 @@ class Standby:
             if isinstance(error, LostRace):
                 return None  # another standby was first: the next look shows it
             raise
+        with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
+            self._journal.beat(f"{number} 0")
         self._report({"claimed": term.number})
         return term, listener
-
-    def _newest_record(self) -> EpochRecord | None:
-        found = self._journal.newest("epoch")
-        if found is not None and (self._record is None or self._record.epoch != found[0]):
-            self._record = EpochRecord.from_dict(found[1])
-        return self._record
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:
         info, limit = self._options.info, self._rhythm.beat

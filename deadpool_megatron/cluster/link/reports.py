@@ -16,6 +16,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.preflight.facts import HostFacts, Link
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
@@ -37,6 +38,7 @@ def join(message: Message) -> inputs.NodeJoined:
         restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
         found=None if found is None else replace(unpack_inventory(found), node=node),
         memory_bytes=int(message.get("memory_bytes", 0)),
+        facts=None if message.get("facts") is None else HostFacts.from_dict(message["facts"]),
     )
 
 
@@ -53,11 +55,13 @@ def from_agent(
         if inventory.node != node:
             raise ValueError(f"inventory of node {inventory.node}")
         return inputs.NodeInventory(inventory)
+    if kind == "given-up":
+        return inputs.NodeLost(node, str(message["why"]))
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")
         return inputs.MemberLost(
-            *_seat(node, message),
+            *seat_of(node, message),
             exit_code=None if code is None else int(code),
             signal=None if name is None else signal_number(str(name)),
             last_line=str(message.get("cause", "")),
@@ -65,16 +69,21 @@ def from_agent(
         )
     if kind == "member-suspected":
         return inputs.MemberSuspected(
-            *_seat(node, message),
+            *seat_of(node, message),
             cause=str(message["cause"]),
             silent_seconds=float(message["silent_seconds"]),
         )
+    if kind == "facts":
+        return inputs.FactsTold(node, HostFacts.from_dict(message["facts"]))
+    if kind == "probed":
+        links = tuple(Link.from_dict(link) for link in message["links"])
+        return inputs.Probed(node, int(message["number"]), links)
     if kind == "dumped":
         generation = Generation.from_list(message["generation"])
         return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
     if kind == "member":
         return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
-            _seat(node, message), message["m"]
+            seat_of(node, message), message["m"]
         )
     return None
 
@@ -123,7 +132,19 @@ def signal_number(name: str) -> int:
     return int(name.split()[-1])
 
 
-def _seat(node: int, message: Message) -> SeatKey:
+def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
+    """What a member's message says to people and results, besides the machine."""
+    if m["t"] == "done":
+        data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
+        return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
+    if m["t"] == "phase":
+        data = {"seconds": float(m["seconds"])}
+        return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
+    return None
+
+
+def seat_of(node: int, message: Message) -> SeatKey:
+    """The place of the member that an agent's report is about."""
     return node, int(message["slot"]), int(message["incarnation"])
 
 

@@ -10,32 +10,35 @@ from dataclasses import replace
 
 from immutables import Map
 
-from deadpool_megatron.cluster.machine import restart, room, timing
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import history, restart, room, timing
 from deadpool_megatron.cluster.machine.actions import (
     Announce,
     CloseEpoch,
     DropNode,
     KillMember,
+    NoteGone,
     StartMembers,
     WriteRecord,
 )
-from deadpool_megatron.cluster.machine.bugs import worth_another_try
+from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_held, finish
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
     OPEN_PHASES,
     Failure,
+    LastWords,
     Phase,
     State,
     Turn,
     matters,
-    record_nodes,
     restore_query,
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
 from deadpool_megatron.layout.schemes import losses_survived
@@ -61,11 +64,24 @@ def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
             turn.set(missed=failure)
 
 
+def save_and_end(turn: Turn, words: LastWords, kind: FailureKind | None = None) -> None:
+    """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
+    ``kind``: why the epoch is closed, if not for the failure that ends the run."""
+    state = turn.state
+    if state.phase in LAST_PHASES or state.last_words is not None:
+        return
+    turn.set(last_words=words)
+    if state.record is None and state.phase is Phase.GATHERING:
+        dump(turn)  # nothing was begun
+    else:
+        close(turn, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
+
+
 def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
     state, record = turn.state, turn.state.record
     assert record is not None
-    if failure.signature and not worth_another_try(turn, failure):
-        return
+    if failure.signature:
+        note_failure(turn, failure)
     signs = min(turn.now - silent_seconds, state.suspicion.at if state.suspicion else turn.now)
     if state.recovery is None:
         recovery = timing.begin(
@@ -79,7 +95,6 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
-        closed_by=failure.to_record(state.newest),
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
         restored=PersistentSet(),
@@ -120,7 +135,7 @@ def decide(turn: Turn) -> None:
     if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
-    if turn.state.dump_wanted:
+    if turn.state.last_words is not None:
         dump(turn)
         return
     seats = seating(turn, turn.state.leaving)
@@ -133,7 +148,7 @@ def decide(turn: Turn) -> None:
         if state.returning:
             _wait_for_return(turn, restore.reason)
         else:
-            dump_held(turn, 1, _with_scheme(turn, restore.reason))
+            dump_held(turn, LastWords(1, _with_scheme(turn, restore.reason)))
         return
     # On a cluster nobody knows whether an agent comes back, but a launcher starts it for certain.
     if state.returning and not turn.config.returns and restore.kind != "memory":
@@ -143,7 +158,7 @@ def decide(turn: Turn) -> None:
         _wait_for_spare(turn, seats)
         return
     nodes = record_nodes(state, seats.seats)
-    if why := room.settle(turn, seats.seats, nodes):
+    if why := room.settle(turn, seats.seats, nodes, restore):
         room.wait_or_end(turn, why, restore)
         return
     record = EpochRecord(
@@ -156,7 +171,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.newest,
         fewer_copies=owed_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
-        failure=state.closed_by,
+        history=history.of_next_epoch(state, restore),
     )
     turn.set(
         phase=Phase.DECIDING,
@@ -167,6 +182,15 @@ def decide(turn: Turn) -> None:
         redecide=None,
     )
     turn.act(WriteRecord(record))
+
+
+def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+    """All live nodes as a record names them; who has no seat is a spare."""
+    training = {seat.node for seat in seats.values()}
+    return {
+        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
+        for node, known in sorted(state.nodes.items())
+    }
 
 
 def owed_copies(
@@ -250,7 +274,7 @@ def announce(turn: Turn) -> None:
         record=record,
         pending=None,
         seats=SeatTable(record.seats),
-        kept=keep_line(state.kept, record.restore, record.epoch),
+        kept=record.history.kept,
         recovery=recovery,
         inventories=Map(),
         found=Map(),
@@ -315,19 +339,26 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     turn.set(
         nodes=without(before.nodes, node),
         members=before.members.without_node(node),
-        gone=before.gone.set(node, failure.cause),
         drains=before.drains - {node},
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
         found=without(before.found, node),
     )
-    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
+    give_up(turn, node, failure.cause, failure.kind)
     if before.phase is Phase.DUMPING:
         dump(turn)
     elif before.phase is Phase.ENDING:
         check_ended(turn)
     elif before.phase in (Phase.CLOSING, Phase.WAITING_SPARE) or _is_needed(before, node):
         close(turn, failure, silent_seconds=silent_seconds)
+
+
+def give_up(turn: Turn, node: int, cause: str, kind: FailureKind) -> None:
+    """A node has no part in the run any more; none comes back under its number."""
+    turn.set(gone=turn.state.gone.set(node, cause))
+    turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
+    if turn.state.record is not None and turn.state.phase not in LAST_PHASES:
+        turn.act(NoteGone(node, cause))
 
 
 def _is_needed(state: State, node: int) -> bool:
@@ -349,5 +380,6 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
 def drop_node(turn: Turn, node: int, failure: Failure) -> None:
     """Put a connected node aside."""
     if node in turn.state.nodes:
-        turn.act(DropNode(node, failure.cause))
+        left_out = failure.kind is FailureKind.LEFT_OUT
+        turn.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(turn, node, failure)

@@ -6,19 +6,14 @@ the next update: the generation before the iteration is still whole in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.moves import close
-from deadpool_megatron.cluster.machine.state import Failure, Turn
+from deadpool_megatron.cluster.machine.moves import close, save_and_end
+from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord
 
 EXIT_NONFINITE = 4
-_SIGNATURE = "nonfinite"
 
 
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
@@ -31,17 +26,11 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
     if policy == "stop":
         once_more = ", and was not finite either when it was computed before" if again else ""
-        saved = state.durable
-        known = f"{saved.path} (iteration {saved.generation.iteration})" if saved else "none"
-        reason = f"{cause}{once_more}; newest durable checkpoint: {known}"
-        finish(turn, EXIT_NONFINITE, reason, kind=FailureKind.NONFINITE_LOSS)
+        # What is saved is the state before the iteration.
+        turn.set(poisoned_from=k)
+        kind = FailureKind.NONFINITE_LOSS
+        save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
         return
     turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
-    signature = (_SIGNATURE, str(k))
+    signature = ("nonfinite", str(k))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
-
-
-def iterations_of(records: Iterable[EpochRecord]) -> frozenset[int]:
-    """The iterations that were thrown away so far, as the records of a journal tell."""
-    signatures = (tuple(record.failure.get("signature", ())) for record in records)
-    return frozenset(int(s[1]) for s in signatures if s and s[0] == _SIGNATURE)

@@ -41,14 +41,17 @@ def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKi
     assert rig.state.recoveries[0].to_dict()["kind"] == silent
 
 
-def test_the_record_says_what_ended_the_epoch_before() -> None:
+def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
     rig = Rig().run()
-    assert rig.record.failure == {}
+    assert rig.record.history.failures == ()
     rig.steps(3)
     rig.feed(ended(rig, 1, "ValueError: sample 17"))
     recover(rig, 3)
-    assert rig.record.failure == {
+    (failure,) = rig.record.history.failures
+    assert failure == {
         "kind": "process-crash",
+        "cause": "member 1.0.0 ended: exit 1 (ValueError: sample 17)",
+        "evidence": "role 1 on node 1, log logs/node1-slot0-0.log",
         "signature": ["exit", "1", "ValueError: sample #"],
         "exited": True,
         "iteration": 3,
@@ -75,7 +78,7 @@ def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     rig.feed(ended(rig, 1, CUDA))
     recover(rig, 3)
     rig.feed(ended(rig, 0, CUDA))
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(3))
     assert (end.exit_status, end.kind) == (1, "bug")
     assert "illegal memory access" in end.reason
 
@@ -88,7 +91,7 @@ def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
         recover(rig, 3)
         assert nodes_of(rig.record) == {0: 0, 1: 1}
     rig.feed(ended(rig, 1, CUDA))
-    assert rig.one(act.Finish).kind == "bug"
+    assert rig.saved_end(g(3)).kind == "bug"
 
 
 def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
@@ -159,7 +162,7 @@ def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
     recover(rig, 7)
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(7))
     assert (end.exit_status, end.kind) == (1, "bug")
     for part in ("after iteration 7", "2 times", "exit 1", "found NaN", "role 1 on node 1"):
         assert part in end.reason, part
@@ -177,7 +180,8 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
             rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
             rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
             recover(rig, 7)
-    end = rig.one(act.Finish)
+    rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
+    end = rig.saved_end(g(7))
     assert end.kind == "bug"
     assert "stack of role 1: wait (x.py:1)" in end.reason
 
@@ -189,14 +193,14 @@ def nan(rig: Rig, iteration: int) -> list[act.Action]:
     return rig.feed(ev.LossNotFinite(rig.record.epoch, 1, 1, iteration, "nan"))
 
 
-def test_nan_stops_the_run_with_what_is_known() -> None:
+def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
     rig = Rig().run()
     rig.steps(4)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     nan(rig, 5)
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(4), g(5))
     assert (end.exit_status, end.kind) == (4, "nonfinite-loss")
-    for part in ("iteration 5 is nan", "role 1", "node 1", "/saves/iter_3 (iteration 3)"):
+    for part in ("iteration 5 is nan", "role 1", "node 1", "/dump/1-4"):
         assert part in end.reason, part
 
 
@@ -212,7 +216,7 @@ def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
     nan(rig, 5)
     rig.closed(g(4), g(5), g(6))
     assert rig.pending.restore.generation == g(4)
-    assert rig.pending.failure["kind"] == "nonfinite-loss"
+    assert rig.pending.history.failures[-1]["kind"] == "nonfinite-loss"
     rig.journal()
     (decided,) = rig.emitted(Kind.EPOCH_DECIDED)
     assert decided.data["forgotten_from"] == 5
@@ -239,7 +243,9 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
     nan(rig, 5)
     recover(rig, 4)
     nan(rig, 5)
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(4), g(5, 2))
+    assert end.resume is not None
+    assert end.resume.generation == g(4)
     assert end.exit_status == 4
     assert "before" in end.reason
 
@@ -255,7 +261,7 @@ def test_nan_of_a_closed_epoch_is_refused() -> None:
 def taken_over(rig: Rig) -> Rig:
     """Another coordinator, with nothing but the journal of the first."""
     records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
-    rig.state = rig.machine.resume(records, None, rig.now)
+    rig.state = rig.machine.resume(records[-1], None, rig.now)
     return rig
 
 
@@ -278,4 +284,5 @@ def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -
     recover(rig, 4)
     taken_over(rig)
     nan(rig, 5)
-    assert rig.one(act.Finish).exit_status == 4
+    assert rig.state.last_words is not None
+    assert rig.state.last_words.status == 4

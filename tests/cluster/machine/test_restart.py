@@ -23,7 +23,7 @@ def started_again(old: Rig, durable: Restore | None = None) -> Rig:
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=True)
     rig.machine = Machine(rig.config, plan)
-    rig.state = rig.machine.resume(records, durable, rig.now)
+    rig.state = rig.machine.resume(records[-1], durable, rig.now)
     rig.last, rig.log = [], []
     return rig
 
@@ -63,7 +63,8 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     closed(rig, 2, generations=())
     restore = rig.pending.restore
     assert (rig.pending.epoch, restore.kind, restore.generation) == (2, "memory", g(7))
-    assert rig.pending.failure["kind"] == "restart"
+    assert rig.state.recovery is not None
+    assert rig.state.recovery.kind == "restart"
     rig.journal()
     assert "goes on from generation 1:7 in memory of nodes [0, 1]" in said(rig)
     rig.restored()
@@ -80,7 +81,7 @@ def test_new_processes_are_protected_as_their_command_says(returns: bool, wanted
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, returns=returns)
-    state = Machine(config, plan).resume(records, None, old.now)
+    state = Machine(config, plan).resume(records[-1], None, old.now)
     assert plan_in_words(state.protection) == wanted
 
 
@@ -286,3 +287,18 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     assert finish.exit_status == 75
     assert finish.resume is not None
     assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")
+
+
+@pytest.mark.parametrize(("status", "times"), [(1, 2), (2, 1)])
+def test_a_program_that_does_not_come_up_again_leaves_memory_as_it_was(
+    status: int, times: int
+) -> None:
+    old = Rig(nodes=2, spares=0).run()
+    rig = started_again(old)
+    join(rig, 0, 0, 1, generations=(g(7),))
+    for _ in range(times):
+        number = rig.state.members[0, 0].incarnation
+        rig.feed(ev.MemberLost(0, 0, number, exit_code=status, last_line="no such file"))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.keeps_slots) == (status, True)
+    assert "the command that it had, with --run-dir /, goes on from it" in end.reason
