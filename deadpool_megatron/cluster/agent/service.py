@@ -334,10 +334,8 @@ class Agent:
             self._members.prepare(member.slot)
         elif kind == "drained":
             self._drained.set()
-        elif kind == "store":
-            self._store.from_member(member, message)
-            return
-        self._reporter.said(member, message)
+        take = self._store.from_member if kind == "store" else self._reporter.said
+        take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
