@@ -25,6 +25,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
@@ -63,16 +64,14 @@ class Agent:
     def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
         self._found = found  # in memory, before this agent's first vault
-        self._node = options.node
+        self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
-        self._segments = options.segments
         self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
-        self._closed = 0
+        self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
-        self._boot = ""
         self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
@@ -197,6 +196,8 @@ class Agent:
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
+        elif kind == "hurt":
+            hurt(message, self._vault.pid, self._members.by_slot)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -260,8 +261,7 @@ class Agent:
             self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
-        self._closed = epoch
-        self._inventory = None
+        self._closed, self._inventory = epoch, None
         self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
