@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,13 @@ from deadpool_megatron.cli.checks import (
 )
 from deadpool_megatron.cli.common import (
     CommandError,
-    RunNotReachable,
-    ask,
     ask_at,
-    coordinator_address,
     parse_address,
     raw,
 )
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
 from deadpool_megatron.cli.resuming import Others, resume_point, write_what_is_left
+from deadpool_megatron.cli.serving import Place, serve
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -44,13 +40,8 @@ from deadpool_megatron.cli.slurm_environment import (
     local_address,
     slurm_environment,
 )
-from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.process import run_agent
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
-from deadpool_megatron.layout import domains
 from deadpool_megatron.preflight.assignment import LeftOut, assignment
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
@@ -70,16 +61,6 @@ examples:
 
 exit status: that of the run, where this node can read it; 2 bad input or environment; 69 this node
 was cut off, or put aside."""
-_ATTACH_PAUSE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this agent runs. ``node``: None for one that the coordinator hands out."""
-
-    node: int | None
-    host: str
-    domain: str
 
 
 def add_parser(subparsers: Any) -> None:
@@ -126,7 +107,9 @@ def add_parser(subparsers: Any) -> None:
         help="after having been cut off, come back as a new spare, up to K times (default: 3)",
     )
     agent.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of 'deadpool coordinator' (default: a standby)"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where the coordinator listens, for a host without the shared run directory",
     )
     agent.add_argument(
         "--coordinator-port",
@@ -153,7 +136,6 @@ def run(args: argparse.Namespace) -> int:
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(run, args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
-    shared = fixed is None or (run.path / "run.json").exists()
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -178,9 +160,18 @@ def run(args: argparse.Namespace) -> int:
     held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    standby = shared and not args.no_standby
+    # Without the shared directory a standby would see another journal than all others.
+    alone = fixed is not None and info.settings.journal == "directory"
     try:
-        return _serve(run, info, args, place, fixed, modules, standby=standby)
+        return serve(
+            run,
+            info,
+            place,
+            modules,
+            standby_port=None if alone or args.no_standby else args.coordinator_port,
+            fixed=fixed,
+            rejoins=max(0, args.rejoin),
+        )
     finally:
         os.close(held)
 
@@ -218,80 +209,6 @@ def _place(
     return Place(node, host, domain)
 
 
-def _serve(
-    run: RunDirectory,
-    info: RunInfo,
-    args: argparse.Namespace,
-    place: Place,
-    fixed: tuple[str, int] | None,
-    modules: tuple[str, ...],
-    *,
-    standby: bool,
-) -> int:
-    """One agent after the other: each comes back as another node than the one that was fenced."""
-    node, secret, rejoins = place.node, auth.load_secret(run.path), max(0, args.rejoin)
-    for attempt in range(rejoins + 1):
-        if node is None:
-            node = _attach(run, info, fixed)
-        options = AgentOptions(
-            node=node,
-            run=run,
-            info=info,
-            secret=secret,
-            # The file names the newest coordinator, wherever it was started again.
-            address=lambda: coordinator_address(run) or fixed,
-            host=place.host,
-            domain=place.domain or domain_of(info.settings, node),
-            modules=modules,
-            directory=Path.cwd(),
-            standby=_standby_command(run, place.host, node, args) if standby else (),
-            takes_up=True,
-            keeps_slots=attempt < rejoins,
-        )
-        try:
-            status = run_agent(options)
-        except NodeTaken as error:
-            raise CommandError(f"{error}: choose another --node-id") from error
-        if status != EXIT_FENCED or _is_over(run):
-            break
-        node = None
-    try:
-        ended = int(read_json(run.final)["exit_status"])
-    except (OSError, ValueError, KeyError):
-        return status
-    if ended == 0:  # else what agents that died have left may complete what was dumped
-        remove_unclaimed(info.run_id)
-    return ended
-
-
-def _standby_command(
-    run: RunDirectory, host: str, node: int, args: argparse.Namespace
-) -> tuple[str, ...]:
-    follow = () if args.coordinator is None else ("--follow",)
-    return (
-        *("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path)),
-        *("--node-id", str(node), "--host", host, "--port", str(args.coordinator_port), *follow),
-    )
-
-
-def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
-    """A node id that no node has had. Raises CommandError when there is no coordinator in time."""
-    limit = time.monotonic() + info.settings.spare_timeout_seconds
-    message = {"command": "attach", "hostname": socket.gethostname()}
-    while True:
-        try:
-            if fixed is not None and not run.coordinator.exists():
-                answer = ask_at(fixed, run, info.run_id, message, info.settings)
-            else:
-                answer = ask(run, message)
-            return int(answer["node"])
-        except (RunNotReachable, OSError) as error:
-            # A node that was cut off may be without the shared run directory for as long.
-            if _is_over(run) or time.monotonic() > limit:
-                raise CommandError(f"cannot attach: {error}") from error
-        time.sleep(_ATTACH_PAUSE_SECONDS)
-
-
 def _checked_node(run: RunDirectory, host: str, node: int) -> int:
     """The node id that ``deadpool check`` has given to ``host``, if there was a check.
 
@@ -308,13 +225,6 @@ def _checked_node(run: RunDirectory, host: str, node: int) -> int:
     if isinstance(found, LeftOut):
         raise CommandError(f"deadpool check has left this node out: {found.reason}")
     return found
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        return run.final.exists()
-    except OSError:
-        return False  # not reachable just now
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
@@ -380,11 +290,3 @@ def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
     except (OSError, WireError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"no coordinator at {address[0]}:{address[1]} ({reason})") from error
-
-
-def domain_of(settings: Settings, node: int) -> str:
-    """Failure domain from the domains file; every node its own without one."""
-    table = {}
-    if settings.domains_file:
-        table = domains.parse_domains(Path(settings.domains_file).read_text())
-    return domains.domain_of(table, node, socket.gethostname())

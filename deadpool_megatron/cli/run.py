@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
-Starts a coordinator, N + S nodes (agent, vault, P training processes each) and follows the run.
+Starts N + S nodes (agent, vault, P training processes each) and follows the run.
 A node that dies is replaced by a spare within the running job."""
 _EXAMPLES = """\
 examples:
@@ -126,7 +126,6 @@ def run(args: argparse.Namespace) -> int:
             say=display.line,
             look=progress.look,
             numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
-            restarted=restart is not None,
         )
     )
     try:

@@ -1,15 +1,17 @@
-"""Whole runs of launcher, coordinator, agents, vaults and counting members, with real kills."""
+"""Whole runs of launcher, agents, standbys, vaults and counting members, with real kills."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.run_directory.directory import read_json
-from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
@@ -61,21 +63,36 @@ def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: P
 def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
     tmp_path: Path,
 ) -> None:
-    with Run(tmp_path / "r") as run:
+    faults = [_stop_at_claim(node) for node in (1, 2)]
+    with Run(tmp_path / "r", faults=faults) as run:
         run.wait_iteration(5)
-        first = read_json(run.run.coordinator)["pid"]
-        os.kill(run.launcher.pid, signal.SIGSTOP)  # nobody starts another one
-        send(first)
+        send(read_json(run.run.coordinator)["pid"])
+        standbys = _stopped(run, faults)  # nobody takes over
         before = _computed(run)
         run.wait_for("10 iterations without a coordinator", lambda: _computed(run) >= before + 10)
-        os.kill(run.launcher.pid, signal.SIGCONT)
+        for pid in standbys:
+            os.kill(pid, signal.SIGCONT)
         run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
         run.wait_iteration(before + 10)
         final = run.finish()
-        assert "is started again" in run.output.read_text()
+        assert "coordinator: " in run.output.read_text()
         assert len(list(run.run.journal.glob("epoch-*"))) == 1
     assert len(run.events(Kind.EPOCH_OPENED)) == 1
     assert final["recoveries"] == []
+
+
+def _stop_at_claim(node: int) -> dict[str, Any]:
+    """The standby of a node stops right before it takes over."""
+    match = {"term": 2, "node": node}
+    return {"id": f"claim-{node}", "point": "standby.claim", "match": match, "signal": "STOP"}
+
+
+def _stopped(run: Run, faults: Sequence[dict[str, Any]]) -> list[int]:
+    """Once each of these faults has stopped a process: these."""
+    fired = run.run.path.with_name(run.run.path.name + "-faults.json.fired")
+    markers = [fired / str(fault["id"]) for fault in faults]
+    run.wait_for("all of them to be stopped", lambda: all(map(Path.exists, markers)))
+    return [int(read_json(marker)["pid"]) for marker in markers]
 
 
 def _computed(run: Run) -> int:
@@ -84,16 +101,16 @@ def _computed(run: Run) -> int:
 
 
 def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+    faults = [_stop_at_claim(node) for node in (0, 1)]
+    with Run(tmp_path / "r", spares=0, faults=faults) as run:
         run.wait_iteration(5)
-        os.kill(run.launcher.pid, signal.SIGSTOP)
-        coordinator = read_json(run.run.coordinator)["pid"]
-        send(coordinator, signal.SIGSTOP)
+        send(read_json(run.run.coordinator)["pid"])
+        standbys = _stopped(run, faults)
         member = run.listing(1)["members"]["0"]
         send(member)
         run.wait_for("the agent to reap it", lambda: not run.listing(1)["members"])
-        send(coordinator)
-        os.kill(run.launcher.pid, signal.SIGCONT)
+        for pid in standbys:
+            os.kill(pid, signal.SIGCONT)
         final = run.finish()
     (recovery,) = final["recoveries"]
     assert recovery["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
@@ -106,8 +123,29 @@ def test_stopped_coordinator_is_replaced(tmp_path: Path) -> None:
         first = read_json(run.run.coordinator)["pid"]
         send(first, signal.SIGSTOP)
         run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first)
-        run.finish()
-    assert "the coordinator is stopped: it is killed" in run.output.read_text()
+        final = run.finish()
+    assert final["recoveries"] == []
+
+
+def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path: Path) -> None:
+    """Two nodes keep standbys; when they have gone one after the other, others do."""
+    with Run(tmp_path / "r", nodes=2, spares=2) as run:
+        run.wait_iteration(3)
+        for term in (1, 2):
+            coordinator = _term(run, term)
+            assert coordinator.node in (3, 2)
+            assert (
+                deadpool("kill", str(run.run.path), "--node", str(coordinator.node)).returncode == 0
+            )
+        assert _term(run, 3).node in (0, 1)
+        run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
+        final = run.finish()
+    assert final["recoveries"] == [], "spares, both of them"
+
+
+def _term(run: Run, number: int) -> Event:
+    """Once the coordinator of this term serves."""
+    return run.wait_event(Kind.COORDINATOR, number)
 
 
 def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:

@@ -40,10 +40,7 @@ _CALM_BEATS = 4
 
 @dataclass(frozen=True)
 class StandbyOptions:
-    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go.
-
-    ``first``: whether it may claim the very first term, or only follow another coordinator.
-    """
+    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go."""
 
     run: RunDirectory
     info: RunInfo
@@ -52,7 +49,6 @@ class StandbyOptions:
     host: str
     listen: Callable[[], socket.socket]
     report_fd: int
-    first: bool
 
 
 class Standby:
@@ -65,12 +61,22 @@ class Standby:
         self._journal = journal
         settings = options.info.settings
         self._rhythm = Rhythm.of(settings)
-        self._succession = Succession(self._rhythm, settings.takeover_seconds, time.monotonic())
+        self._succession = Succession(
+            self._rhythm,
+            settings.takeover_seconds,
+            time.monotonic(),
+            ended=options.info.ended_term,
+        )
         self._record: EpochRecord | None = None
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
+
+    @property
+    def epoch(self) -> int:
+        """The newest one decided when this process claimed its term; 0 for none."""
+        return 0 if self._record is None else self._record.epoch
 
     def watch(self) -> tuple[Term, socket.socket] | None:
         """Until this process is the coordinator: the claimed term and the socket agents connect
@@ -103,14 +109,11 @@ class Standby:
         self._report({"term": number, "beat": beat, "at": at, "address": address})
 
     def _consider(self) -> tuple[Term, socket.socket] | None:
-        if self._term is None and not self._options.first:
-            return None
-        refused = False
-        if self._term is not None:
+        info, refused = self._options.info, False
+        if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
                 return None
             refused = self._nobody_listens(self._term.address)
-        info = self._options.info
         order = claim_order(self._newest_record(), info.nodes, info.spares, self._options.node)
         now = time.monotonic()
         if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):

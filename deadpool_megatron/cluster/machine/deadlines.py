@@ -112,9 +112,6 @@ def _overdue(turn: Turn) -> None:
                 finish(turn, 1, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
-        case Phase.WAITING_SPARE if state.returning and not turn.config.returns:
-            turn.set(returning=frozenset())  # its new agent does not come up
-            decide(turn)
         case Phase.WAITING_SPARE:
             dump(turn)
         case Phase.DECIDING:

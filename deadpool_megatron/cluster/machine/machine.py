@@ -53,8 +53,8 @@ class Machine:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether a launcher has started all processes of the run again."""
-        return self._config.restarted and not self._config.returns
+        """Whether the run was started again, and nothing has been decided since."""
+        return self._config.begins_anew
 
     def start(self, now: float) -> State:
         """The state of a run that begins."""
@@ -141,12 +141,12 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             deadlines.tick(turn)
         case ev.NodeJoined():
             _node_joined(turn, event)
-        case ev.NodeLost(node, cause, silent, kind, slots_left):
-            if node not in turn.state.nodes:
+        case ev.NodeLost(node, cause, silent, kind):
+            known = turn.state.nodes.get(node)
+            if known is None:
                 return  # dropped by the machine itself, which the caller then reports
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
-            may_return = turn.config.returns or slots_left
-            if may_return and not silent and kind is FailureKind.NODE_LOST:
+            if known.returns and not silent and kind is FailureKind.NODE_LOST:
                 turn.set(returning=turn.state.returning | {node})
             moves.lose_node(turn, node, failure, silent_seconds=silent)
             deadlines.check_gathered(turn)
@@ -203,7 +203,8 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         if node not in state.nodes:
             turn.act(DropNode(node, why))
         return
-    joined = NodeState(event.host, event.vault_port, event.domain, event.memory_bytes)
+    address = event.host, event.vault_port, event.domain
+    joined = NodeState(*address, event.memory_bytes, event.returns)
     turn.set(nodes=state.nodes.set(node, joined))
     if event.found is not None:
         turn.set(found=state.found.set(node, event.found))

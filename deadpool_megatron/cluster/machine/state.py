@@ -62,8 +62,8 @@ class Config:
     """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
 
     ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
-    processes of the run had ended, the agents come up again. ``returns``: an agent that ended may
-    be started again on its host, with the slots that it had.
+    processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
+    a new start, which count from now on.
     """
 
     nodes: int
@@ -73,7 +73,7 @@ class Config:
     dump_directory: str
     start: Restore = INITIAL
     restarted: bool = False
-    returns: bool = False
+    begins_anew: bool = False
 
     @property
     def world_size(self) -> int:
@@ -91,13 +91,14 @@ class NodeState:
 
     ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
     crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
-    for generations, 0 when it is not known.
+    for generations, 0 when it is not known. ``returns``: see :class:`.inputs.NodeJoined`.
     """
 
     host: str
     vault_port: int
     domain: str
     memory_bytes: int = 0
+    returns: bool = False
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     crashed_at: tuple[float, ...] = ()

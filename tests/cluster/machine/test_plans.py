@@ -217,6 +217,6 @@ def test_who_chooses_survives_a_takeover_and_ends_with_a_restart(
     rig = Rig(nodes=3, spares=1, protection="mixed").run()
     assert rig.machine.resume([rig.record], None, rig.now, mixed=said).mixed == mixed
     again = Rig(nodes=3, spares=1, protection="mixed")
-    again.config = replace(again.config, restarted=True)
+    again.config = replace(again.config, restarted=True, begins_anew=True)
     machine = Machine(again.config, plan)
     assert machine.resume([rig.record], None, rig.now, mixed=said).mixed
