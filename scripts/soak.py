@@ -52,16 +52,22 @@ def main() -> int:
         "--round-iterations", type=int, default=2500, metavar="N", help="(default: 2500)"
     )
     parser.add_argument(
-        "--kinds", metavar="A,B", help=f"only these kinds of fault (of: {', '.join(faults.KINDS)})"
+        "--kinds",
+        metavar="A,B",
+        help="only these kinds of fault, or none: then every recovery is a false alarm (of:"
+        f" {', '.join(faults.KINDS)})",
     )
     parser.add_argument(
         "--pause", type=float, nargs=2, default=(1.0, 8.0), metavar="SECONDS", help="(default: 1 8)"
+    )
+    parser.add_argument(
+        "--busy", type=int, default=0, metavar="N", help="processes that do nothing but compute"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON (default: standard output)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="faults and growth, drawn")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the run directories there")
     args = parser.parse_args()
-    unknown = set((args.kinds or "").split(",")) - set(faults.KINDS) - {""}
+    unknown = set((args.kinds or "").split(",")) - set(faults.KINDS) - {"", "none"}
     if unknown or args.minutes <= 0 or args.round_iterations < 100:
         parser.error(f"unknown kinds {sorted(unknown)}" if unknown else "too short")
     isolated = os.environ.get(_INSIDE) == "1"
@@ -105,6 +111,7 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
     found = ""
     number = args.round_iterations
     print(f"reference: {number} iterations without a fault", file=sys.stderr)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
         reference = rounds.start(base / "reference", number, began, None)
         done.append(reference)
@@ -128,6 +135,13 @@ def soak(args: argparse.Namespace, base: Path, isolated: bool) -> dict[str, Any]
         keep_evidence(done[-1], args)
         rounds.end(done[-1])
         cleanup.clean_run(done[-1].run, done[-1].run.read_run().run_id)
+    finally:
+        for one in busy:
+            one.kill()
+            one.wait()
+    if args.kinds == "none" and not found:
+        false_alarms = sum(one.recoveries for one in done)
+        found = f"{false_alarms} recoveries though nothing was struck" if false_alarms else ""
     return facts | summary(struck, done, found, time.monotonic() - began)
 
 

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # Sets up (first time only), then runs the checks and the tests.
 #
-#   ./scripts/test.sh [--fast | --all] [--slurm] [arguments of pytest]
+#   ./scripts/test.sh [--fast | --full | --all] [--slurm] [arguments of pytest]
 #
-#   (nothing)   checks of the source, unit tests, whole runs with real kills, the fault matrix in
-#               chained runs
+#   (nothing)   checks of the source, unit tests, whole runs with real kills, covering arrays of
+#               faults
 #   --fast      checks of the source and the tests that need neither a whole training run nor the
 #               source of Megatron-LM
+#   --full      in addition every layout, each scheme's array, every cell for 4 roles, and all else
+#               that takes minutes
 #   --all       in addition every cell of the full fault matrix, and all 2^32 numbers of compaction
 #   --slurm     in addition runs under a real Slurm and over network namespaces (as root; installs
-#               Debian packages). CI runs this
+#               Debian packages). CI runs --full --slurm
 #
 # Exit status: 0 when everything passed and nothing was left running or in /dev/shm.
 set -euo pipefail
@@ -22,6 +24,7 @@ system_packages=
 while true; do
     case ${1:-} in
         --fast) selection=(-m "not slow and not matrix and not megatron_lm") ;;
+        --full) selection=(--full) ;;
         --all) selection=(--all) ;;
         --slurm) system_packages=yes ;;
         -h | --help)

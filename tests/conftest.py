@@ -24,17 +24,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all", action="store_true", help="run every cell of the full fault matrix as well"
     )
     parser.addoption(
+        "--full", action="store_true", help="run what the tests a person waits for leave out"
+    )
+    parser.addoption(
         "--netns", action="store_true", help="run the tests on hosts made of namespaces (root)"
     )
     parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = set()
     if not config.getoption("--all"):
-        deselected = [item for item in items if item.get_closest_marker("full")]
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
-        if deselected:
-            config.hook.pytest_deselected(items=deselected)
+        left_out.add("exhaustive")
+        # Somebody who names a file wants all of it.
+        if not config.getoption("--full") and config.args_source is not config.ArgsSource.ARGS:
+            left_out.add("full")
+    deselected = [i for i in items if any(i.get_closest_marker(name) for name in left_out)]
+    if deselected:
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=deselected)
     if config.getoption("--cell") is None:
         items[:] = [item for item in items if item.name != "test_one_cell"]
     if not Path("/dev/nvidiactl").exists():

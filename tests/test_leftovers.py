@@ -74,15 +74,24 @@ def test_a_segment_of_somebody_else_is_not_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "expected"), [((), "1 passed, 1 deselected"), (("--all",), "2 p")]
+    ("flag", "expected"),
+    [
+        ((), "1 passed, 2 deselected"),
+        (("--full",), "2 passed, 1 deselected"),
+        (("--all",), "3 p"),
+        (("test_it.py",), "2 passed, 1 deselected"),
+    ],
 )
-def test_the_full_product_runs_only_when_asked_for(
+def test_what_takes_long_runs_only_when_asked_for(
     tmp_path: Path, flag: tuple[str, ...], expected: str
 ) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  full: x\n  gpu: x\n")
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  full: x\n  exhaustive: x\n  gpu: x\n"
+    )
     (tmp_path / "test_it.py").write_text(
         "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
+        "@pytest.mark.exhaustive\ndef test_three(): pass\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flag]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

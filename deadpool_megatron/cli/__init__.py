@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
+from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.settings import SettingsError
 from deadpool_megatron.wire.auth import AuthenticationError
 
@@ -39,16 +41,26 @@ COMMANDS = {
     "agent": "node",
     "standby": "coordinate",
 }
+_REFUSALS = (
+    CommandError,
+    RunDirectoryError,
+    OwnershipError,
+    SettingsError,
+    AuthenticationError,
+)
+# What these write is for the run's user alone, unless the variable says otherwise.
+_WRITERS = {"run", "demo", "check", "coordinator", "agent", "standby"}
+UMASK_VARIABLE = "DEADPOOL_UMASK"
 _EXAMPLES = """\
 examples:
-  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
       -- -m deadpool_megatron.trainer @configs/tiny.args --train-iters 50
-  deadpool status /tmp/first            what every role does right now
-  deadpool kill /tmp/first --node 1     as if its power cord was pulled
-  deadpool drain /tmp/first --node 0    move its roles to a spare, without losing a step
-  deadpool verify /tmp/first            check every checksum, in memory and on disk
-  deadpool protect /tmp/first --every 4 protect each fourth iteration only
-  deadpool persist /tmp/first           write a checkpoint beside the training
+  deadpool status runs/first            what every role does right now
+  deadpool kill runs/first --node 1     as if its power cord was pulled
+  deadpool drain runs/first --node 0    move its roles to a spare, without losing a step
+  deadpool verify runs/first            check every checksum, in memory and on disk
+  deadpool protect runs/first --every 4 protect each fourth iteration only
+  deadpool persist runs/first           write a checkpoint beside the training
   deadpool clean                        remove what dead runs have left in memory
 """
 
@@ -64,14 +76,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser(options).parse_args(options)
     args.options, args.command = options, command
     try:
+        if args.subcommand in _WRITERS:
+            os.umask(_umask())
         return int(_module(COMMANDS[args.subcommand]).run(args))
-    except (CommandError, RunDirectoryError, SettingsError, AuthenticationError) as error:
+    except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except BrokenPipeError:
         return 0  # the reader of our output (head, less) has seen enough
     except KeyboardInterrupt:
         return 130
+
+
+def _umask() -> int:
+    """Raises CommandError for a variable that is no mask."""
+    text = os.environ.get(UMASK_VARIABLE, "077")
+    try:
+        mask = int(text, 8)
+    except ValueError:
+        mask = -1
+    if not 0 <= mask <= 0o777:
+        raise CommandError(f"{UMASK_VARIABLE}={text} is no umask: give three digits, like 027")
+    return mask
 
 
 def _parser(options: Sequence[str]) -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from deadpool_megatron.cli.slurm_environment import (
     interface_address,
     slurm_environment,
 )
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.planning.assess import assess, busiest
 from deadpool_megatron.planning.file import read_plan
@@ -197,7 +198,7 @@ def _options(args: argparse.Namespace, wanted: Wanted, pairs: list[Pair] | None)
     hostname = socket.gethostname() if slurm is None else slurm.host
     host = _address(args, hostname)
     try:
-        args.run_dir.mkdir(parents=True, exist_ok=True)
+        RunDirectory(args.run_dir).make()
         if auth.ENVIRONMENT_NAME not in os.environ:
             auth.create_secret(args.run_dir)
     except OSError as error:

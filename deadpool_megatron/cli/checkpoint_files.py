@@ -18,22 +18,35 @@ from typing import Any
 from deadpool_megatron.vault.verify import Finding, Progress, Verdict
 
 METADATA = ".metadata"
-_ALLOWED_MODULES = (
-    "torch.distributed.checkpoint.filesystem",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.planner",
-)
-_ALLOWED_NAMES = {
+_CHECKPOINT = "torch.distributed.checkpoint"
+# Whole names, looked up in the module itself: with a dot in it, a name would reach whatever the
+# module has imported.
+_ALLOWED = {
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    *(
+        (f"{_CHECKPOINT}.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch", "Size"),
     ("torch", "device"),
-    ("collections", "OrderedDict"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_device"),
+    ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
     ("builtins", "set"),
     ("builtins", "frozenset"),
     ("builtins", "slice"),
 }
+_CONSTANTS = ("dtype", "layout", "memory_format")  # of torch itself, told by their type
 
 
 def checkpoint_bytes(directory: Path) -> int:
@@ -75,13 +88,13 @@ class _IndexReader(pickle.Unpickler):
     """Lets in the classes that an index consists of, so that a file cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = module in _ALLOWED_MODULES or (module, name) in _ALLOWED_NAMES
-        if not known and module != "torch":
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-        found = super().find_class(module, name)
-        if not known and type(found).__name__ not in ("dtype", "layout", "memory_format"):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
-        return found
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        if module == "torch" and "." not in name:
+            found = super().find_class(module, name)
+            if type(found).__name__ in _CONSTANTS:
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]], progress: Progress) -> Finding:

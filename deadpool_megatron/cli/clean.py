@@ -18,9 +18,9 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
-    RunInfo,
     segment_root,
 )
+from deadpool_megatron.ownership import OwnershipError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -39,19 +39,36 @@ def run(args: argparse.Namespace) -> int:
     """Clean and say what was removed."""
     if args.run_dir is not None:
         directory = RunDirectory(args.run_dir)
-        info = directory.read_run()
-        _clean_one(directory, info.run_id, args.force)
+        run_id = directory.read_run().run_id
+        if not args.force and _is_alive(directory, run_id):
+            raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
+        _clean(directory, run_id)
         return 0
     found = runs_in_memory()
     if not found:
         print("nothing to clean")
     for run_id, path in found.items():
-        directory = RunDirectory(path if path is not None else segment_root(run_id))
+        directory = _directory_of(run_id, path)
         if not args.force and _is_alive(directory, run_id):
             print(f"run {run_id} in {directory.path} is alive: left alone")
             continue
-        _clean_one(directory, run_id, True)
+        _clean(directory, run_id)
     return 0
+
+
+def _directory_of(run_id: str, path: Path | None) -> RunDirectory:
+    """The run directory that the shared memory names, or the shared memory itself, which lists no
+    processes, where that directory is gone, is another run's by now, or is another user's."""
+    if path is not None:
+        directory = RunDirectory(path)
+        try:
+            if directory.read_run().run_id == run_id:
+                return directory
+        except (OSError, RunDirectoryError):
+            pass
+        except OwnershipError as error:
+            print(f"run {run_id}: {error}")
+    return RunDirectory(segment_root(run_id))
 
 
 def _is_alive(directory: RunDirectory, run_id: str) -> bool:
@@ -60,14 +77,8 @@ def _is_alive(directory: RunDirectory, run_id: str) -> bool:
     return bool(alive) or is_held(run_id)
 
 
-def _clean_one(directory: RunDirectory, run_id: str, force: bool) -> None:
-    if not force and _is_alive(directory, run_id):
-        raise CommandError(f"the run in {directory.path} is alive: stop it, or use --force")
-    try:
-        info: RunInfo | None = directory.read_run()
-    except RunDirectoryError:
-        info = None  # its directory was removed; the shared memory still names the run
-    cleaned: Cleaned = clean_run(directory, info.run_id if info else run_id)
+def _clean(directory: RunDirectory, run_id: str) -> None:
+    cleaned: Cleaned = clean_run(directory, run_id)
     print(
         f"run {run_id}: {len(cleaned.pids)} processes killed,"
         f" {cleaned.nbytes / 2**20:.1f} MiB of shared memory removed"

@@ -165,7 +165,7 @@ def _shown(text: str) -> str:
 def command_note(first: Path, second: Path) -> str | None:
     """A line when the runs were started with different commands: that explains differences."""
     try:
-        infos = [RunDirectory(path).read_run() for path in (first, second)]
+        infos = [RunDirectory(path).read_run(only_to_show=True) for path in (first, second)]
     except RunDirectoryError:
         return None
     commands = [" ".join(info.command) for info in infos]

@@ -26,6 +26,7 @@ from deadpool_megatron.cli.screen import Screen, make_screen
 from deadpool_megatron.cli.story import Story
 from deadpool_megatron.cli.tables import table
 from deadpool_megatron.cli.watch import Narrator, RunFailedError, watch_run
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 
 NODES, SPARES, NPROC_PER_NODE = 4, 1, 2
@@ -284,7 +285,7 @@ def _base_directory(args: argparse.Namespace) -> Path:
     base: Path = args.run_dir.absolute()
     if base.exists() and any(base.iterdir()):
         raise DemoError(f"{base} is not empty; choose another --run-dir", 2)
-    base.mkdir(parents=True, exist_ok=True)
+    RunDirectory(base).make()
     return base
 
 

@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.cli.common import listen
 from deadpool_megatron.cli.preloading import preload_modules
 from deadpool_megatron.cli.serving import Place, serve
 from deadpool_megatron.cli.slurm_environment import local_address
@@ -32,12 +31,12 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
     clean_node,
     clean_run,
     coordinator_processes,
+    node_directories,
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
     read_json,
-    segment_root,
     slots_are_kept,
 )
 from deadpool_megatron.wire import auth
@@ -96,13 +95,11 @@ class Launcher:
         Raises CommandError for what is wrong with the environment; nothing is left running then.
         """
         self._address = local_address(self._info.settings.interface)
-        listen(self._address, self._options.port).close()  # refused here, not in a standby
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         }
         try:
-            self._run.path.mkdir(parents=True, exist_ok=True)
             self._run.create(self._info)
             auth.create_secret(self._run.path)
             self._held = claim_segments(self._run, self._info.run_id)
@@ -134,6 +131,7 @@ class Launcher:
                     self._info,
                     Place(node, self._address, ""),
                     self._options.modules,
+                    auth.load_secret(self._run.path),
                     standby_port=port,
                     launcher_fd=theirs,
                 ),
@@ -260,7 +258,9 @@ class Launcher:
             os.close(handle)
         self._agents.clear()
         run_id = self._info.run_id
-        kept = self._keeps_slots() and any(segment_root(run_id).glob("node*/*.seg"))
+        kept = self._keeps_slots() and any(
+            any(node.glob("*.seg")) for node in node_directories(run_id)
+        )
         clean_run(self._run, run_id, keep_slots=kept)
         if kept and not self._run.final.exists():
             self._options.say(

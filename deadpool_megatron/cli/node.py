@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron import arguments
+from deadpool_megatron import arguments, ownership
 from deadpool_megatron.cli import scripts
 from deadpool_megatron.cli.checks import (
     check_address,
@@ -131,6 +131,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until the run is over; answers its exit status."""
     run = RunDirectory(args.run_dir)
+    ownership.check_directory(run.path)
     if args.node_id is not None and args.node_id < 0:
         raise CommandError(f"--node-id must be at least 0, got {args.node_id}")
     slurm = slurm_environment(os.environ) if args.from_slurm else None
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.resume is not None:
         write_what_is_left(RunDirectory(args.resume))
     info = _run_of(run, args)
+    secret = auth.load_secret(run.path)  # before anything that the directory names is imported
     tls.contexts(info.settings)  # this node's files are looked at before anything starts
     check_journal(run, info)
     check_shared_memory(info, 1)
@@ -151,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
     if fixed is not None:
-        _probe(fixed, auth.load_secret(run.path), info)
+        _probe(fixed, secret, info)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
     if (script := scripts.script_of(info.command)) is not None:
         check_command([script])  # this may be another host than the one that made the run
@@ -168,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
             info,
             place,
             modules,
+            secret,
             standby_port=None if alone or args.no_standby else args.coordinator_port,
             fixed=fixed,
             rejoins=max(0, args.rejoin),
@@ -245,7 +248,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     check_sizes(info)
     check_domains(info)
     check_journal(run, info)
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.make()
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 

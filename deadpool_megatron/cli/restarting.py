@@ -17,12 +17,15 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
+from deadpool_megatron.cluster.run_directory.cleanup import (
+    node_directories,
+    run_processes,
+    vault_processes,
+)
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     RunInfo,
-    segment_root,
     slots_are_kept,
     write_json,
 )
@@ -46,7 +49,7 @@ def hold(run: RunDirectory) -> int:
     CommandError: one that comes second would, at its end, kill the run of the first one and remove
     its memory. Of a launcher on another host only the file system knows, if it knows locks at all.
     """
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.make()
     lock = os.open(run.launcher_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +112,7 @@ def begin(run: RunDirectory, restart: Restart) -> str:
     another = run.read_run().command != restart.info.command
     write_json(run.path / "run.json", restart.info.to_dict())
     held = sorted(
-        path.parent.name for path in segment_root(restart.info.run_id).glob("node*/*.seg")
+        node.name for node in node_directories(restart.info.run_id) if any(node.glob("*.seg"))
     )
     where = f"slots of {len(set(held))} nodes are in memory" if held else "no slots are in memory"
     if another:

@@ -133,7 +133,7 @@ def read_result(directory: Path) -> RunResult:
 
 def _resumed_after(directory: Path) -> int:
     try:
-        restore = RunDirectory(directory).read_run().restore
+        restore = RunDirectory(directory).read_run(only_to_show=True).restore
     except RunDirectoryError:
         return 0  # a result without its run directory, as a copy may be
     return int(restore["generation"][1]) if restore else 0

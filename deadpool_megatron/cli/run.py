@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import checks, scripts
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError, listen, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.progress import Progress, make_display
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         checks.check_shared_memory(info, info.nodes + info.spares)
     checks.check_journal(directory, info)
     checks.check_vault_cpus(info)
-    local_address(settings.interface)  # refused here, or it is looked up again later
+    # Refused here, or it would be in a standby.
+    listen(local_address(settings.interface), args.port).close()
     tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_memory(info)

@@ -21,7 +21,6 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import auth
 
 _ATTACH_PAUSE_SECONDS = 1.0
 
@@ -40,6 +39,7 @@ def serve(
     info: RunInfo,
     place: Place,
     modules: tuple[str, ...],
+    secret: bytes,
     *,
     standby_port: int | None,
     fixed: tuple[str, int] | None = None,
@@ -53,7 +53,7 @@ def serve(
     address of the coordinator where the run directory is not shared. ``launcher_fd``: see
     :class:`AgentOptions`.
     """
-    node, secret = place.node, auth.load_secret(run.path)
+    node = place.node
     for attempt in range(rejoins + 1):
         if node is None:
             node = _attach(run, info, fixed)

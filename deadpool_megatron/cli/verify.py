@@ -13,7 +13,8 @@ from typing import Any
 from deadpool_megatron.cli import checkpoint_files
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.tables import size, table
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.cluster.run_directory.cleanup import node_directories
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.vault.verify import (
     Finding,
@@ -128,8 +129,7 @@ def _targets(directory: Path) -> Iterator[Target]:
 
 
 def _of_run(run: RunDirectory) -> Iterator[Target]:
-    root = segment_root(run.read_run().run_id)
-    for node in sorted(root.glob("node*")) if root.is_dir() else ():
+    for node in node_directories(run.read_run().run_id):
         if segment_files(node):
             yield Target("memory", node)
     for dumped in sorted(run.dump.glob("*")) if run.dump.is_dir() else ():

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from deadpool_megatron import ownership
+
 # In place of a part's name: bytes that nobody reads, such as the padding between parameters.
 ZEROS = ""
 
@@ -101,13 +103,12 @@ def read_skeleton(directory: Path, role: int, layout_hash: str) -> Skeleton:
     """
     path = skeleton_path(directory, role)
     try:
-        with open(path, "rb") as file:
-            facts = os.fstat(file.fileno())
+        with os.fdopen(ownership.open_own(path, secret=True), "rb") as file:
             content = file.read()
+    except ownership.OwnershipError as error:
+        raise SkeletonError(str(error)) from error
     except OSError as error:
         raise SkeletonError(f"role {role} left no skeleton: {error.strerror}") from error
-    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        raise SkeletonError(f"{path} could have been written by another user")
     skeleton = torch.load(io.BytesIO(content), weights_only=False)
     if not isinstance(skeleton, Skeleton) or skeleton.role != role:
         raise SkeletonError(f"{path} is not the skeleton of role {role}")

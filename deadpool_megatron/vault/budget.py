@@ -62,7 +62,8 @@ class Budget:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        handle = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(self.directory / _LOCK, flags, 0o600)
         try:
             limit = time.monotonic() + _LOCK_SECONDS
             while not _try_lock(handle):

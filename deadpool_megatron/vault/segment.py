@@ -205,7 +205,9 @@ class Segment:
         geometry = _Geometry(layout, seat, slots)
         description = geometry.description
         budget = budget or Budget(path.parent)
-        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        temporary.unlink(missing_ok=True)  # of a process of this number that was killed
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(temporary, flags, 0o600)
         try:
             os.ftruncate(file, geometry.nbytes)
             headers = [
@@ -234,7 +236,8 @@ class Segment:
     def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
         """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
         role, seat = parse_name(path.name)
-        file = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(path, flags)
         try:
             layout, slots = _read_description(file, path)
         except BaseException:

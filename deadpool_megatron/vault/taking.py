@@ -139,7 +139,9 @@ class _Taker:
         """Have memory for the shard parts and one extras part. Raises VaultError without room."""
         names = (*layout.shard_parts, extras_part("step"))
         needed = sum(part.nbytes for part in layout.parts if part.name in names)
-        self._file = os.open(self.path, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self.path.unlink(missing_ok=True)  # of an order that was given before
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o600)
         try:
             os.ftruncate(self._file, max(1, needed))
             if failpoints.ACTIVE and failpoints.hit("persist.reserve", role=self._role):

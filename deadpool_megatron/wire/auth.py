@@ -21,6 +21,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.tls import Tls
@@ -39,7 +40,7 @@ class AuthenticationError(WireError):
 def load_secret(run_directory: Path) -> bytes:
     """The run secret from the environment or the run directory.
 
-    Raises AuthenticationError when there is none, its file can be read by others, or it is so
+    Raises AuthenticationError when there is none, its file is not of this user alone, or it is so
     short that it could be guessed. White space around it does not count.
     """
     text = os.environ.get(ENVIRONMENT_NAME)
@@ -47,10 +48,10 @@ def load_secret(run_directory: Path) -> bytes:
         return _checked(text.encode().strip(), ENVIRONMENT_NAME)
     path = run_directory / "secret"
     try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_mode & 0o077:
-                raise AuthenticationError(f"{path} can be read by others: chmod 600 it")
+        with os.fdopen(ownership.open_own(path, secret=True), "rb") as file:
             return _checked(file.read().strip(), str(path))
+    except ownership.OwnershipError as error:
+        raise AuthenticationError(str(error)) from error
     except OSError as error:
         raise AuthenticationError(
             f"no run secret: set {ENVIRONMENT_NAME} or make {path} readable ({error.strerror})"

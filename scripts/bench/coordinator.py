@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -88,7 +89,7 @@ class Service:
         settings = Settings(start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120)
         self.run.create(
             RunInfo(
-                run_id=f"bench-{os.getpid()}-{nodes + spares}",
+                run_id=secrets.token_hex(4),
                 world_size=nodes * NPROC_PER_NODE,
                 nodes=nodes,
                 spares=spares,

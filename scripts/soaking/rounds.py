@@ -247,6 +247,8 @@ def _strike_on(
         pause(round_, dice.uniform(*plan.pause_seconds))
         if round_.newest >= last or round_.is_over:
             break
+        if not names:
+            continue
         kind = dice.choice(names)
         try:
             target.seats = round_.seats()

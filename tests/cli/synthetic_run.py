@@ -153,7 +153,7 @@ def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any
     return {
         "exit_status": 0,
         "reason": "",
-        "run_id": "synthetic",
+        "run_id": "5a5a5a5a",
         "world_size": WORLD_SIZE,
         "iterations": iterations,
         "roles": roles,

@@ -149,7 +149,7 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
     brief = Settings(drain_seconds=0.1, close_seconds=0.2)
-    info = RunInfo("0ld", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
+    info = RunInfo("01d01d01", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
     run.create(info)
     return run
 
@@ -258,7 +258,7 @@ def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFix
     wrong = (*agent, "--coordinator", f"127.0.0.1:{port}")
     assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
     assert "is not HOST:PORT" in complain(capsys, *agent, "--coordinator", "nowhere")
-    assert "belongs to run 0ld" in complain(capsys, *agent, "--run-id", "new")
+    assert "belongs to run 01d01d01" in complain(capsys, *agent, "--run-id", "new")
     (run.path / "secret").chmod(0o644)
     assert "chmod 600" in complain(capsys, "status", str(run.path))
 
@@ -285,7 +285,7 @@ def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
     run.skeletons.mkdir()
     told = restarting.begin(run, restarting.Restart(info, (0, 1)))
     assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
-    assert told == "run 0ld is started again; no slots are in memory"
+    assert told == "run 01d01d01 is started again; no slots are in memory"
     other = replace(info, command=("x.py", "--seed", "2"))
     assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
     assert not run.skeletons.exists(), "recipes of the other command"

@@ -139,14 +139,14 @@ def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) ->
 def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "gone")
     run.path.mkdir()
-    os.close(cleanup.claim_segments(run, "testgone"))
+    os.close(cleanup.claim_segments(run, "7e57907e"))
     shutil.rmtree(run.path)
     try:
         done = deadpool("clean")
-        assert "run testgone: 0 processes killed" in done.stdout
-        assert not segment_root("testgone").exists()
+        assert "run 7e57907e: 0 processes killed" in done.stdout
+        assert not segment_root("7e57907e").exists()
     finally:
-        shutil.rmtree(segment_root("testgone"), ignore_errors=True)
+        shutil.rmtree(segment_root("7e57907e"), ignore_errors=True)
 
 
 SIZE = ("--nodes", "2", "--nproc-per-node", "1")

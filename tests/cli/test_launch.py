@@ -20,7 +20,7 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
 ) -> None:
     """As with a package that is missing in the environment in which a run is started again."""
-    run_id, run = f"launch-{uuid.uuid4().hex[:8]}", RunDirectory(tmp_path)
+    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
     info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
     run.create(info)
     if began:

@@ -13,7 +13,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 
-INFO = RunInfo("id", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
 ARGS = argparse.Namespace(nodes=2, nproc_per_node=1)
 WHOLE = Restore("dump", Generation(1, 7), path="dump/1-7")
 

@@ -317,6 +317,8 @@ class Counting:
             self.wait(lambda: False)
 
     def hang_if_asked(self, iteration: int) -> None:
+        if self.args.misbehave == "fail" and iteration == 8 and self.role == 1:
+            raise RuntimeError("bad sample")
         if self.args.misbehave == "hang" and iteration == 5 and self.role == 1 and self.epoch == 1:
             self.section = "train"
             self.wait(lambda: False)
@@ -354,7 +356,9 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=10**6)
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--save-interval", type=int, default=0)
-    parser.add_argument("--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit"))
+    parser.add_argument(
+        "--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit", "fail")
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failpoints.hit("member.start")

@@ -337,6 +337,22 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None
     assert "runpy" not in log
 
 
+@pytest.mark.slow
+def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
+        final = run.wait_end(1)
+        said = run.output.read_text().strip().splitlines()[-1]
+    assert final["kind"] == "bug"
+    assert "2 times the same failure, so trying again is no use" in final["reason"]
+    assert f"continue with 'deadpool run --resume {first} --run-dir NEW'" in said
+    again = ("--resume", str(first))
+    with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
+        final = run.wait_end()
+    assert [step["iteration"] for step in final["steps"]] == list(range(8, 21))
+    assert final["roles"]["1"]["sha256"] == expected_sha256(1, 20)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
     with Run(tmp_path / "r", nproc=2) as run:

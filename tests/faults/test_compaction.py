@@ -16,7 +16,7 @@ from tests.faults.jobs import (
     run_job,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 

@@ -10,7 +10,7 @@ import pytest
 from tests.faults import layouts
 from tests.faults.jobs import Layout, fault, strike
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 ITERATIONS = 12
 
 

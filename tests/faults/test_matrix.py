@@ -45,6 +45,7 @@ class Scheme:
 
 
 SCHEMES = {
+    "buddy": Scheme("buddy"),
     "parity": Scheme("parity --deadpool-parity-group 3", "decoded", each=True),
     "recompute": Scheme("recompute --deadpool-full-every 4", "replayed"),
     "mixed": Scheme("mixed"),
@@ -109,6 +110,7 @@ def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("part", "plan"), found, ids=names)
 
 
+@pytest.mark.full
 @parametrised(PP2_DP2, cells(PP2_DP2, PHASES))
 def test_four_roles_every_cell(
     tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]
@@ -116,7 +118,13 @@ def test_four_roles_every_cell(
     strike(tmp_path, PP2_DP2, part, plan)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("buddy", "parity") else pytest.mark.full)
+        for name in SCHEMES
+    ],
+)
 def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
     scheme = SCHEMES[name]
     array = [
@@ -150,7 +158,7 @@ def test_one_cell(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     strike_once(tmp_path / "cell", layout, part, plan)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @parametrised(TP2_PP2_DP2, cells(TP2_PP2_DP2, (*PHASES, TENSOR_PHASE)))
 def test_eight_roles_every_cell(
     tmp_path: Path, part: list[Cell], plan: list[dict[str, object]]

@@ -11,7 +11,7 @@ from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Sc
 from tests.faults import layouts
 from tests.faults.jobs import fault, recomputed, restart_kinds, strike
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 

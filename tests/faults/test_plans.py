@@ -14,7 +14,7 @@ import pytest
 from tests.faults import layouts
 from tests.faults.jobs import assert_unnoticed, fault, recomputed, reference, run_job
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 30
 EVERY = 3

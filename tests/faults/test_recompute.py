@@ -60,6 +60,7 @@ def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_several_optimizers(tmp_path: Path) -> None:
     faults = [lost(1, 4)]
     outcome = strike(tmp_path / "run", EXPERTS, ITERATIONS, faults, spares=1, settings=SETTINGS)
@@ -67,6 +68,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
     """Damaged before its checksum was made: only the owner's checksum of the result can tell."""
     faults = [
@@ -85,6 +87,7 @@ def test_a_wrong_gradient_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
     faults = [
         *(
@@ -99,6 +102,7 @@ def test_a_rehearsal_that_fails_means_whole_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Path) -> None:
     """What leads to the state of the lost role is written, and recomputed by who resumes."""
     faults = [lost(1, 4)]
@@ -115,6 +119,7 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path: Path) -> None:
     """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
     the chain that its buddy's vault kept, and what the others held as bytes."""

@@ -24,7 +24,7 @@ from tests.faults.jobs import (
     trainer,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 40
 MEMBERS = fault(

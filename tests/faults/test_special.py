@@ -23,6 +23,7 @@ from tests.faults.jobs import (
 from tests.faults.jobs import strike as strike_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+FULL = pytest.mark.full
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 EVALUATION = f"--eval-interval {EVALUATION_INTERVAL} --eval-iters 2"
@@ -37,7 +38,13 @@ def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcom
 FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
 
 
-@pytest.mark.parametrize("phase", ["drain", "adopt", "rebuild", "restore", "sync", "verify"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "restore",
+        *(pytest.param(p, marks=FULL) for p in ("drain", "adopt", "rebuild", "sync", "verify")),
+    ],
+)
 def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str) -> None:
     """Role 3 holds no copy of role 0, so the state is in memory all the time."""
     epoch = {} if phase == "drain" else {"when_epoch": 2}
@@ -46,13 +53,16 @@ def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str)
     assert max(recomputed(outcome)) <= 1
 
 
-@pytest.mark.parametrize("phase", ["adopt", "rebuild", "restore"])
+@pytest.mark.parametrize(
+    "phase", ["adopt", *(pytest.param(p, marks=FULL) for p in ("rebuild", "restore"))]
+)
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
     second = fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
     outcome = strike(tmp_path, [FIRST, second], spares=2)
     assert max(recomputed(outcome)) <= 1
 
 
+@FULL
 def test_the_waiting_spare_dies(tmp_path: Path) -> None:
     early = fault("early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4])
     strike(tmp_path, [early, FIRST], spares=2)
@@ -77,6 +87,7 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
     assert max(recomputed(outcome)) <= 1
 
 
+@FULL
 def test_right_after_reprotection_one_copy_is_enough(tmp_path: Path) -> None:
     second = fault("second", "step.begin", when_role=1, when_iteration=6, target="node")
     outcome = strike(tmp_path, [FIRST, second])
@@ -111,6 +122,7 @@ def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
     assert max(waits) > 3, "the gate held the iteration until the stopped vault went on"
 
 
+@FULL
 def test_node_dies_while_its_vault_ships(tmp_path: Path) -> None:
     plan = [fault("shipping", "vault.ship", when_role=0, when_iteration=4, target="node")]
     outcome = strike(tmp_path, plan)
@@ -142,6 +154,7 @@ def test_crash_of_one_process_restarts_in_place(tmp_path: Path) -> None:
     assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
 
 
+@FULL
 def test_ten_failures_in_one_run(tmp_path: Path) -> None:
     plan = [
         fault(
@@ -203,6 +216,7 @@ def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
     assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
 
 
+@FULL
 def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> None:
     plan = [
         fault(

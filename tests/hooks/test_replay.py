@@ -303,6 +303,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_megatron_iterations_again_from_their_steps(name: str) -> None:
     for result in run_ranks(2, train_and_replay, f"{TINY} {LAYOUTS[name]}"):

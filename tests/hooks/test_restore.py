@@ -108,6 +108,7 @@ def go_back(arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_replay_from_captured_state_is_bit_identical(name: str) -> None:
     world_size, flags = LAYOUTS[name]

@@ -12,7 +12,7 @@ from tests.megatron_lm.ranks import RankParent
 from tests.megatron_lm.runs import PP2_DP2, tree
 from tests.persist.checkpoints import differences
 
-pytestmark = [pytest.mark.slow, pytest.mark.megatron_lm]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
 ROOT = Path(__file__).parents[2]
 SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}

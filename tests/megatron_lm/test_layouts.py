@@ -20,7 +20,12 @@ from tests.megatron_lm.runs import (
     strike,
 )
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.slow,
+    pytest.mark.full,
+    needs_megatron_lm,
+]
 
 ITERATIONS = 8
 COMMON = [

@@ -10,7 +10,12 @@ from tests.faults.jobs import run_program
 from tests.megatron_lm.checkout import needs_megatron_lm
 from tests.megatron_lm.runs import gpt
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.slow,
+    pytest.mark.full,
+    needs_megatron_lm,
+]
 
 
 def test_nan_that_megatron_finds_ends_the_run_with_its_message(tmp_path: Path) -> None:

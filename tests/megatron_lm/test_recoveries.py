@@ -27,7 +27,12 @@ from tests.megatron_lm.runs import (
     strike,
 )
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
+pytestmark = [
+    pytest.mark.megatron_lm,
+    pytest.mark.slow,
+    pytest.mark.full,
+    needs_megatron_lm,
+]
 
 
 def test_a_spare_takes_a_role_of_its_class_in_place(tmp_path: Path) -> None:

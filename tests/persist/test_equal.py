@@ -85,6 +85,7 @@ GATHERED = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["bf16", "moe-bias-jitter"])
 def test_an_export_equals_a_save_that_gathers(name: str, text: str, tmp_path: Path) -> None:
     """As with --dist-ckpt-optim-fully-reshardable: parameters of the optimizer in model space."""
@@ -94,7 +95,9 @@ def test_an_export_equals_a_save_that_gathers(name: str, text: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.full) for name in NAMES[1:])]
+)
 def test_an_export_equals_a_save(name: str, text: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
     run_ranks(ranks, save_both_ways, f"{MODEL} {text} {flags} {DUE}", tmp_path)

@@ -182,7 +182,7 @@ def test_a_skeleton_comes_back_from_its_file(tmp_path: Path) -> None:
     with pytest.raises(SkeletonError, match="role 4 left no skeleton"):
         read_skeleton(tmp_path, 4, "hash")
     skeleton_path(tmp_path, 3).chmod(0o622)
-    with pytest.raises(SkeletonError, match="another user"):
+    with pytest.raises(SkeletonError, match="by others"):
         read_skeleton(tmp_path, 3, "hash")
     write_skeleton(tmp_path, Skeleton(3, "hash", refusal="w lies nowhere"))
     with pytest.raises(SkeletonError, match="w lies nowhere"):

@@ -54,6 +54,7 @@ def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
     assert hashes == [final[str(role)]["sha256"] for role in range(4)], outcome.story()
 
 
+@pytest.mark.full
 def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> None:
     """The first export loses a node, the second finds no room; then two come through, the second
     because somebody asks. Training takes no notice of any of them."""
@@ -96,6 +97,7 @@ def test_failures_end_exports_and_nothing_else(text: str, tmp_path: Path) -> Non
     assert hashes == [outcome.final["roles"][str(role)]["sha256"] for role in range(4)]
 
 
+@pytest.mark.full
 def test_a_run_that_has_to_end_exports_once_more(text: str, tmp_path: Path) -> None:
     """Before a time limit beside the training; the run that goes on loses a node and has no spare:
     it makes a checkpoint of its dump. Both are loaded as any is, and lead to the same end."""

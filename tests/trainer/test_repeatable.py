@@ -23,6 +23,7 @@ from tests.trainer.ranks import run_ranks
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_runs_are_bit_identical(name: str, text: str) -> None:
     ranks, flags = LAYOUTS[name]
@@ -62,6 +63,7 @@ def test_at_the_default_scale_a_half_precision_run_starts_by_skipping(text: str)
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_overlap_changes_no_bit(text: str) -> None:
     arguments = f"{MODEL} {text} {PP2} {BF16} {BUCKETS}"
     # Buckets exist only with overlap; without parameter gathering the rest is sequential.
@@ -86,6 +88,7 @@ def replicated_parameters(arguments: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_sequence_parallel_keeps_replicated_parameters_equal(text: str) -> None:
     found = run_ranks(
         4, replicated_parameters, f"{MODEL} {text} {TP2} {PP2} {BF16} --sequence-parallel"
@@ -96,6 +99,7 @@ def test_sequence_parallel_keeps_replicated_parameters_equal(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_dispatchers_agree(text: str) -> None:
     answers = []
     for name in ("moe-alltoall", "moe-allgather"):

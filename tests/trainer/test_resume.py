@@ -69,6 +69,7 @@ def _differences(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", EXACT)
 def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS[name]
@@ -86,6 +87,7 @@ def test_resume_is_exact(name: str, text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_checkpoint_before_the_first_update(text: str, tmp_path: Path) -> None:
     """Steps of zero, which Megatron does not write for unsharded optimizers."""
     arguments = f"{MODEL} {text} --bf16"
@@ -128,6 +130,7 @@ def test_a_torn_attempt_is_replaced(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_load_flag_goes_on_to_the_same_end(text: str, tmp_path: Path) -> None:
     ranks, flags = LAYOUTS["bf16"]
     arguments = f"{MODEL} {text} {flags} --save {tmp_path} --save-interval 2"

@@ -50,6 +50,7 @@ def train_on_seam(arguments: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", SEAM_LAYOUTS)
 def test_two_runs_are_bit_identical(name: str, text: str) -> None:
     arguments = f"{MODEL} {text} {SEAM_LAYOUTS[name]}"
@@ -58,6 +59,7 @@ def test_two_runs_are_bit_identical(name: str, text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_seam_changes_no_bit(text: str) -> None:
     ranks, flags = LAYOUTS["bf16"]
     arguments = f"{MODEL} {text} {flags}"
@@ -67,6 +69,7 @@ def test_the_seam_changes_no_bit(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_overlap_changes_no_bit_of_the_virtual_pipeline(text: str) -> None:
     arguments = f"{MODEL} {text} {VIRTUAL}"
     plain = run_ranks(4, train_on_seam, arguments, connect=connect)

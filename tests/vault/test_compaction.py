@@ -76,7 +76,7 @@ def test_all_low_halves_of_some_high_ones(first: int) -> None:
     check(_patterns(first, 2))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(0, 1 << 16, 1 << 12))
 def test_all_patterns(first: int) -> None:
     high = np.arange(first, first + (1 << 12))

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.run_directory.cleanup import remove_segments
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
+from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
 from deadpool_megatron.layout.decision import is_kept, keep_line
 from deadpool_megatron.layout.records import EpochRecord, without_details
@@ -36,7 +36,7 @@ def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[s
     What was written leaves the memory. Raises VaultError with one line when it cannot be written.
     """
     written = []
-    for directory in sorted(segment_root(info.run_id).glob("node*")):
+    for directory in node_directories(info.run_id):
         number = directory.name.removeprefix("node")
         if not number.isdigit() or not any(directory.glob("*.seg")):
             continue

@@ -386,10 +386,10 @@ class Agent:
         if verdict and self._ending is None:
             self._fence(verdict, keep=True)
 
-    def _run_over(self) -> None:
+    def _run_over(self, kept: bool) -> None:
         """The coordinator wrote the result; its order to stop may have been lost with it."""
         if not self._link.connected:
-            self._end("the run is over", True)
+            self._end("the run is over", not kept)
 
     # Beginning and end.
 

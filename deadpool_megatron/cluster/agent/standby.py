@@ -27,7 +27,8 @@ class StandbyKeeper:
     and ends with this process at the latest. Used from the agent's loop only.
 
     ``command``: of a standby, without ``--report-fd``. ``on_look(term, beat, at)``: the journal was
-    read, beginning at monotonic time ``at``; ``on_over()``: the run is over.
+    read, beginning at monotonic time ``at``; ``on_over(kept)``: the run is over, what
+    it holds in memory stays or not.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class StandbyKeeper:
         run_id: str,
         log: Path,
         on_look: Callable[[int, str, float], None],
-        on_over: Callable[[], None],
+        on_over: Callable[[bool], None],
     ) -> None:
         self._command = command
         names = {ENVIRONMENT_DIRECTORY: run_dir, ENVIRONMENT_RUN_ID: run_id}
@@ -142,7 +143,7 @@ class StandbyKeeper:
 
     def _take(self, line: Mapping[str, Any]) -> None:
         if "over" in line:
-            self._on_over()
+            self._on_over(bool(line["kept"]))
         elif "claimed" in line:
             assert self._watcher is not None
             self._coordinators.append(self._watcher)

@@ -62,9 +62,14 @@ class Looks:
         found: list[inputs.Input] = []
         if not self._pace.is_due(now):
             return events, found
-        if (hang := self._hang(state, now)) is not None:
+        try:
+            hang, verdicts = self._hang(state, now), self._slow_nodes.look(state, self._peers, now)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._peers.refuse_broken("members", "their beats", error)
+            return events, found
+        if hang is not None:
             found.append(hang)
-        for verdict in self._slow_nodes.look(state, self._peers, now):
+        for verdict in verdicts:
             events.append(slow_event(epoch, verdict))
             if self._slow_nodes.is_to_leave(verdict, state):
                 found.append(inputs.DrainRequested(verdict.node))

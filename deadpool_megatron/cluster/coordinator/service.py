@@ -93,7 +93,7 @@ class Coordinator:
             state=lambda: self._state,
             emit=self._emit,
             feed=self.feed,
-            refused=self.refused,
+            refused=self._peers.refuse,
             done=self._orders.durable_done,
         )
         self._exports = Exports(
@@ -184,16 +184,25 @@ class Coordinator:
     # The machine.
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice."""
+        """Give the machine an input and carry out what comes out; never enters it twice. Raises
+        what the machine raises at a report of a peer: such a step has changed nothing.
+        """
         self._queue.append(item)
         if self._stepping or self._exit_status is not None:
             return
         self._stepping = True
+        refused: Exception | None = None
         try:
             while self._queue:
                 item = self._queue.popleft()
                 before = self._state.phase
-                self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                try:
+                    self._state, produced = self._machine.step(self._state, item, time.monotonic())
+                except Exception as error:
+                    if not self._peers.hearing:
+                        raise
+                    refused = refused or error
+                    continue
                 for action in produced:
                     self._carry_out(action)
                 if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
@@ -204,6 +213,8 @@ class Coordinator:
             _fail(error)
         finally:
             self._stepping = False
+        if refused is not None:
+            raise refused
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -262,23 +273,20 @@ class Coordinator:
             self.feed(joined)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A report; one that is malformed is refused, its agent stays. Of a node that was dropped
-        only numbers that belong to the kept line are of use: see :meth:`_event`.
-        """
+        """A report. Of a dropped node only numbers of the kept line are of use: :meth:`_event`."""
         if peer.dropped and message["t"] != "event":
             return
         event: Event | None = None
-        try:
-            if message["t"] == "export":
-                self._exports.heard(peer.node, message)
-            elif message["t"] == "event":
-                event = Event.from_dict(message["event"])
-            elif message["t"] == "member":
-                event = self._member_event(peer.node, message)
-            item = reports.from_agent(peer.node, message, self._state.layouts)
-        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            self.refused(f"agent of node {peer.node}", f"{message.get('t')}: {error!r}")
-            return
+        if message["t"] == "export":
+            self._exports.heard(peer.node, message)
+        elif message["t"] == "event":
+            event = Event.from_dict(message["event"])
+        elif message["t"] == "member":
+            m, role = message["m"], self._state.role_at(*reports.seat_of(peer.node, message))
+            event = reports.event_of_member(m, peer.node, role)
+            if m["t"] == "durable-request":
+                self._spawn(self._durable.handle(m), self._peers.hearing)
+        item = reports.from_agent(peer.node, message, self._state.layouts)
         if event is not None:
             self._event(event)
         if item is not None:
@@ -329,20 +337,6 @@ class Coordinator:
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
             return
         self._emit(event)
-
-    def _member_event(self, node: int, message: Mapping[str, Any]) -> Event | None:
-        """What a member's message says to people and results, besides the machine."""
-        m = message["m"]
-        role = self._state.role_at(node, int(message["slot"]), int(message["incarnation"]))
-        if m["t"] == "done":
-            data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
-            return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
-        if m["t"] == "phase":
-            data = {"seconds": float(m["seconds"])}
-            return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
-        if m["t"] == "durable-request":
-            self._spawn(self._durable.handle(dict(m)))
-        return None
 
     # Time and ends.
 
@@ -408,15 +402,20 @@ class Coordinator:
         data = {"level": "warning", "text": f"store process {ending}; starting another"}
         self._emit(Event(Kind.LOG, self._epoch, data=data))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
+        """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
+
+        def finished(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled() or (error := task.exception()) is None:
+                return
+            if not who:
+                _fail(error)
+            self._peers.refuse_broken(who, "what it asked for", error)
+
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._finished)
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _fail(error)
+        task.add_done_callback(finished)
 
 
 def _fail(error: BaseException) -> NoReturn:

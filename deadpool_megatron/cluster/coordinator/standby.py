@@ -27,7 +27,11 @@ from deadpool_megatron.cluster.journal.terms import (
     claim_term,
     newest_term,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+)
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
@@ -86,11 +90,12 @@ class Standby:
         while True:
             try:
                 if self._options.run.final.exists():
-                    self._report({"over": True})
+                    kept = bool(read_json(self._options.run.final).get("slots_kept", False))
+                    self._report({"over": True, "kept": kept})
                     return None
                 self._look()
                 claimed = self._consider()
-            except (JournalError, OSError) as error:
+            except (JournalError, OSError, ValueError) as error:
                 self._complain(str(error))
                 claimed = None
             if claimed is not None:

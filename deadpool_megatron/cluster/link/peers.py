@@ -3,17 +3,23 @@
 A connection has come through the door (:mod:`~deadpool_megatron.wire.door`). It is an agent's
 (first message ``join``) or a command's (``control``). Who is refused is counted, and reported now
 and then.
+
+Only what the socket and its bytes do ends a connection. A message that the code of the coordinator
+fails at is refused and acknowledged: its agent stays, and no successor is told it again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import sys
 import termios
 import time
-from collections.abc import Awaitable, Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from deadpool_megatron.settings import Settings
@@ -24,8 +30,8 @@ _REPORTED_REFUSALS = 100
 _PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
-# What comes of values of the wrong type or size; an infinite "integer" overflows.
-_MALFORMED = (WireError, LookupError, TypeError, ValueError, AttributeError, OverflowError)
+_REASON_CHARACTERS = 300
+Message = Mapping[str, Any]
 
 
 @dataclass
@@ -66,7 +72,7 @@ class AgentPeer:
         answer = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return waiting + int.from_bytes(answer, sys.byteorder)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Message) -> None:
         """Queue a message; an agent that takes nothing any more is cut off."""
         self.send_frame(framing.encode(message))
 
@@ -89,12 +95,12 @@ def join_credit_seconds(settings: Settings) -> float:
 class PeerEvents(Protocol):
     """What the coordinator does about connections."""
 
-    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+    def agent_joined(self, peer: AgentPeer, message: Message, again: bool) -> None:
         """``again``: the same agent process, before its old connection was noticed to be gone."""
 
-    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
-        """A numbered report, once, in order; also of a node that was dropped. KeyError, TypeError,
-        ValueError: it is malformed.
+    def agent_said(self, peer: AgentPeer, message: Message) -> None:
+        """A numbered report, once, in order; also of a node that was dropped. What is raised
+        refuses this report.
         """
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
@@ -103,7 +109,7 @@ class PeerEvents(Protocol):
     def superseded(self, why: str) -> None:
         """Another coordinator holds a newer term."""
 
-    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def command(self, message: Message) -> dict[str, Any]:
         """Answer to a command of a user."""
 
     def refused(self, who: str, why: str) -> None:
@@ -127,6 +133,7 @@ class Peers:
         """
         self.agents: dict[int, AgentPeer] = {}
         self.refusals = 0
+        self.hearing = ""  # the agent whose message is being taken, in words
         self._connect_seconds = connect_seconds
         self._acknowledge_seconds = acknowledge_seconds
         self._events = events
@@ -134,7 +141,7 @@ class Peers:
         # Newest report taken from each agent process, kept beyond the end of its connection.
         self._taken: dict[tuple[int, str], int] = {}
 
-    def send_all(self, message: Mapping[str, Any]) -> None:
+    def send_all(self, message: Message) -> None:
         """Send to every agent that has been welcomed and not been dropped."""
         frame = framing.encode(message)
         for peer in self.listening():
@@ -179,36 +186,73 @@ class Peers:
         try:
             async with asyncio.timeout(self._connect_seconds):
                 first = await framing.read_frame(reader)
-            if first.get("t") == "join":
-                await self._serve_agent(reader, writer, first)
-            elif first.get("t") == "control":
-                writer.write(framing.encode(await self._events.command(first)))
-                await self._bounded(writer.drain())
-            else:
-                raise WireError(f"unknown first message {str(first.get('t'))[:40]!r}")
         except ConnectionClosed:
-            pass  # who only wanted to know whether the greeting works
-        except _MALFORMED as error:
-            self.refuse(who, f"{type(error).__name__}: {error}")
+            return  # who only wanted to know whether the greeting works
+        except WireError as error:
+            self.refuse(who, f"WireError: {error}")
+            return
         except TimeoutError:
             self.refuse(who, f"no first message within {self._connect_seconds:g} s")
+            return
         except OSError:
-            pass  # reset by the peer; an agent's end is reported where it was served
-        finally:
-            writer.close()
+            return  # reset by the peer
+        if first.get("t") == "join":
+            await self._serve_agent(reader, writer, first)
+        elif first.get("t") == "control":
+            await self._serve_command(writer, who, first)
+        else:
+            self.refuse(who, f"unknown first message {str(first.get('t'))[:40]!r}")
 
-    async def _bounded(self, awaitable: Awaitable[Any]) -> Any:
-        return await asyncio.wait_for(awaitable, self._connect_seconds)
+    async def _serve_command(
+        self, writer: asyncio.StreamWriter, who: str, message: Message
+    ) -> None:
+        try:
+            answer = framing.encode(await self._events.command(message))
+        except Exception as error:
+            self.refuse_broken(who, f"command {str(message.get('command'))[:40]!r}", error)
+            return
+        writer.write(answer)
+        with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
+            await asyncio.wait_for(writer.drain(), self._connect_seconds)
 
     def refuse(self, who: str, why: str) -> None:
         """Count somebody or something that was not let in."""
         self.refusals += 1
         if self.refusals <= _REPORTED_REFUSALS:
-            self._events.refused(who, why)
+            try:
+                self._events.refused(who, why)
+            except Exception as error:  # must not look like the end of a connection
+                traceback.print_exception(error)
+
+    def refuse_broken(self, who: str, what: str, error: BaseException) -> None:
+        """Refuse a message that our own code failed at, and say on standard error where."""
+        if self.refusals < _REPORTED_REFUSALS:
+            traceback.print_exception(error)
+        self.refuse(who, f"{what}: {error!r}"[:_REASON_CHARACTERS])
 
     async def _serve_agent(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Mapping[str, Any]
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Message
     ) -> None:
+        try:
+            peer, again = self._admit(writer, first)
+        except (WireError, LookupError, TypeError, ValueError, OverflowError) as error:
+            self.refuse("an agent", f"{type(error).__name__}: {error}")
+            return
+        cause = "its first message was refused"
+        try:
+            if self._hand_over(peer, first, partial(self._events.agent_joined, again=again)):
+                cause = await self._hear(peer, reader)
+            else:
+                peer.send({"t": "refused", "why": cause})
+        finally:
+            if self.agents.get(peer.node) is peer:
+                del self.agents[peer.node]
+                self._events.agent_left(peer, cause)
+
+    def _admit(self, writer: asyncio.StreamWriter, first: Message) -> tuple[AgentPeer, bool]:
+        """The agent by its first message, and whether it was connected already. Raises WireError
+        when another one has its number, KeyError, TypeError or ValueError for a malformed message.
+        """
         node, boot = int(first["node"]), str(first["boot"])
         until = time.monotonic() + self._join_credit_seconds
         peer = AgentPeer(node, boot, writer, str(first["hostname"]), until)
@@ -220,24 +264,40 @@ class Peers:
                 raise WireError(f"a second agent calls itself node {node}")
             self.forget(old)
         self.agents[node] = peer
-        cause = "connection closed"
+        return peer, again
+
+    async def _hear(self, peer: AgentPeer, reader: asyncio.StreamReader) -> str:
+        """Take what an agent says until its connection ends; returns how it ended."""
+        frames = framing.FrameBuffer()
+        while True:
+            try:
+                piece = await reader.read(_PIECE_BYTES)
+                if not piece:
+                    return "connection closed"
+                messages = frames.feed(piece)
+            except OSError as error:
+                # Something between has cut it: an agent that lives comes again at once.
+                await asyncio.sleep(_RECONNECT_SECONDS)
+                return f"connection lost: {error.strerror or error}"
+            except WireError as error:
+                self.refuse(f"agent of node {peer.node}", f"agent sent garbage: {error}")
+                return f"agent sent garbage: {error}"
+            for message in messages:
+                self._hand_over(peer, message, self._take)
+
+    def _hand_over(
+        self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
+    ) -> bool:
+        """Whether a message was taken; what is raised over it refuses it."""
+        self.hearing = f"agent of node {peer.node}"
         try:
-            self._events.agent_joined(peer, first, again)
-            frames = framing.FrameBuffer()
-            while piece := await reader.read(_PIECE_BYTES):
-                for message in frames.feed(piece):
-                    self._take(peer, message)
-        except OSError as error:
-            cause = f"connection lost: {error.strerror or error}"
-            # Something between has cut it: an agent that lives comes again at once.
-            await asyncio.sleep(_RECONNECT_SECONDS)
-        except _MALFORMED as error:
-            cause = f"agent sent garbage: {type(error).__name__}: {error}"
-            self.refuse(f"agent of node {node}", cause)
+            take(peer, message)
+        except Exception as error:
+            self.refuse_broken(self.hearing, f"message {str(message.get('t'))[:40]!r}", error)
+            return False
         finally:
-            if self.agents.get(node) is peer:
-                del self.agents[node]
-                self._events.agent_left(peer, cause)
+            self.hearing = ""
+        return True
 
     def _acknowledge(self, peer: AgentPeer, sent_at: float) -> None:
         """Answer a beat, unless an answer a moment ago said nearly the same."""
@@ -246,7 +306,7 @@ class Peers:
             peer.acknowledged = (taken, peer.heard_at)
             peer.send({"t": "ack", "n": taken, "beat": sent_at})
 
-    def _take(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+    def _take(self, peer: AgentPeer, message: Message) -> None:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":

@@ -58,7 +58,7 @@ def from_agent(
         name = message.get("signal")
         code = message.get("exit_code")
         return inputs.MemberLost(
-            *_seat(node, message),
+            *seat_of(node, message),
             exit_code=None if code is None else int(code),
             signal=None if name is None else signal_number(str(name)),
             last_line=str(message.get("cause", "")),
@@ -66,7 +66,7 @@ def from_agent(
         )
     if kind == "member-suspected":
         return inputs.MemberSuspected(
-            *_seat(node, message),
+            *seat_of(node, message),
             cause=str(message["cause"]),
             silent_seconds=float(message["silent_seconds"]),
         )
@@ -75,7 +75,7 @@ def from_agent(
         return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
     if kind == "member":
         return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
-            _seat(node, message), message["m"]
+            seat_of(node, message), message["m"]
         )
     return None
 
@@ -124,7 +124,19 @@ def signal_number(name: str) -> int:
     return int(name.split()[-1])
 
 
-def _seat(node: int, message: Message) -> SeatKey:
+def event_of_member(m: Message, node: int, role: int | None) -> Event | None:
+    """What a member's message says to people and results, besides the machine."""
+    if m["t"] == "done":
+        data = {"sha256": str(m["state_hash"]), "samples": m["samples"], **m.get("extra", {})}
+        return Event(Kind.MEMBER_DONE, int(m["epoch"]), node, int(m["role"]), data=data)
+    if m["t"] == "phase":
+        data = {"seconds": float(m["seconds"])}
+        return Event(Kind.PHASE, int(m["epoch"]), node, role, phase=str(m["phase"]), data=data)
+    return None
+
+
+def seat_of(node: int, message: Message) -> SeatKey:
+    """The place of the member that an agent's report is about."""
     return node, int(message["slot"]), int(message["incarnation"])
 
 

@@ -1,4 +1,4 @@
-"""Failures that repeat at one step are the program's own: end the run, with the evidence.
+"""Failures that repeat at one step are the program's own: the run ends, with the evidence.
 
 Pure functions on a Turn. What repeats on one *node* is judged in machine_repeats.
 """
@@ -6,8 +6,7 @@ Pure functions on a Turn. What repeats on one *node* is judged in machine_repeat
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.state import Failure, Turn
+from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
 
 # So many causes of an end are told.
 SHOWN_FAILURES = 3
@@ -16,23 +15,25 @@ _SAME_EXITS = 2
 _SAME_FAILURES = 3
 
 
-def worth_another_try(turn: Turn, failure: Failure) -> bool:
-    """Note a failure; end the run when the same one repeats without a new iteration in between."""
+def note_failure(turn: Turn, failure: Failure) -> None:
+    """Count a failure; have the run saved and ended when the same one repeats without a new
+    iteration in between."""
     state = turn.state
     failures = (*(f for f in state.failures if f[0] == state.newest), (state.newest, failure))
     turn.set(failures=failures)
     same = [known for _, known in failures if known.signature == failure.signature]
     repeated = _is_repeated(same, failure)
     if not repeated and len(failures) <= turn.config.settings.restarts_in_place:
-        return True
+        return
     shown = same if repeated else [known for _, known in failures]
     told = [known.with_evidence() for known in shown[-SHOWN_FAILURES:]]
     if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
         told += state.stacks
     count = f"{len(shown)} times the same failure, so trying again is no use: " if repeated else ""
     reason = f"no progress after iteration {state.newest}: {count}{'; '.join(told)}"
-    finish(turn, 1, reason, kind=FailureKind.BUG if repeated else failure.kind)
-    return False
+    if turn.state.last_words is None:
+        kind = FailureKind.BUG if repeated else failure.kind
+        turn.set(last_words=LastWords(1, reason, kind))
 
 
 def _is_repeated(same: list[Failure], failure: Failure) -> bool:

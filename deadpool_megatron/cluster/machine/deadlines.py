@@ -109,7 +109,7 @@ def _overdue(turn: Turn) -> None:
         case Phase.CLOSING:
             late = state.awaited | {place[0] for place in state.members.killed}
             if not late:
-                finish(turn, 1, _NO_STORE)
+                cannot_decide(turn, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE:

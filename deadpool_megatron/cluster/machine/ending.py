@@ -25,6 +25,9 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 
+EXIT_SAVED = 75
+EXIT_STOPPED = 130
+
 
 def end_recovery(turn: Turn) -> None:
     """The first iteration after the recovery is complete: report where the time went."""
@@ -37,39 +40,56 @@ def end_recovery(turn: Turn) -> None:
 
 
 def dump(turn: Turn) -> None:
-    """No spare came, or the user wants it: write the newest common generation (what is left of it)
-    to disk, then end.
+    """Write the newest common generation (what is left of it) to disk, then end as the last words
+    say; where there are none yet, because no spare came.
     """
     state = turn.state
-    if state.dump is not None and state.dump.last is not None:
+    if state.dump is not None and state.dump.held:
         left = PersistentSet(n for n in state.dump.awaited if n in state.nodes)
         turn.set(dump=replace(state.dump, awaited=left))
         check_dumped(turn)
         return
+    words = state.last_words or _no_spare(turn)
+    turn.set(last_words=words)
     restore = turn.planner.choose_restore(restore_query(turn, state.seats))
-    reason = _why_dumped(turn)
     if isinstance(restore, NoRestore):
-        dump_held(turn, 1, f"{reason}; {restore.reason}")
+        status = 1 if words.status == EXIT_SAVED else words.status
+        reason = f"{words.reason}; {restore.reason}"
+        dump_held(turn, replace(words, status=status, reason=reason))
     elif restore.kind == "initial":
         why = "nothing was saved" if _failed(turn) else "nothing was computed yet"
-        _finish_with_slots(turn, 75, f"{reason}; {why}", restore)
+        _finish_with_slots(turn, replace(words, reason=f"{words.reason}; {why}"), restore)
     elif restore.kind != "memory":
-        dump_held(turn, 75, f"{reason}; the newest checkpoint is {restore.path}", restore)
+        reason = f"{words.reason}; the newest checkpoint is {restore.path}"
+        dump_held(turn, replace(words, reason=reason), restore)
     else:
         _dump_generation(turn, restore)
 
 
 def cannot_decide(turn: Turn, why: str) -> None:
-    """No epoch can follow; what a user wants saved does not need one."""
-    if turn.state.dump_wanted:
-        dump(turn)
-    else:
-        finish(turn, 1, why)
+    """No epoch can follow; to save what there is does not need one."""
+    if turn.state.last_words is None:
+        turn.set(last_words=LastWords(1, why))
+    dump(turn)
 
 
-def _why_dumped(turn: Turn) -> str:
+def end_as_found(turn: Turn, words: LastWords) -> None:
+    """The program does not come up. What an earlier start has left in memory stays."""
+    turn.set(last_words=words)
+    if turn.state.record is None:
+        dump(turn)  # nothing was begun
+        return
+    run = PurePath(turn.config.dump_directory).parent
+    reason = (
+        f"{words.reason}; what the run holds in memory stays: the command that it had, with"
+        f" --run-dir {run}, goes on from it, 'deadpool clean {run}' removes it"
+    )
+    finish(turn, words.status, reason, kind=words.kind, keeps_slots=True)
+
+
+def _no_spare(turn: Turn) -> LastWords:
     waited = f"no spare node for {turn.config.settings.spare_timeout_seconds:g} s"
-    return turn.state.dump_wanted or waited
+    return LastWords(EXIT_SAVED, waited, exports=True)
 
 
 def _dump_generation(turn: Turn, restore: Restore) -> None:
@@ -92,24 +112,25 @@ def _dump_generation(turn: Turn, restore: Restore) -> None:
     check_dumped(turn)
 
 
-def dump_held(turn: Turn, status: int, reason: str, resume: Restore | None = None) -> None:
+def dump_held(turn: Turn, words: LastWords, resume: Restore | None = None) -> None:
     """Memory cannot give a generation to every role: before the run ends the nodes that are left
     write all they hold, for a later run that finds the rest (FFTrainer's lazy dump)."""
     state = turn.state
     nodes = [n for n, found in sorted(state.held.items()) if n in state.nodes and found.holdings]
     generations = _generations_held(turn, nodes)
     if not generations:
-        _finish_with_slots(turn, status, reason, resume)
+        _finish_with_slots(turn, words, resume)
         return
     directory = turn.config.dump_directory
-    last = LastWords(status, reason, resume)
     turn.set(
         phase=Phase.DUMPING,
         deadline=turn.now + turn.config.settings.first_step_seconds,
+        last_words=words,
         dump=DumpOrder(
             Restore("dump", generations[0], path=directory),
             PersistentSet(nodes),
-            last=last,
+            held=True,
+            resume=resume,
             failed=_failed(turn),
         ),
     )
@@ -124,7 +145,7 @@ def dump_failed(turn: Turn, node: int, why: str) -> None:
         return
     failed, awaited = order.failed | {node}, order.awaited.without(node)
     turn.set(dump=replace(order, awaited=awaited, failed=failed))
-    if order.last is not None:
+    if order.held:
         text = f"node {node} could not write all it holds: {why}"
         turn.emit(Kind.LOG, node=node, level="error", text=text)
         check_dumped(turn)
@@ -139,16 +160,16 @@ def _failed(turn: Turn) -> frozenset[int]:
     return turn.state.dump.failed if turn.state.dump is not None else frozenset()
 
 
-def _finish_with_slots(turn: Turn, status: int, reason: str, resume: Restore | None) -> None:
+def _finish_with_slots(turn: Turn, words: LastWords, resume: Restore | None) -> None:
     """End the run; what a node could not write stays in memory, where there is nothing else."""
-    failed = sorted(_failed(turn))
+    failed, reason = sorted(_failed(turn)), words.reason
     if failed:
         run = PurePath(turn.config.dump_directory).parent
         reason += (
             f"; nodes {failed} could not write what they hold, it stays in memory there: make room,"
             f" then 'deadpool run --resume {run} --run-dir NEW' on their hosts writes it first"
         )
-    finish(turn, status, reason, resume, keeps_slots=bool(failed))
+    finish(turn, words.status, reason, resume, words.kind, keeps_slots=bool(failed))
 
 
 def _generations_held(turn: Turn, nodes: Iterable[int]) -> tuple[Generation, ...]:
@@ -170,15 +191,15 @@ def check_dumped(turn: Turn) -> None:
     order = turn.state.dump
     if turn.state.phase is not Phase.DUMPING or order is None or order.awaited:
         return
-    if order.last is not None:
-        _finish_held(turn, order, order.last)
+    if order.held:
+        _finish_held(turn, order)
         return
     if order.exporting:
         return  # its end is awaited
     turn.emit(Kind.DUMPED, path=order.restore.path, generation=order.restore.generation.to_list())
     # Before a time limit the run has exported what could be done in time, while it trained.
-    writers = _writers(turn, order)
-    if turn.config.settings.exports and not turn.state.dump_wanted and writers:
+    writers, words = _writers(turn, order), _words(turn)
+    if turn.config.settings.exports and words.exports and writers:
         limit = turn.config.settings.persist_seconds + turn.config.settings.close_seconds
         turn.set(deadline=turn.now + limit, dump=replace(order, exporting=True))
         turn.act(ExportDump(order.restore, writers))
@@ -214,41 +235,53 @@ def hurry(turn: Turn, reason: str) -> None:
     order = turn.state.dump
     if order is not None and order.exporting:
         dump_exported(turn, order.restore.generation, "")
-    elif not turn.state.dump_wanted:
-        turn.set(dump_wanted=f"{_why_dumped(turn)}; {reason}")
+    elif (words := _words(turn)).exports:
+        turn.set(last_words=replace(words, reason=f"{words.reason}; {reason}", exports=False))
 
 
 def stop(turn: Turn, reason: str) -> None:
-    """The user ends the run (130). One that is dumped ends as that (75), without the checkpoint:
-    what it goes on from must be told in any case."""
+    """The user ends the run (130). One that is dumped ends as that, without the checkpoint: what it
+    goes on from must be told in any case; one that is being saved keeps its memory."""
     order = turn.state.dump
     if order is not None and order.exporting:
         dump_exported(turn, order.restore.generation, "")
-    finish(turn, 130, reason)
+    if turn.state.phase is Phase.DUMPING:
+        run = PurePath(turn.config.dump_directory).parent
+        reason += (
+            f" before all was written ({_words(turn).reason}): the state stays in memory, 'deadpool"
+            f" run --resume {run} --run-dir NEW' goes on from it, 'deadpool clean {run}' removes it"
+        )
+    finish(turn, EXIT_STOPPED, reason, keeps_slots=turn.state.phase is Phase.DUMPING)
 
 
 def _finish_dumped(turn: Turn, order: DumpOrder, checkpoint: str) -> None:
-    run = PurePath(order.restore.path).parent.parent
+    run, words = PurePath(order.restore.path).parent.parent, _words(turn)
     reason = (
-        f"{_why_dumped(turn)}; state dumped to {order.restore.path}:"
+        f"{words.reason}; state dumped to {order.restore.path}:"
         f" continue with 'deadpool run --resume {run} --run-dir NEW' and the same other arguments"
     )
     if checkpoint:
         reason += f"; the same state is a checkpoint for Megatron's --load in {checkpoint}"
-    finish(turn, 75, reason, order.restore)
+    finish(turn, words.status, reason, order.restore, words.kind)
 
 
-def _finish_held(turn: Turn, order: DumpOrder, last: LastWords) -> None:
-    reason, run = last.reason, PurePath(order.restore.path).parent
+def _words(turn: Turn) -> LastWords:
+    assert turn.state.last_words is not None, "set before anything is dumped"
+    return turn.state.last_words
+
+
+def _finish_held(turn: Turn, order: DumpOrder) -> None:
+    words, run = _words(turn), PurePath(order.restore.path).parent
     if order.finished:
         generation = order.restore.generation.to_list()
         turn.emit(Kind.DUMPED, path=order.restore.path, generation=generation)
-        reason += (
-            f"; nodes {sorted(order.finished)} wrote what they held to {order.restore.path}:"
-            f" 'deadpool run --resume {run} --run-dir NEW' goes on from the newest generation that"
-            " is whole with what other hosts still have in memory"
+        written = f"nodes {sorted(order.finished)} wrote what they held to {order.restore.path}"
+        words = replace(
+            words,
+            reason=f"{words.reason}; {written}: 'deadpool run --resume {run} --run-dir NEW' goes on"
+            " from the newest generation that is whole with what other hosts still have in memory",
         )
-    _finish_with_slots(turn, last.status, reason, last.resume)
+    _finish_with_slots(turn, words, order.resume)
 
 
 def finish(

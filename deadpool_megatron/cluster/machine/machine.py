@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.machine.state import (
     OPEN_PHASES,
     Config,
     Failure,
+    LastWords,
     NodeState,
     Phase,
     State,
@@ -42,6 +43,8 @@ from deadpool_megatron.layout.decision import Planner, keep_line
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.seats import SeatTable
+
+EXIT_DIVERGENCE = 3
 
 
 class Machine:
@@ -184,7 +187,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DumpExported(generation, path):
             ending.dump_exported(turn, generation, path)
         case ev.Diverged(text):
-            ending.finish(turn, 3, text)
+            moves.save_and_end(turn, LastWords(EXIT_DIVERGENCE, text))
         case ev.DumpRequested(reason, seconds):
             _dump_requested(turn, reason, seconds)
         case ev.UserStop(reason):
@@ -344,15 +347,13 @@ def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     state = turn.state
     if state.phase is Phase.DUMPING:
         ending.hurry(turn, reason)
-    if state.dump_wanted:
+    words = LastWords(ending.EXIT_SAVED, reason)
+    if state.last_words is not None:
         pausing.shorten_pause(turn, seconds)
-    if state.phase in LAST_PHASES or state.dump_wanted:
-        return
-    turn.set(dump_wanted=reason)
-    if state.record is None and state.phase is Phase.GATHERING:
-        ending.dump(turn)  # nothing was begun
-    elif not pausing.pause_for_dump(turn, reason, seconds):
-        moves.close(turn, Failure(reason, FailureKind.DRAINED))
+    elif pausing.pause_for_dump(turn, reason, seconds):
+        turn.set(last_words=words)
+    else:
+        moves.save_and_end(turn, words, FailureKind.DRAINED)
 
 
 def _journal_written(turn: Turn, epoch: int) -> None:

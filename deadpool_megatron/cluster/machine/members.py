@@ -9,8 +9,8 @@ from typing import Any
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
 from deadpool_megatron.cluster.machine import deadlines, repeats, restart, room
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.bugs import worth_another_try
-from deadpool_megatron.cluster.machine.ending import finish
+from deadpool_megatron.cluster.machine.bugs import note_failure
+from deadpool_megatron.cluster.machine.ending import end_as_found
 from deadpool_megatron.cluster.machine.moves import (
     check_closed,
     check_done,
@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.machine.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     Failure,
+    LastWords,
     PauseOrder,
     Phase,
     Suspicion,
@@ -168,7 +169,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         return
     if event.exit_code == EXIT_BAD_INPUT and not state.ever_ran:
         # The command itself says that its arguments cannot work: no other process will like them.
-        finish(turn, EXIT_BAD_INPUT, event.last_line or cause)
+        end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
     if state.heard_epoch is not None and role is not None:
         close(turn, failure)
@@ -176,7 +177,9 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
             repeats.crashed(turn, event.node, failure)
     elif state.phase is Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
-        worth_another_try(turn, slot_too)
+        note_failure(turn, slot_too)
+        if turn.state.last_words is not None:
+            end_as_found(turn, turn.state.last_words)
     if turn.state.phase in LAST_PHASES:
         return
     # A drained member is killed to serve as a fresh spare: that says nothing about its node.
@@ -212,7 +215,8 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
         node = repeats.with_restart(turn, node)
         turn.set(nodes=turn.state.nodes.set(event.node, node))
     restarts = len(node.restarted_at)
-    if restarts > turn.config.settings.restarts_in_place:
+    # What a node holds is wanted as long as the state is not saved.
+    if restarts > turn.config.settings.restarts_in_place and turn.state.last_words is None:
         cause = f"node {event.node} is given up after {restarts - 1} restarts: {failure.cause}"
         signature = ("node", str(event.node))
         drop_node(turn, event.node, Failure(cause, failure.kind, signature, node=event.node))

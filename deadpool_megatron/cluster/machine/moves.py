@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from immutables import Map
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import restart, room, timing
 from deadpool_megatron.cluster.machine.actions import (
     Announce,
@@ -19,13 +20,15 @@ from deadpool_megatron.cluster.machine.actions import (
     StartMembers,
     WriteRecord,
 )
-from deadpool_megatron.cluster.machine.bugs import worth_another_try
+from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_held, finish
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
+    LAST_PHASES,
     OPEN_PHASES,
     Failure,
+    LastWords,
     Phase,
     State,
     Turn,
@@ -61,11 +64,24 @@ def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
             turn.set(missed=failure)
 
 
+def save_and_end(turn: Turn, words: LastWords, kind: FailureKind | None = None) -> None:
+    """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
+    ``kind``: why the epoch is closed, if not for the failure that ends the run."""
+    state = turn.state
+    if state.phase in LAST_PHASES or state.last_words is not None:
+        return
+    turn.set(last_words=words)
+    if state.record is None and state.phase is Phase.GATHERING:
+        dump(turn)  # nothing was begun
+    else:
+        close(turn, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
+
+
 def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
     state, record = turn.state, turn.state.record
     assert record is not None
-    if failure.signature and not worth_another_try(turn, failure):
-        return
+    if failure.signature:
+        note_failure(turn, failure)
     signs = min(turn.now - silent_seconds, state.suspicion.at if state.suspicion else turn.now)
     if state.recovery is None:
         recovery = timing.begin(
@@ -120,7 +136,7 @@ def decide(turn: Turn) -> None:
     if turn.state.members.killed:
         _wait_for_reaping(turn)
         return
-    if turn.state.dump_wanted:
+    if turn.state.last_words is not None:
         dump(turn)
         return
     if turn.state.store is None:  # it starts while a coordinator that took over gathers
@@ -136,7 +152,7 @@ def decide(turn: Turn) -> None:
         if state.returning:
             _wait_for_return(turn, restore.reason)
         else:
-            dump_held(turn, 1, _with_scheme(turn, restore.reason))
+            dump_held(turn, LastWords(1, _with_scheme(turn, restore.reason)))
         return
     if seats.unseated:
         _wait_for_spare(turn, seats)

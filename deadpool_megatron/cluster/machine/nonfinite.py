@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.moves import close
-from deadpool_megatron.cluster.machine.state import Failure, Turn
+from deadpool_megatron.cluster.machine.moves import close, save_and_end
+from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 
@@ -31,10 +30,10 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
     if policy == "stop":
         once_more = ", and was not finite either when it was computed before" if again else ""
-        saved = state.durable
-        known = f"{saved.path} (iteration {saved.generation.iteration})" if saved else "none"
-        reason = f"{cause}{once_more}; newest durable checkpoint: {known}"
-        finish(turn, EXIT_NONFINITE, reason, kind=FailureKind.NONFINITE_LOSS)
+        # What is saved is the state before the iteration.
+        turn.set(poisoned_from=k)
+        kind = FailureKind.NONFINITE_LOSS
+        save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
         return
     turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
     signature = (_SIGNATURE, str(k))

@@ -164,27 +164,31 @@ class PauseOrder:
 
 @dataclass(frozen=True)
 class LastWords:
-    """How the run ends when everything that is held has been written."""
+    """How the run ends once its state is saved. ``kind``: of the failure that ends it.
+    ``exports``: a dump is made a checkpoint, too, as nobody waits for the end."""
 
     status: int
     reason: str
-    resume: Restore | None
+    kind: FailureKind | None = None
+    exports: bool = False
 
 
 @dataclass(frozen=True)
 class DumpOrder:
     """What is being written to disk, and which nodes have finished. ``chains``: generations that
-    are written in part, for roles that recompute their shard parts from them. ``last``: all that
-    the nodes hold is written, as no generation is whole, else the one of ``restore``. ``failed``:
-    nodes that could not write, now or when another generation was tried before. ``exporting``: all
-    of it is written, and a checkpoint is being made of it.
+    are written in part, for roles that recompute their shard parts from them. ``held``: all that
+    the nodes hold is written, as no generation is whole, else the one of ``restore``; a run goes on
+    from ``resume`` then, if there is one. ``failed``: nodes that could not write, now or when
+    another generation was tried before. ``exporting``: all of it is written, and a checkpoint is
+    being made of it.
     """
 
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
     chains: frozenset[Generation] = frozenset()
-    last: LastWords | None = None
+    held: bool = False
+    resume: Restore | None = None
     failed: frozenset[int] = frozenset()
     exporting: bool = False
 
@@ -203,8 +207,8 @@ class State:
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
-    are back. ``dump_wanted``: why
-    the state is to be saved and the run ended next; empty when it is not. ``found``: what lay in
+    are back. ``last_words``: the run ends with them as soon as its state is saved, None while it
+    goes on. ``found``: what lay in
     memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
     agents ended in this recovery, and may come back with what they held.
@@ -246,7 +250,7 @@ class State:
     leaving: frozenset[int] = frozenset()
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
-    dump_wanted: str = ""
+    last_words: LastWords | None = None
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     closed_by: Mapping[str, Any] = field(default_factory=dict)

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
+    RUN_ID,
     SEGMENT_ROOT,
     RunDirectory,
     read_json,
@@ -47,11 +49,12 @@ class Cleaned:
 def claim_segments(run: RunDirectory, run_id: str) -> int:
     """Make the run's shared-memory directory and note whose it is, for a later clean-up.
 
-    Answers a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
+    Returns a descriptor; until it is closed :func:`is_held` says that somebody of the run is here:
     an agent that comes back under another number is in no listing meanwhile, but its slots count.
+    Raises OwnershipError when another user has made a directory of this name.
     """
     root = segment_root(run_id)
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    ownership.make_private(root)
     owner, text = root / _OWNER, json.dumps({"run_dir": str(run.path), "run_id": run_id}) + "\n"
     # Never seen in part, and the same file for all that hold it, unless the run has moved.
     if not write_once(owner, text.encode(), 0o600) and owner.read_text() != text:
@@ -67,7 +70,9 @@ def claim_segments(run: RunDirectory, run_id: str) -> int:
 
 
 def is_held(run_id: str) -> bool:
-    """Whether a process on this host still has what :func:`claim_segments` answered."""
+    """Whether a process on this host still has what :func:`claim_segments` returned."""
+    if not ownership.is_private(segment_root(run_id)):
+        return False
     try:
         owner = os.open(segment_root(run_id) / _OWNER, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -198,24 +203,36 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
     return Cleaned(tuple(pids), nbytes, directories)
 
 
+def node_directories(run_id: str) -> list[Path]:
+    """The directories of the run's nodes in this host's shared memory; none where the name is
+    another user's."""
+    root = segment_root(run_id)
+    return sorted(root.glob("node*")) if ownership.is_private(root) else []
+
+
 def runs_in_memory() -> dict[str, Path | None]:
-    """Runs with shared memory on this host: run id -> run directory (None if it is not noted)."""
+    """This user's runs with shared memory on this host: run id -> run directory (None if it is not
+    noted). Whatever belongs to others is passed over."""
     found: dict[str, Path | None] = {}
     for root in sorted(SEGMENT_ROOT.glob(_PREFIX + "*")):
+        run_id = root.name.removeprefix(_PREFIX)
+        if not RUN_ID.fullmatch(run_id) or not ownership.is_private(root):
+            continue
         try:
             directory = Path(str(read_json(root / _OWNER)["run_dir"]))
         except (OSError, ValueError, KeyError):
             directory = None
-        found[root.name.removeprefix(_PREFIX)] = directory
+        found[run_id] = directory
     return found
 
 
 def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
     nbytes, removed = 0, []
     for root in roots:
-        if not root.exists():
+        # Another user's is not ours to remove, and nothing in it is of the run.
+        if not ownership.is_private(root):
             continue
-        nbytes += sum(path.stat().st_blocks * 512 for path in root.rglob("*") if path.is_file())
+        nbytes += sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
         shutil.rmtree(root, ignore_errors=True)
         removed.append(root)
     return nbytes, tuple(removed)

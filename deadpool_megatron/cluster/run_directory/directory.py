@@ -12,17 +12,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
 SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
+RUN_ID = re.compile(r"[0-9a-f]{8}")
 
 
 class RunDirectoryError(Exception):
@@ -56,9 +59,12 @@ class RunInfo:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RunInfo:
-        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError or SettingsError."""
+        """Inverse of :meth:`to_dict`. Raises KeyError, TypeError, ValueError or SettingsError."""
+        run_id = str(values["run_id"])
+        if not RUN_ID.fullmatch(run_id):  # it becomes part of a path that is removed
+            raise ValueError(f"{run_id!r} is no run id")
         return RunInfo(
-            run_id=str(values["run_id"]),
+            run_id=run_id,
             world_size=int(values["world_size"]),
             nodes=int(values["nodes"]),
             spares=int(values["spares"]),
@@ -160,17 +166,30 @@ class RunDirectory:
         """Shared-memory directory of a node."""
         return segment_root(run_id) / f"node{node}"
 
+    def make(self) -> None:
+        """Make the directory, for this user alone; one that is there may be open to readers.
+
+        Raises OwnershipError when others own it or may write to it.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ownership.check_directory(self.path)
+
     def create(self, info: RunInfo) -> bool:
         """Make all sub-directories and ``run.json``; False when another process was first, whose
-        run it is then.
+        run it is then. Raises OwnershipError like :meth:`make`.
         """
+        self.make()
         for name in ("journal", "nodes", "logs", "checkpoints", "dump"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         text = json.dumps(info.to_dict(), indent=1) + "\n"
-        return write_once(self.path / "run.json", text.encode(), 0o644)
+        return write_once(self.path / "run.json", text.encode(), 0o600)
 
-    def read_run(self) -> RunInfo:
-        """Raises RunDirectoryError when this is not the directory of a run."""
+    def read_run(self, *, only_to_show: bool = False) -> RunInfo:
+        """What the run is. Raises RunDirectoryError when this is not the directory of a run, and
+        OwnershipError when somebody else could have written it, unless it is ``only_to_show``.
+        """
+        if not only_to_show:
+            ownership.check_directory(self.path)
         try:
             return RunInfo.from_dict(read_json(self.path / "run.json"))
         except FileNotFoundError as error:

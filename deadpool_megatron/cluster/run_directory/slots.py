@@ -16,16 +16,17 @@ import os
 import shutil
 from pathlib import Path
 
+from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.cleanup import (
     end_processes,
+    node_directories,
     node_processes,
     remove_segments,
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     RunDirectory,
-    segment_root,
 )
 from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.vault.errors import SegmentError
@@ -42,10 +43,12 @@ class NodeTaken(Exception):
 def claim(segments: Path, node: int) -> int:
     """Lock the node's segments for this process; a second agent would overwrite its memory.
 
-    Answers the lock, which holds until it is closed. Raises NodeTaken.
+    Returns the lock, which holds until it is closed. Raises NodeTaken, or OwnershipError when the
+    directory is not this user's alone.
     """
-    segments.mkdir(mode=0o700, parents=True, exist_ok=True)
-    lock = os.open(segments / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    ownership.make_private(segments)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    lock = os.open(segments / _LOCK, flags, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -79,7 +82,7 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
     if any(own.glob("*.seg")):
         return None
     found = []
-    for directory in segment_root(run_id).glob("node*"):
+    for directory in node_directories(run_id):
         name = directory.name.removeprefix("node")
         if directory != own and name.isdigit() and any(directory.glob("*.seg")):
             found.append((_newest_sealed(directory), int(name), directory))
@@ -139,7 +142,7 @@ def _newest_sealed(directory: Path) -> Generation:
 
 def remove_unclaimed(run_id: str) -> None:
     """After the end of the run: the directories on this host whose agents are gone."""
-    for directory in sorted(segment_root(run_id).glob("node*")):
+    for directory in node_directories(run_id):
         try:
             lock = claim(directory, -1)
         except (NodeTaken, FileNotFoundError):

@@ -6,7 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from deadpool_megatron.cluster.agent.service import Agent
+from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 
 
 def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
@@ -26,3 +29,15 @@ def test_what_is_closed_is_told_while_a_dump_is_written() -> None:
         assert len(sent) == 1, "that one is behind the record it closes"
 
     asyncio.run(tell())
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_a_run_leaves_in_memory_stays_though_the_order_to_stop_was_lost(kept: bool) -> None:
+    agent: Any = object.__new__(Agent)
+    agent._link = SimpleNamespace(connected=False)
+    ended: list[tuple[str, bool]] = []
+    agent._end = lambda reason, remove: ended.append((reason, remove))
+    keeper: Any = object.__new__(StandbyKeeper)
+    keeper._on_over = agent._run_over
+    keeper._take({"over": True, "kept": kept})
+    assert ended == [("the run is over", not kept)]

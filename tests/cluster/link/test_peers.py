@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -31,9 +32,12 @@ class Events:
         self.farewells: list[str] = []
         self.changed = asyncio.Event()
         self.peers: Peers | None = None
+        self.fails_at: dict[object, Exception] = {}  # values of reports
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         assert self.peers is not None
+        if "node-joined" in self.fails_at:
+            raise self.fails_at["node-joined"]
         self.joined.append((peer.node, again))
         peer.welcomed = True
         peer.send(
@@ -44,6 +48,8 @@ class Events:
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         del peer
+        if (error := self.fails_at.get(message.get("value"))) is not None:
+            raise error
         self.said.append(message.get("value"))
         self.changed.set()
 
@@ -257,10 +263,10 @@ def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None
         _, writer = await connect(address)
         writer.write(framing.encode(join(3)))
         await events.until(lambda: events.joined)
-        writer.write(framing.encode({"t": "superseded", "term": 2}))
+        writer.write(framing.encode({"t": "superseded", "why": "went over to term 2"}))
         writer.close()
         await events.until(lambda: events.left)
-        assert events.farewells == ["node 3 went over to term 2"]
+        assert events.farewells == ["node 3: went over to term 2"]
 
     serve(scenario)
 
@@ -282,3 +288,70 @@ def test_coordinator_hears_most_agents_its_own_one_not_counted() -> None:
         assert peers.hears_most(2.0, now, own_node=0)
 
     serve(scenario)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ConnectionResetError("of another connection"),
+        KeyError("epoch"),
+        AssertionError("a mistake of ours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_our_own_code_raises_at_a_report_is_no_cut_connection(error: Exception) -> None:
+    """Refused, counted, shown and acknowledged: neither the agent nor this process ends by it."""
+
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        events.fails_at = {"poison": error}
+        reader, writer = await connect(address)
+        writer.write(framing.encode(join(3)))
+        assert (await framing.read_frame(reader))["t"] == "welcome"
+        for number, value in ((1, "before"), (2, "poison"), (3, "after")):
+            writer.write(framing.encode({"t": "report", "n": number, "value": value}))
+        writer.write(framing.encode({"t": "beat", "members": {}, "vault": {}, "b": 1.0}))
+        assert (await framing.read_frame(reader))["n"] == 3
+        assert events.peers is not None
+        assert events.peers.refusals == 1
+        assert list(events.peers.agents) == [3]
+        assert events.left == []
+
+    events = serve(scenario)
+    assert events.said == ["before", "after"]
+    assert len(events.refusals) == 1
+    assert type(error).__name__ in events.refusals[0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"t": "report", "value": "without a number"},
+        {"t": "beat", "members": {"x": {}}, "vault": {}, "b": 1.0},
+        {"t": "superseded", "term": "soon"},
+        {"t": []},
+    ],
+    ids=str,
+)
+def test_message_without_sense_is_refused_and_its_agent_stays(message: dict[str, Any]) -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        reader, writer = await connect(address)
+        writer.write(framing.encode(join(3)) + framing.encode(message))
+        writer.write(framing.encode({"t": "report", "n": 1, "value": "after"}))
+        await events.until(lambda: events.said)
+        assert (await framing.read_frame(reader))["t"] == "welcome"
+
+    events = serve(scenario)
+    assert len(events.refusals) == 1
+    assert events.farewells == []
+
+
+def test_agent_whose_first_message_cannot_be_used_is_told_so() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        events.fails_at = {"node-joined": AssertionError("a mistake of ours")}
+        reader, writer = await connect(address)
+        writer.write(framing.encode(join(3)))
+        assert (await framing.read_frame(reader))["t"] == "refused"
+        await events.until(lambda: events.left)
+
+    assert len(serve(scenario).refusals) == 1

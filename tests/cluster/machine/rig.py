@@ -158,6 +158,17 @@ class Rig:
         chosen = sorted(self.state.awaited) if nodes is None else list(nodes)
         self.feed(*(self.inventory(node, *generations) for node in chosen))
 
+    def saved_end(self, *generations: Generation) -> act.Finish:
+        """The end that was begun: the close is answered, the newest generation is dumped."""
+        self.closed(*generations)
+        dump = self.one(act.Dump)
+        self.feed(*(ev.Dumped(node, dump.generation) for node in dump.nodes))
+        finish = self.one(act.Finish)
+        assert finish.resume is not None
+        assert finish.resume == Restore("dump", dump.generation, dump.boundary, dump.directory)
+        assert f"state dumped to {dump.directory}: continue with 'deadpool run" in finish.reason
+        return finish
+
     @property
     def record(self) -> EpochRecord:
         assert self.state.record is not None

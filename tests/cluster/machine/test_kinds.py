@@ -75,7 +75,7 @@ def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     rig.feed(ended(rig, 1, CUDA))
     recover(rig, 3)
     rig.feed(ended(rig, 0, CUDA))
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(3))
     assert (end.exit_status, end.kind) == (1, "bug")
     assert "illegal memory access" in end.reason
 
@@ -88,7 +88,7 @@ def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
         recover(rig, 3)
         assert nodes_of(rig.record) == {0: 0, 1: 1}
     rig.feed(ended(rig, 1, CUDA))
-    assert rig.one(act.Finish).kind == "bug"
+    assert rig.saved_end(g(3)).kind == "bug"
 
 
 def crash_and_go_on(rig: Rig, iteration: int, pause_seconds: float) -> None:
@@ -159,7 +159,7 @@ def test_the_end_after_a_bug_names_role_node_exit_words_and_log() -> None:
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
     recover(rig, 7)
     rig.feed(ended(rig, 1, "RuntimeError: Rank 1: found NaN in local forward loss calculation"))
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(7))
     assert (end.exit_status, end.kind) == (1, "bug")
     for part in ("after iteration 7", "2 times", "exit 1", "found NaN", "role 1 on node 1"):
         assert part in end.reason, part
@@ -177,7 +177,8 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
             rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
             rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
             recover(rig, 7)
-    end = rig.one(act.Finish)
+    rig.feed(ev.MemberLost(*rig.seat(1), signal=9, ordered=True))
+    end = rig.saved_end(g(7))
     assert end.kind == "bug"
     assert "stack of role 1: wait (x.py:1)" in end.reason
 
@@ -189,14 +190,14 @@ def nan(rig: Rig, iteration: int) -> list[act.Action]:
     return rig.feed(ev.LossNotFinite(rig.record.epoch, 1, 1, iteration, "nan"))
 
 
-def test_nan_stops_the_run_with_what_is_known() -> None:
+def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
     rig = Rig().run()
     rig.steps(4)
     rig.feed(ev.DurableValid(3, "/saves/iter_3"))
     nan(rig, 5)
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(4), g(5))
     assert (end.exit_status, end.kind) == (4, "nonfinite-loss")
-    for part in ("iteration 5 is nan", "role 1", "node 1", "/saves/iter_3 (iteration 3)"):
+    for part in ("iteration 5 is nan", "role 1", "node 1", "/dump/1-4"):
         assert part in end.reason, part
 
 
@@ -239,7 +240,9 @@ def test_second_nan_at_the_same_iteration_stops() -> None:
     nan(rig, 5)
     recover(rig, 4)
     nan(rig, 5)
-    end = rig.one(act.Finish)
+    end = rig.saved_end(g(4), g(5, 2))
+    assert end.resume is not None
+    assert end.resume.generation == g(4)
     assert end.exit_status == 4
     assert "before" in end.reason
 
@@ -278,4 +281,5 @@ def test_a_coordinator_that_takes_over_knows_which_iteration_was_thrown_away() -
     recover(rig, 4)
     taken_over(rig)
     nan(rig, 5)
-    assert rig.one(act.Finish).exit_status == 4
+    assert rig.state.last_words is not None
+    assert rig.state.last_words.status == 4

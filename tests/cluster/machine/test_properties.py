@@ -264,7 +264,7 @@ class Cluster(RuleBasedStateMachine):
                 break
             world.tick(400.0)
         assert world.state.phase in (Phase.RUNNING, Phase.ENDED)
-        assert world.state.phase is Phase.ENDED or not world.state.dump_wanted
+        assert world.state.phase is Phase.ENDED or world.state.last_words is None
 
 
 Cluster.TestCase.settings = settings(

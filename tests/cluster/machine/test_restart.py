@@ -268,3 +268,18 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     assert finish.exit_status == 75
     assert finish.resume is not None
     assert (finish.resume.kind, finish.resume.path) == ("dump", "/dump/1-7")
+
+
+@pytest.mark.parametrize(("status", "times"), [(1, 2), (2, 1)])
+def test_a_program_that_does_not_come_up_again_leaves_memory_as_it_was(
+    status: int, times: int
+) -> None:
+    old = Rig(nodes=2, spares=0).run()
+    rig = started_again(old)
+    join(rig, 0, 0, 1, generations=(g(7),))
+    for _ in range(times):
+        number = rig.state.members[0, 0].incarnation
+        rig.feed(ev.MemberLost(0, 0, number, exit_code=status, last_line="no such file"))
+    end = rig.one(act.Finish)
+    assert (end.exit_status, end.keeps_slots) == (status, True)
+    assert "the command that it had, with --run-dir /, goes on from it" in end.reason

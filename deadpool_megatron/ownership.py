@@ -1,0 +1,107 @@
+"""Whom a file or a directory may belong to before anything in it is believed.
+
+Its owner is this process's user, or root, and nobody else may write to it. What a run directory
+says is carried out: its command is run, its settings name hosts that get passwords, its listings
+name processes to kill. So every command asks here first. The names in shared memory can be
+guessed, and other users of the host can make them first: such a directory has to be ours alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+# Colon-separated absolute directories. What lies there is believed whoever owns it: storage that
+# shows files under other numbers, or a directory that a group shares on purpose.
+TRUSTED = "DEADPOOL_TRUSTED_DIRECTORIES"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class OwnershipError(Exception):
+    """Somebody else could have put it there; one clear line."""
+
+
+def check_directory(path: Path) -> None:
+    """Raises OwnershipError for a directory that others own or may write to; one that is not there
+    is nobody's.
+
+    A link is followed if it belongs to us or root: it says no more than the user who typed it.
+    """
+    try:
+        facts = os.lstat(path)
+        if stat.S_ISLNK(facts.st_mode):
+            _check_owner(path, facts)
+            facts = path.stat()
+    except FileNotFoundError:
+        return
+    _check_owner(path, facts)
+    if stat.S_ISDIR(facts.st_mode) and facts.st_mode & _OTHERS_WRITE and not _is_trusted(path):
+        raise OwnershipError(
+            f"{path} can be written by others, and what it says is carried out: chmod go-w it, or"
+            f" name it in {TRUSTED}"
+        )
+
+
+def is_private(path: Path) -> bool:
+    """Whether it is a directory, no link, that belongs to us and that nobody else can enter."""
+    try:
+        facts = os.lstat(path)
+    except OSError:
+        return False
+    ours = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    return ours and not facts.st_mode & _OTHERS
+
+
+def make_private(path: Path) -> None:
+    """Make a directory of mode 0700 in one that others may write to, or find it as such.
+
+    Raises OwnershipError where something else has the name already.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(path):
+        raise OwnershipError(
+            f"{path} is there already and is not a directory of this user alone (mode 0700): what"
+            " is written there could be read or replaced; remove it, or have its owner remove it"
+        )
+
+
+def open_own(path: Path, *, secret: bool = False) -> int:
+    """A descriptor of a file for reading, judged after it was opened: no link, ours or root's, not
+    writable by others; ``secret``: nor readable by them.
+
+    Raises OwnershipError, or OSError when it cannot be opened.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OwnershipError(f"{path} is a link: put the file itself there") from error
+        raise
+    try:
+        facts = os.fstat(handle)
+        _check_owner(path, facts)
+        if not stat.S_ISREG(facts.st_mode):
+            raise OwnershipError(f"{path} is not a file")
+        if facts.st_mode & (_OTHERS if secret else _OTHERS_WRITE):
+            can = "read" if secret else "written"
+            raise OwnershipError(f"{path} can be {can} by others: chmod 600 it")
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _check_owner(path: Path, facts: os.stat_result) -> None:
+    if facts.st_uid not in (os.geteuid(), 0) and not _is_trusted(path):
+        raise OwnershipError(
+            f"{path} belongs to user {facts.st_uid}, and what it says would be carried out as user"
+            f" {os.geteuid()}: have it in a directory of your own, or name it in {TRUSTED}"
+        )
+
+
+def _is_trusted(path: Path) -> bool:
+    named = filter(None, os.environ.get(TRUSTED, "").split(":"))
+    return any(path.absolute().is_relative_to(Path(name).absolute()) for name in named)

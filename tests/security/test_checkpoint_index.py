@@ -1,0 +1,73 @@
+"""The index of a checkpoint from anywhere: reading it runs nothing of it."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from deadpool_megatron.cli import checkpoint_files, main
+
+_MODULES = sorted(
+    {module for module, _ in checkpoint_files._ALLOWED}
+    | {"torch", "torch.distributed.checkpoint.planner", "os", "posix", "subprocess", "builtins"}
+)
+_WORDS = ("os", "system", "pickle", "loads", "Path", "io", "__builtins__", "eval", "Metadata")
+_names = st.one_of(
+    st.lists(st.sampled_from(_WORDS), min_size=1, max_size=4).map(".".join),
+    st.text(max_size=12),
+)
+
+
+def calling(module: str, name: str, argument: str) -> bytes:
+    """A pickle (protocol 4) that calls ``module.name(argument)``."""
+
+    def text(value: str) -> bytes:
+        encoded = value.encode("utf-8", "surrogatepass")
+        return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
+
+    called = text(module) + text(name) + pickle.STACK_GLOBAL + text(argument)
+    return pickle.PROTO + b"\x04" + called + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
+
+
+@given(st.sampled_from(_MODULES), _names)
+@example("torch.distributed.checkpoint.filesystem", "os.system")
+@example("torch.distributed.checkpoint.metadata", "os.system")
+@example("torch", "_utils.os.system")
+@example("torch", "serialization.pickle.loads")
+@example("builtins", "eval")
+@example("pathlib", "PosixPath.home")
+def test_only_whole_names_of_the_list_are_let_in(module: str, name: str) -> None:
+    reader = checkpoint_files._IndexReader(io.BytesIO())
+    if (module, name) in checkpoint_files._ALLOWED:
+        return
+    try:
+        found = reader.find_class(module, name)
+    except (pickle.UnpicklingError, AttributeError):
+        return
+    assert module == "torch"
+    assert type(found).__name__ in ("dtype", "layout", "memory_format")
+
+
+def test_no_name_of_the_list_has_a_dot() -> None:
+    assert not [name for _, name in checkpoint_files._ALLOWED if "." in name]
+
+
+@pytest.mark.parametrize("module", ["filesystem", "metadata", "planner"])
+def test_a_planted_index_runs_nothing(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "marker"
+    content = calling(f"torch.distributed.checkpoint.{module}", "os.system", f"touch {marker}")
+    pickletools.dis(content, io.StringIO())  # it is a proper pickle
+    directory = tmp_path / "iter_0000001"
+    directory.mkdir()
+    (directory / ".metadata").write_bytes(content)
+    assert main(["verify", str(directory)]) == 1
+    assert "os.system has no place in it" in capfd.readouterr().out
+    assert not marker.exists()

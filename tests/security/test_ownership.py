@@ -1,0 +1,112 @@
+"""Whose files and directories are believed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import ownership
+from deadpool_megatron.ownership import OwnershipError
+from tests.security.users import ATTACKER, given_to, needs_root
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755, 0o711])
+def test_own_directories_are_believed(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    ownership.check_directory(tmp_path)
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o777, 0o1777, 0o720])
+def test_what_others_may_write_to_is_not(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(OwnershipError, match="chmod go-w"):
+        ownership.check_directory(tmp_path)
+
+
+@needs_root
+def test_other_users_directories_are_not(tmp_path: Path) -> None:
+    given_to(ATTACKER, tmp_path)
+    with pytest.raises(OwnershipError, match=f"belongs to user {ATTACKER}"):
+        ownership.check_directory(tmp_path)
+
+
+@needs_root
+def test_a_link_of_another_user_is_not_followed(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.mkdir(mode=0o700)
+    link.symlink_to(target)
+    ownership.check_directory(link)  # our own
+    given_to(ATTACKER, link)
+    with pytest.raises(OwnershipError, match="belongs to user"):
+        ownership.check_directory(link)
+
+
+@needs_root
+def test_directories_that_the_user_trusts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, beside = tmp_path / "shared", tmp_path / "shared-not"
+    for path in (shared, beside):
+        path.mkdir()
+        path.chmod(0o775)
+        given_to(ATTACKER, path)
+    monkeypatch.setenv(ownership.TRUSTED, f"/nowhere:{shared}")
+    ownership.check_directory(shared)
+    ownership.check_directory(shared / "not there")
+    with pytest.raises(OwnershipError):
+        ownership.check_directory(beside)
+
+
+def test_private_directories(tmp_path: Path) -> None:
+    ownership.make_private(tmp_path / "new")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    ownership.make_private(tmp_path / "new")
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    for name in ("open", "link"):
+        with pytest.raises(OwnershipError, match="of this user alone"):
+            ownership.make_private(tmp_path / name)
+    assert not ownership.is_private(tmp_path / "absent")
+
+
+@needs_root
+def test_private_directories_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "theirs"
+    path.mkdir(mode=0o700)
+    given_to(ATTACKER, path)
+    with pytest.raises(OwnershipError):
+        ownership.make_private(path)
+
+
+def test_files(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    for mode, secret, fits in (
+        (0o600, True, True),
+        (0o640, True, False),
+        (0o644, False, True),
+        (0o664, False, False),
+    ):
+        path.chmod(mode)
+        if fits:
+            os.close(ownership.open_own(path, secret=secret))
+        else:
+            with pytest.raises(OwnershipError, match="by others: chmod 600"):
+                ownership.open_own(path, secret=secret)
+    (tmp_path / "link").symlink_to(path)
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name in ("link", "pipe"):
+        with pytest.raises(OwnershipError):
+            ownership.open_own(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        ownership.open_own(tmp_path / "absent")
+
+
+@needs_root
+def test_files_of_another_user(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("x")
+    path.chmod(0o600)
+    given_to(ATTACKER, path)
+    with pytest.raises(OwnershipError, match="belongs to user"):
+        ownership.open_own(path)

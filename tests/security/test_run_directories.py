@@ -1,0 +1,151 @@
+"""Run directories of other users: no command carries out what they say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli import demo, node, scripts
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth
+from tests.security.users import ATTACKER, given_to, needs_root
+
+SIZE = ("--nodes", "1", "--nproc-per-node", "1")
+COMMANDS = {
+    "status": ("status", "DIR"),
+    "verdict": ("status", "DIR", "--verdict"),
+    "drain": ("drain", "DIR", "--node", "0"),
+    "protect": ("protect", "DIR", "--every", "2"),
+    "kill --node": ("kill", "DIR", "--node", "0"),
+    "kill --role": ("kill", "DIR", "--role", "0"),
+    "stop": ("stop", "DIR"),
+    "stop --wait": ("stop", "DIR", "--wait", "1"),
+    "persist": ("persist", "DIR"),
+    "verify": ("verify", "DIR"),
+    "clean": ("clean", "DIR", "--force"),
+    "agent --attach": ("agent", "--run-dir", "DIR", "--attach"),
+    "agent --node-id": ("agent", "--run-dir", "DIR", "--node-id", "0"),
+    "standby": (
+        *("standby", "--run-dir", "DIR", "--node-id", "0", "--host", "127.0.0.1"),
+        *("--port", "0", "--report-fd", "2"),
+    ),
+    "run": ("run", "--run-dir", "DIR", *SIZE, "--", "-m", "deadpool_megatron.trainer"),
+    "run --resume": (
+        *("run", "--run-dir", "NEW", "--resume", "DIR", *SIZE),
+        *("--", "-m", "deadpool_megatron.trainer"),
+    ),
+    "agent --resume": (
+        *("agent", "--run-dir", "NEW", "--node-id", "0", "--resume", "DIR", *SIZE),
+        *("--", "-m", "deadpool_megatron.trainer"),
+    ),
+}
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Is there once anything has been imported for the command that a run directory names."""
+    path = tmp_path / "marker"
+
+    def imported(*_: object) -> None:
+        path.touch()
+        raise CommandError("this is as far as a test goes")
+
+    monkeypatch.setattr(node, "preload_modules", imported)
+    return path
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A run directory that names a script in it."""
+    path = tmp_path / "planted"
+    path.mkdir()
+    (path / "pretrain_gpt.py").touch()
+    settings = Settings(start_method="fork", connect_seconds=0.5, spare_timeout_seconds=1.0)
+    command = ("-m", scripts.MODULE, str(path / "pretrain_gpt.py"), "--deadpool")
+    assert RunDirectory(path).create(RunInfo("0123abcd", 1, 1, 0, 1, command, settings, ""))
+    return path
+
+
+@needs_root
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_refuses_it(
+    name: str,
+    planted: Path,
+    marker: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
+    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
+    given_to(ATTACKER, planted)
+    places = {"DIR": str(planted), "NEW": str(tmp_path / "new")}
+    assert cli.main([places.get(word, word) for word in COMMANDS[name]]) == 2
+    said = capfd.readouterr().err
+    assert f"belongs to user {ATTACKER}" in said
+    assert said.count("\n") == 1
+    assert not marker.exists()
+    assert sorted(path.name for path in planted.iterdir()).count("launcher.lock") == 0
+
+
+def test_a_directory_that_others_may_write_to(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
+    tmp_path.chmod(0o777)
+    words = ["run", "--run-dir", str(tmp_path), *SIZE, "--", "-m", "deadpool_megatron.trainer"]
+    assert cli.main(words) == 2
+    assert "chmod go-w" in capfd.readouterr().err
+
+
+def test_the_secret_is_known_before_anything_is_imported(
+    planted: Path,
+    marker: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a directory of our own: whoever has put a run into it may have been let write there."""
+    monkeypatch.setattr(os, "umask", lambda mask: 0o022)
+    monkeypatch.delenv(auth.ENVIRONMENT_NAME, raising=False)
+    assert cli.main(["agent", "--run-dir", str(planted), "--attach", "--host", "127.0.0.1"]) == 2
+    assert "no run secret" in capfd.readouterr().err
+    assert not marker.exists()
+
+
+def test_what_a_run_makes_is_for_its_user_alone(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "new")
+    assert run.create(RunInfo("0123abcd", 1, 1, 0, 1, ("x.py",), Settings(), ""))
+    assert run.path.stat().st_mode & 0o777 == 0o700
+    assert (run.path / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 0o077), ("027", 0o027), ("0", 0)])
+def test_the_mask_of_what_a_run_writes(
+    given: str | None, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given is None:
+        monkeypatch.delenv(cli.UMASK_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(cli.UMASK_VARIABLE, given)
+    masks: list[int] = []
+    monkeypatch.setattr(demo, "run", lambda args: masks.append(os.umask(0o022)) or 0)
+    before = os.umask(0o022)
+    try:
+        assert cli.main(["demo"]) == 0
+    finally:
+        os.umask(before)
+    assert masks == [found]
+
+
+@pytest.mark.parametrize("given", ["", "rwx", "1000", "-1"])
+def test_a_mask_that_is_none(
+    given: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(cli.UMASK_VARIABLE, given)
+    assert cli.main(["demo"]) == 2
+    assert "is no umask" in capfd.readouterr().err
