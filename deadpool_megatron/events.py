@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +27,9 @@ class Kind(StrEnum):
     RUN_STARTED = "run-started"  # roles, nodes, spares, command
     COORDINATOR = "coordinator"  # term, host, hostname: who coordinates from now on, on which node
     NODE_JOINED = "node-joined"  # host, spare
+    # standing (good, weak, left out), reasons, facts, domain, links (what it found about others),
+    # sent, received (bytes per second) and clock_seconds, as far as they were measured
+    NODE_JUDGED = "node-judged"
     NODE_LOST = "node-lost"  # cause, kind
     NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
     MEMBER_STARTED = "member-started"  # slot, incarnation, pid
@@ -120,7 +124,10 @@ _FIELD_TYPES: Mapping[str, Any] = {
 }
 
 
+_KINDS = frozenset(map(str, Kind))
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
+# So many lines that are no events are named one by one.
+_WARNINGS = 5
 
 
 class EventLog:
@@ -154,13 +161,58 @@ def event_files(path: Path) -> list[Path]:
     return [file for file in (path, *later) if file.exists()]
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run in order of terms, nothing without any; ``path``: of the first term's
-    file. The last line of a writer that was killed may be torn, and is left out.
+def parse_line(line: str | bytes) -> Event:
+    """The event of one line. A kind that is not known here, as of a newer version, becomes a LOG
+    event that shows it. Raises ValueError, KeyError or TypeError for what is no event.
     """
+    values = json.loads(line)
+    if not isinstance(values, dict):
+        raise ValueError("not a JSON object")
+    kind = values["kind"]
+    if isinstance(kind, str) and kind not in _KINDS:
+        shown = {"level": "info", "text": f"{kind}: {json.dumps(values.get('data', {}))}"}
+        values = {**values, "kind": Kind.LOG, "data": shown}
+    return Event.from_dict(values)
+
+
+def take_events(
+    path: Path, take: Callable[[Event], None], warn: Callable[[str], None] | None = None
+) -> None:
+    """Hand over the events of a run in order of terms, nothing without any; ``path``: of the first
+    term's file. What is no event, or what ``take`` raises ValueError, KeyError, TypeError or
+    AttributeError for, is skipped and told to ``warn`` (by default on standard error): a power
+    failure may leave a hole in a file. The last line of a writer that was killed may be torn, and
+    is left out without a word.
+    """
+    skipped = 0
     for file in event_files(path):
-        with open(file, encoding="utf-8") as lines:
-            for line in lines:
-                if not line.endswith("\n"):
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
                     break  # being written: its rest, read now, would look like a line of its own
-                yield Event.from_dict(json.loads(line))
+                try:
+                    take(parse_line(line))
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
+                    skipped += 1
+                    if skipped <= _WARNINGS:
+                        why = f"{type(error).__name__}: {error}"
+                        (warn or _complain)(f"{file}, line {number} is skipped: {why}")
+    if skipped > _WARNINGS:
+        (warn or _complain)(f"{path.parent}: {skipped - _WARNINGS} more lines are skipped")
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The same as :func:`take_events`, one by one."""
+    for file in event_files(path):
+        with open(file, "rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    yield parse_line(line)
+                except (ValueError, KeyError, TypeError) as error:
+                    _complain(f"{file}: a line is skipped: {type(error).__name__}: {error}")
+
+
+def _complain(text: str) -> None:
+    print(f"deadpool: {text}", file=sys.stderr)

@@ -40,7 +40,7 @@ class Settings:
         "buddy",
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
         " the own node only (no node may be lost); recompute: whole copies now and then, gradients"
-        " in between; mixed: chosen by what is measured",
+        " in between; mixed: copies if they fit into memory, else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
     full_every: int = _setting(
@@ -62,6 +62,16 @@ class Settings:
         0.0,
         "most host memory for generations on each node: own slots, copies and parity blocks"
         " (0: as much as /dev/shm has)",
+    )
+    shm_gb: float = _setting(
+        0.0,
+        "shared memory that a node needs, as 'deadpool plan' says: a node with less free when it"
+        " joins is left out (0: not known)",
+    )
+    check: str = _setting(
+        "facts",
+        "how nodes are judged before they get roles: facts (versions, GPUs, memory, limits); links"
+        " (all connections, clocks and the speed of the network, too, before the first epoch); off",
     )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
@@ -220,6 +230,9 @@ class Settings:
                 )
         if not 0 <= self.memory_gb < 1e9:
             raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
+        if not 0 <= self.shm_gb < 1e9:
+            raise SettingsError(f"--deadpool-shm-gb must be 0 or more, got {self.shm_gb:g}")
+        self._check_choice("check", ("off", "facts", "links"))
         if not 0 <= self.rate_limit_gbps < math.inf:
             raise SettingsError(
                 "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import heapq
+import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.results import ResultError, RunResult, Step, read_result
+from deadpool_megatron.cli.numbers import Numbers, Step
+from deadpool_megatron.cli.results import ResultError, RunResult, read_result
 from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 
 # How many differences are listed; a run that went astray differs everywhere afterwards.
 _SHOWN = 12
+_LISTED = 1000
+_COMPARED = ("roles", "steps", "evaluations", "hashes")
 _STEP_FIELDS = ("loss", "grad_norm", "learning_rate", "skipped", "samples")
 
 
@@ -39,7 +45,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything compared. ``differences`` in the order of training; empty means bit-identical.
+    """Everything compared. ``differences`` in the order of training, the first ones of them;
+    empty means bit-identical. ``more``: so many are not listed.
 
     ``compared`` counts what was compared: role hashes at the end, steps, evaluations, and hashes
     of roles at iterations where both runs took them.
@@ -47,6 +54,7 @@ class Comparison:
 
     differences: tuple[Difference, ...]
     compared: Mapping[str, int]
+    more: int = 0
 
     @property
     def identical(self) -> bool:
@@ -59,6 +67,7 @@ class Comparison:
             "bit_identical": self.identical,
             "compared": dict(self.compared),
             "differences": [dataclasses.asdict(entry) for entry in self.differences],
+            "more_differences": self.more,
         }
 
 
@@ -68,67 +77,73 @@ def compare_results(first: RunResult, second: RunResult) -> Comparison:
     Two runs that hold no steps or no state hashes are not called identical: that is an error.
     """
     for result in (first, second):
-        if not result.roles or not result.steps:
+        if not result.roles or not result.numbers.steps:
             ending = f"exit status {result.exit_status}"
             if result.reason:
                 ending += f", {result.reason}"
             raise ResultError(f"{result.directory} ended without results ({ending})")
     # A resumed run holds only what it trained itself.
     start = max(first.resumed_after, second.resumed_after)
-    first, second = _from(first, start), _from(second, start)
-    differences = sorted(
-        [*_steps(first, second), *_evaluations(first, second), *_hashes(first, second)],
-        key=lambda entry: (entry.iteration or 0, entry.role if entry.role is not None else -1),
+    compared = Counter({"roles": len(first.roles.keys() | second.roles.keys())})
+    on_the_way = heapq.merge(
+        _steps(first.numbers, second.numbers, start, compared),
+        _evaluations(first.numbers, second.numbers, start, compared),
+        _hashes(first.numbers, second.numbers, compared),
+        key=lambda entry: (entry.iteration or 0, -1 if entry.role is None else entry.role),
     )
-    differences += _ends(first, second)
-    both = first.hashes.keys() & second.hashes.keys()
-    return Comparison(
-        differences=tuple(differences),
-        compared={
-            "roles": len(first.roles.keys() | second.roles.keys()),
-            "steps": len({s.iteration for s in (*first.steps, *second.steps)}),
-            "evaluations": len(first.evaluations.keys() | second.evaluations.keys()),
-            "hashes": sum(len(first.hashes[i].keys() & second.hashes[i].keys()) for i in both),
-        },
-    )
+    found = itertools.chain(on_the_way, _ends(first, second))
+    listed = tuple(itertools.islice(found, _LISTED))
+    more = sum(1 for _ in found)
+    return Comparison(listed, {name: compared[name] for name in _COMPARED}, more)
 
 
-def _from(result: RunResult, start: int) -> RunResult:
-    """The result without the steps and evaluations up to iteration ``start``."""
-    return dataclasses.replace(
-        result,
-        steps=tuple(step for step in result.steps if step.iteration > start),
-        evaluations={k: loss for k, loss in result.evaluations.items() if k > start},
-    )
+def _steps(
+    first: Numbers, second: Numbers, start: int, compared: Counter[str]
+) -> Iterator[Difference]:
+    """In order; a run holds up to millions of steps, of which two are looked at at a time."""
+    ours, theirs = first.steps.after(start), second.steps.after(start)
+    one, other = next(ours, None), next(theirs, None)
+    while one is not None or other is not None:
+        compared["steps"] += 1
+        if other is None or (one is not None and one.iteration < other.iteration):
+            assert one is not None
+            yield Difference("step", one.iteration, None, "present", "missing")
+            one = next(ours, None)
+        elif one is None or other.iteration < one.iteration:
+            yield Difference("step", other.iteration, None, "missing", "present")
+            other = next(theirs, None)
+        else:
+            if one != other:
+                yield from _step(one, other)
+            one, other = next(ours, None), next(theirs, None)
 
 
-def _steps(first: RunResult, second: RunResult) -> Iterator[Difference]:
-    ours, theirs = ({s.iteration: s for s in result.steps} for result in (first, second))
-    for iteration in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(iteration), theirs.get(iteration)
-        if one is None or other is None:
-            yield Difference("step", iteration, None, _presence(one), _presence(other))
+def _step(one: Step, other: Step) -> Iterator[Difference]:
+    for name in _STEP_FIELDS:
+        values = getattr(one, name), getattr(other, name)
+        if values[0] != values[1]:
+            what = name.replace("_", " ")
+            yield Difference(what, one.iteration, None, str(values[0]), str(values[1]))
+
+
+def _evaluations(
+    first: Numbers, second: Numbers, start: int, compared: Counter[str]
+) -> Iterator[Difference]:
+    for iteration in sorted(first.evaluations.keys() | second.evaluations.keys()):
+        if iteration <= start:
             continue
-        for name in _STEP_FIELDS:
-            values = getattr(one, name), getattr(other, name)
-            if values[0] != values[1]:
-                yield Difference(
-                    name.replace("_", " "), iteration, None, str(values[0]), str(values[1])
-                )
-
-
-def _evaluations(first: RunResult, second: RunResult) -> Iterator[Difference]:
-    for iteration in first.evaluations.keys() | second.evaluations.keys():
-        values = [result.evaluations.get(iteration, "missing") for result in (first, second)]
+        compared["evaluations"] += 1
+        values = [run.evaluations.get(iteration, "missing") for run in (first, second)]
         if values[0] != values[1]:
             yield Difference("evaluation loss", iteration, None, *values)
 
 
-def _hashes(first: RunResult, second: RunResult) -> Iterator[Difference]:
+def _hashes(first: Numbers, second: Numbers, compared: Counter[str]) -> Iterator[Difference]:
     """Hashes taken on the way; what only one run took (another interval) is no difference."""
-    for iteration in first.hashes.keys() & second.hashes.keys():
-        ours, theirs = first.hashes[iteration], second.hashes[iteration]
-        for role in ours.keys() & theirs.keys():
+    for iteration in sorted(first.hashes.iterations() & second.hashes.iterations()):
+        ours, theirs = first.hashes.at(iteration), second.hashes.at(iteration)
+        for role in sorted(ours.keys() & theirs.keys()):
+            compared["hashes"] += 1
             if ours[role] != theirs[role]:
                 yield Difference("state", iteration, role, ours[role], theirs[role])
 
@@ -149,7 +164,7 @@ def _ends(first: RunResult, second: RunResult) -> Iterator[Difference]:
             yield Difference("samples", None, role, str(one.samples), str(other.samples))
 
 
-def _presence(value: Step | object | None) -> str:
+def _presence(value: object | None) -> str:
     return "missing" if value is None else "present"
 
 
@@ -188,8 +203,9 @@ def describe(comparison: Comparison) -> list[str]:
     lines.append(f"first difference: {comparison.differences[0]}")
     rest = comparison.differences[1:]
     lines += [f"  then {entry}" for entry in rest[: _SHOWN - 1]]
-    if len(rest) > _SHOWN - 1:
-        lines.append(f"  and {len(rest) - _SHOWN + 1} more")
+    more = max(0, len(rest) - _SHOWN + 1) + comparison.more
+    if more:
+        lines.append(f"  and {more} more")
     return lines
 
 

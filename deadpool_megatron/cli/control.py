@@ -37,8 +37,8 @@ examples:
 _PROTECT_DESCRIPTION = """\
 Training pauses after a protected iteration, goes on in a new epoch with the new protection, and
 computes nothing again. What is not given stays as it is. Refused with the reason where it cannot
-hold. 'deadpool status' shows what is in force, and what a failure would cost (RPO). A scheme that
-is asked for stays until another one is, whatever is measured; mixed has the run choose again.
+hold. 'deadpool status' shows what is in force, and what a failure would cost (RPO). mixed
+is a rule for the start of a run: here buddy, or parity with --group, are asked for themselves.
 """
 
 
@@ -66,7 +66,7 @@ def add_parser(subparsers: Any) -> None:
         )
     )
     add_run_directory(protect)
-    protect.add_argument("--scheme", choices=("buddy", "parity", "local", "recompute", "mixed"))
+    protect.add_argument("--scheme", choices=("buddy", "parity", "local", "recompute"))
     protect.add_argument("--group", type=int, metavar="K", help="parity: roles that share blocks")
     protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
 

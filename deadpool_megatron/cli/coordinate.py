@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if claimed is None:
         return 0
     term, listener = claimed
-    begins_anew = 0 < standby.epoch <= info.ended_epoch
+    newest = standby.estate.record
+    begins_anew = newest is not None and newest.epoch <= info.ended_epoch
     # Where its agent never met the coordinator before it, that one has died with all the others.
     restarted = begins_anew or (term.number > 1 and not standby.was_in_touch)
     # The planner comes from a layer above the cluster package, so it is handed in from here.
@@ -66,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             planner=plan,
             term=term,
             journal=journal,
+            estate=standby.estate,
             restarted=restarted,
             begins_anew=begins_anew,
         )

@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments, ownership
-from deadpool_megatron.cli import scripts
+from deadpool_megatron.cli import check_table, scripts
 from deadpool_megatron.cli.checks import (
     check_address,
     check_command,
@@ -40,9 +42,11 @@ from deadpool_megatron.cli.slurm_environment import (
     local_address,
     slurm_environment,
 )
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.preflight.assignment import LeftOut, assignment
+from deadpool_megatron.events import read_events
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
 from deadpool_megatron.wire.framing import WireError
@@ -58,9 +62,12 @@ examples:
       deadpool agent --from-slurm --run-dir /shared/run1 \\
       --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
   deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
+  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --deadpool-check links \\
+      --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
 
-exit status: that of the run, where this node can read it; 2 bad input or environment; 69 this node
-was cut off, or put aside."""
+exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
+nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
+out as not fit."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -121,6 +128,14 @@ def add_parser(subparsers: Any) -> None:
     agent.add_argument(
         "--no-standby", action="store_true", help="this node never takes over as coordinator"
     )
+    agent.add_argument(
+        "--check-only",
+        action="store_true",
+        help="a run that ends when its nodes are judged: which of them are fit to train?",
+    )
+    agent.add_argument(
+        "--json", action="store_true", help="with --check-only: one JSON object, no table"
+    )
     agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
     agent.add_argument(
         "--preload", metavar="MODULES", help="imported once per node (default: torch, megatron)"
@@ -134,8 +149,10 @@ def run(args: argparse.Namespace) -> int:
     ownership.check_directory(run.path)
     if args.node_id is not None and args.node_id < 0:
         raise CommandError(f"--node-id must be at least 0, got {args.node_id}")
+    if args.check_only and (args.attach or args.resume is not None):
+        raise CommandError("--check-only is for all nodes at once: not with --attach or --resume")
     slurm = slurm_environment(os.environ) if args.from_slurm else None
-    node = _node_id(run, args, slurm)
+    node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
     if not (run.path / "run.json").exists():
         if fixed is not None:
@@ -154,18 +171,14 @@ def run(args: argparse.Namespace) -> int:
     check_address(run, place.host)
     if fixed is not None:
         _probe(fixed, secret, info)
-    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
-    if (script := scripts.script_of(info.command)) is not None:
-        check_command([script])  # this may be another host than the one that made the run
-    scripts.announce(info.command, os.environ)
-    preload_modules(info.settings, modules)
+    modules = _prepare_members(info, args)
     held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
     # Without the shared directory a standby would see another journal than all others.
     alone = fixed is not None and info.settings.journal == "directory"
     try:
-        return serve(
+        status = serve(
             run,
             info,
             place,
@@ -177,18 +190,31 @@ def run(args: argparse.Namespace) -> int:
         )
     finally:
         os.close(held)
+    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
+        _show_check(run, info, args)
+    return status
 
 
-def _node_id(run: RunDirectory, args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
+def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
+    """Look for the program, and import what its processes share; answers those modules."""
+    if info.check_only:
+        return ()
+    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
+    if (script := scripts.script_of(info.command)) is not None:
+        check_command([script])  # this may be another host than the one that made the run
+    scripts.announce(info.command, os.environ)
+    preload_modules(info.settings, modules)
+    return modules
+
+
+def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
     """Settled before anything else; None for one that the coordinator hands out."""
     if args.attach:
         return None
     if args.node_id is not None:
-        return _checked_node(
-            run, socket.gethostname() if slurm is None else slurm.host, args.node_id
-        )
+        return int(args.node_id)
     if slurm is not None:
-        return _checked_node(run, slurm.host, slurm.node_id)
+        return slurm.node_id
     raise CommandError("which node is this? give --node-id I, --attach or --from-slurm")
 
 
@@ -212,38 +238,40 @@ def _place(
     return Place(node, host, domain)
 
 
-def _checked_node(run: RunDirectory, host: str, node: int) -> int:
-    """The node id that ``deadpool check`` has given to ``host``, if there was a check.
+def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
+    """The node whose standby has coordinated: it speaks for all."""
+    term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+    return None if term is None else term.node
 
-    Raises CommandError where the check has left this host out.
-    """
-    try:
-        found = assignment(read_json(run.check), host, node)
-    except FileNotFoundError:
-        return node
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CommandError(
-            f"{run.check} is damaged: {error!r}; check again, or remove it"
-        ) from error
-    if isinstance(found, LeftOut):
-        raise CommandError(f"deadpool check has left this node out: {found.reason}")
-    return found
+
+def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
+    final = read_json(run.final)
+    nodes = check_table.judged_nodes(read_events(run.events))
+    if args.json:
+        ok = int(final["exit_status"]) == 0
+        answer = {"ok": ok, "reason": final["reason"], "nodes": nodes}
+        print(json.dumps(answer, allow_nan=False))
+    else:
+        check_table.show(nodes, str(final["reason"]), info.nodes)
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     """The first agent to come makes the run; every other one finds it made."""
-    if args.nodes is None or args.nproc_per_node is None or not args.command:
+    if args.check_only:
+        args.command = []
+    if args.nodes is None or args.nproc_per_node is None or not (args.command or args.check_only):
         raise CommandError(
             f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
             " --coordinator HOST:PORT"
         )
-    check_command(args.command)
-    scripts.adopt(args)
+    if not args.check_only:
+        check_command(args.command)
+        scripts.adopt(args)
     settings, restore = arguments.settings_from(args), None
     if args.resume is not None:
         others = Others(run, args.nodes, args.node_id, settings.connect_seconds)
         restore = resume_point(RunDirectory(args.resume), args, others)
-    info = make_info(args, settings, restore)
+    info = replace(make_info(args, settings, restore), check_only=args.check_only)
     tls.contexts(info.settings)
     check_sizes(info)
     check_domains(info)
@@ -266,7 +294,14 @@ def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
     ):
         if given is not None and given != known:
             raise CommandError(f"the run has {flag} {known}")
-    if args.command and scripts.member_command(args.command) != info.command:
+    if args.check_only != info.check_only:
+        kind = "only a check" if info.check_only else "no mere check"
+        raise CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")
+    if (
+        args.command
+        and not info.check_only
+        and scripts.member_command(args.command) != info.command
+    ):
         raise CommandError(f"the run has another command: {' '.join(info.command)}")
     return info
 

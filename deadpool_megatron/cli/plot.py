@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deadpool_megatron.cli.numbers import TimedStep
 from deadpool_megatron.cli.results import PHASES, decimal
-from deadpool_megatron.cli.story import Failure, Story, TimedStep
+from deadpool_megatron.cli.story import Failure, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

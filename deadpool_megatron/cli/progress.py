@@ -131,11 +131,12 @@ class Progress:
         self._began = time.time()
         self._over = False
         self._said_whole = False
+        self._opened = 0
 
     def skip(self) -> None:
         """Leave out what has been told so far: it was shown by an earlier start of the run."""
-        for _ in self._tail.poll():
-            pass
+        while self._tail.poll():
+            continue
 
     def look(self) -> None:
         """Show what is new."""
@@ -185,7 +186,8 @@ class Progress:
                 lineage, iteration = data.get("generation", (0, 0))
                 text = f"epoch {event.epoch} goes on from iteration {iteration} ({lineage})"
                 self._line(event, text, "yellow")
-            case Kind.EPOCH_OPENED:
+            case Kind.EPOCH_OPENED if event.epoch > self._opened:
+                self._opened = event.epoch  # a coordinator that took over says it again
                 phases = _phases(data.get("phases", {}))
                 self._line(event, f"epoch {event.epoch} open{phases}", "green")
             case Kind.RECOVERED:

@@ -31,7 +31,7 @@ from deadpool_megatron.cli.story import (
 from deadpool_megatron.cli.tables import count, seconds, size, table
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Kind, event_files, read_events
+from deadpool_megatron.events import Kind, event_files, take_events
 
 # More failures than this share one column of means instead of having one each.
 _COLUMNS = 6
@@ -39,16 +39,15 @@ _SHOWN_STACKS = 3
 
 
 def read_story(directory: Path) -> Story:
-    """The story that the events tell. Raises ResultError when there is none or it is damaged."""
+    """The story that the events tell. Raises ResultError when there is none."""
     path = RunDirectory(directory).events
     story = Story()
     if not event_files(path):
         raise ResultError(f"{directory} is not the directory of a run (no events.jsonl)")
     try:
-        for event in read_events(path):
-            story.add(event)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        take_events(path, story.add)
+    except OSError as error:
+        raise ResultError(f"{path} cannot be read: {error}") from error
     return story
 
 

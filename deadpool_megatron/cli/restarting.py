@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, replace
 
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
@@ -29,7 +30,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     slots_are_kept,
     write_json,
 )
-from deadpool_megatron.events import Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.settings import Settings
 
@@ -135,17 +135,17 @@ def _await_end(run: RunDirectory, old: RunInfo) -> None:
 
 
 def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
+    wanted = info.nodes + info.spares
     try:
-        newest = open_journal(info.settings, info.run_id, run.journal).newest("epoch")
+        journal = open_journal(info.settings, info.run_id, run.journal)
+        newest = journal.newest("epoch")
+        if newest is None:
+            return tuple(range(wanted))
+        record = EpochRecord.from_dict(newest[1])
+        lost = {*record.history.gone, *gone.numbers(journal)}
+        known = {*record.nodes, *lost, *journal.numbers("node")}
     except JournalError as error:
         raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
-    wanted = info.nodes + info.spares
-    if newest is None:
-        return tuple(range(wanted))
-    record = EpochRecord.from_dict(newest[1])
-    events = list(read_events(run.events))
-    lost = {event.node for event in events if event.kind is Kind.NODE_LOST}
-    known = {event.node for event in events if event.node is not None} | set(record.nodes)
     seated = {seat.node for seat in record.seats.values()}
     kept = sorted(set(record.nodes) - lost, key=lambda node: (node not in seated, node))
     fresh = range(max(known) + 1, max(known) + 1 + wanted)

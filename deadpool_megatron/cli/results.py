@@ -1,17 +1,19 @@
-"""``final.json`` as typed values: what a finished run says about itself."""
+"""``final.json``, and the numbers in the events, as typed values: what a finished run tells."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.numbers import Numbers
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunDirectoryError,
     read_json,
 )
+from deadpool_megatron.events import Event, Kind, take_events
 
 # The phases of a recovery in the order in which they begin; ``reprotect`` runs beside the later
 # ones. The text says what happens in each, for people.
@@ -32,21 +34,6 @@ PHASES: Mapping[str, str] = {
 
 class ResultError(Exception):
     """A run directory has no usable result; one clear line."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One training iteration. Numbers are exact, as ``float.hex`` text; None where there is none.
-
-    ``grad_norm`` is None for a skipped update.
-    """
-
-    iteration: int
-    loss: str | None
-    grad_norm: str | None
-    learning_rate: str | None
-    skipped: bool
-    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +60,7 @@ class Recovery:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recovery:
-        """Read one entry of ``final.json``, or the data of a RECOVERED event."""
+        """Read the data of a RECOVERED event."""
         generation = values.get("generation")
         return Recovery(
             epoch=int(values.get("epoch", 0)),
@@ -93,7 +80,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What ``final.json`` holds. ``hashes``: iteration -> role -> sha256 of its whole state.
+    """What ``final.json`` holds, with the numbers and recoveries that the events tell.
 
     ``resumed_after``: the iteration whose state another run handed over; 0 for a whole run.
     """
@@ -104,9 +91,7 @@ class RunResult:
     world_size: int
     iterations: int
     roles: Mapping[int, RoleResult]
-    steps: tuple[Step, ...]
-    evaluations: Mapping[int, str]
-    hashes: Mapping[int, Mapping[int, str]]
+    numbers: Numbers
     recoveries: tuple[Recovery, ...]
     resumed_after: int = 0
 
@@ -126,7 +111,7 @@ def read_result(directory: Path) -> RunResult:
     except (OSError, ValueError) as error:
         raise ResultError(f"{path} cannot be read: {error}") from error
     try:
-        return replace(_from_dict(directory, values), resumed_after=_resumed_after(directory))
+        return _from_dict(directory, values)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise ResultError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
@@ -140,6 +125,14 @@ def _resumed_after(directory: Path) -> int:
 
 
 def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:
+    numbers, recoveries = Numbers(), list[Recovery]()
+
+    def take(event: Event) -> None:
+        numbers.add(event)
+        if event.kind is Kind.RECOVERED:
+            recoveries.append(Recovery.from_dict({"epoch": event.epoch, **event.data}))
+
+    take_events(RunDirectory(directory).events, take)
     return RunResult(
         directory=directory,
         exit_status=int(values["exit_status"]),
@@ -150,25 +143,9 @@ def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:
             int(role): RoleResult(str(facts["sha256"]), _optional_int(facts.get("samples")))
             for role, facts in values["roles"].items()
         },
-        steps=tuple(sorted((step_from(s) for s in values["steps"]), key=lambda s: s.iteration)),
-        evaluations={int(e["iteration"]): str(e["loss"]) for e in values.get("evaluations", ())},
-        hashes={
-            int(iteration): {int(role): str(digest) for role, digest in roles.items()}
-            for iteration, roles in values.get("hashes", {}).items()
-        },
-        recoveries=tuple(Recovery.from_dict(entry) for entry in values.get("recoveries", ())),
-    )
-
-
-def step_from(values: Mapping[str, Any]) -> Step:
-    """Read one entry of ``steps``, or the data of a STEP event with its iteration added."""
-    return Step(
-        iteration=int(values["iteration"]),
-        loss=_optional_hex(values.get("loss")),
-        grad_norm=_optional_hex(values.get("grad_norm")),
-        learning_rate=_optional_hex(values.get("learning_rate")),
-        skipped=bool(values.get("skipped", False)),
-        samples=_optional_int(values.get("samples")),
+        numbers=numbers,
+        recoveries=tuple(recoveries),
+        resumed_after=_resumed_after(directory),
     )
 
 
@@ -186,15 +163,6 @@ def ordered_phases(phases: Mapping[str, Any]) -> dict[str, float]:
 def decimal(text: str | None) -> float | None:
     """The value of a hexadecimal float."""
     return None if text is None else float.fromhex(text)
-
-
-def _optional_hex(value: object) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        raise ValueError(f"expected a hexadecimal float, got {value!r}")
-    float.fromhex(value)
-    return value
 
 
 def _optional_int(value: object) -> int | None:

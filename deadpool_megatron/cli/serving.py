@@ -16,7 +16,7 @@ from deadpool_megatron.cli.common import (
 )
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
@@ -79,6 +79,8 @@ def serve(
             status = run_agent(options)
         except NodeTaken as error:
             raise CommandError(f"{error}: choose another --node-id") from error
+        if status == EXIT_LEFT_OUT:
+            return EXIT_FENCED
         if status != EXIT_FENCED or _is_over(run):
             break
         node = None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deadpool_megatron.cli.results import Recovery, Step, step_from
+from deadpool_megatron.cli.numbers import StepTable
+from deadpool_megatron.cli.results import Recovery
 from deadpool_megatron.cli.tables import count
 from deadpool_megatron.events import Event, Kind
 
@@ -25,14 +28,6 @@ _COUNTED = frozenset(
         Kind.STALE_DIVERGENCE,
     }
 )
-
-
-@dataclass(frozen=True)
-class TimedStep:
-    """A finished step and when it was heard of (wall clock, seconds)."""
-
-    step: Step
-    wall_seconds: float
 
 
 @dataclass(frozen=True)
@@ -93,7 +88,7 @@ class Story:
     started: Event | None = None
     ended: Event | None = None
     epoch: int = 0
-    steps: list[TimedStep] = field(default_factory=list)
+    steps: StepTable = field(default_factory=StepTable)
     failures: list[Failure] = field(default_factory=list)
     ignored_losses: list[Event] = field(default_factory=list)
     gate_waits: dict[tuple[int | None, int, int | None], float] = field(default_factory=dict)
@@ -142,7 +137,7 @@ class Story:
                 self.aside.append(event)
             case Kind.SLOW_NODE:
                 self.slow.append(event)
-            case Kind.PROTECTION:
+            case Kind.PROTECTION if not self._is_said(event):
                 self.protections.append(event)
             case Kind.DURABLE:
                 self.durable.append(event)
@@ -154,7 +149,7 @@ class Story:
     @property
     def last_iteration(self) -> int:
         """The newest finished iteration."""
-        return self.steps[-1].step.iteration if self.steps else 0
+        return self.steps.last_iteration
 
     @property
     def current(self) -> Failure | None:
@@ -169,20 +164,23 @@ class Story:
 
     def step_seconds(self) -> list[float]:
         """Time of each step from the one before it, steps struck by a failure left out."""
+        began = [failure.began for failure in self.failures]
         found = []
-        for before, after in zip(self.steps, self.steps[1:], strict=False):
-            struck = any(
-                before.wall_seconds <= f.began <= after.wall_seconds for f in self.failures
-            )
-            if not struck and after.step.iteration == before.step.iteration + 1:
-                found.append(after.wall_seconds - before.wall_seconds)
+        for (k, before), (following, after) in itertools.pairwise(self.steps.times()):
+            struck = bool(began) and bisect_left(began, before) < bisect_right(began, after)
+            if not struck and following == k + 1:
+                found.append(after - before)
         return found
 
+    def _is_said(self, event: Event) -> bool:
+        """A coordinator that took over cannot know whether the one before had told the plan."""
+        return bool(self.protections) and (
+            self.protections[-1].data.get("new") == event.data.get("new")
+        )
+
     def _add_step(self, event: Event) -> None:
-        step = step_from({"iteration": event.iteration, **event.data})
-        # A replayed step is the same step; the first report of it stays.
-        if step.iteration > self.last_iteration:
-            self.steps.append(TimedStep(step, event.wall_seconds))
+        if event.iteration is not None:
+            self.steps.add(event.iteration, event.data, event.wall_seconds)
 
     def _add_loss(self, event: Event) -> None:
         if self.ended is not None:
@@ -227,8 +225,7 @@ class Story:
                 failure.decided = event
                 forgotten = event.data.get("forgotten_from")
                 if forgotten is not None:
-                    kept = [s for s in self.steps if s.step.iteration < forgotten]
-                    self.steps = kept
+                    self.steps.forget_from(int(forgotten))
             case Kind.EPOCH_OPENED:
                 failure.opened = event
             case Kind.STACK:

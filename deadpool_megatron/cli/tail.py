@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from deadpool_megatron.events import Event, event_files
+from deadpool_megatron.events import Event, event_files, parse_line
+
+_PIECE_BYTES = 64 << 20
 
 
 class EventTail:
@@ -17,9 +20,9 @@ class EventTail:
         self._offsets: dict[Path, int] = {}
 
     def poll(self) -> list[Event]:
-        """New events in order, without waiting; a line that is not finished is left for later.
-
-        Raises ValueError, TypeError or KeyError for a line that is no event.
+        """New events in order, without waiting; a line that is not finished is left for later, one
+        that is no event is left out. Of a long file one piece is read, the next one is for the next
+        time.
         """
         return [event for path in event_files(self._path) for event in self._added(path)]
 
@@ -27,7 +30,13 @@ class EventTail:
         offset = self._offsets.get(path, 0)
         with open(path, "rb") as file:
             file.seek(offset)
-            found = file.read()
+            found = file.read(_PIECE_BYTES)
         whole = found[: found.rfind(b"\n") + 1]
         self._offsets[path] = offset + len(whole)
-        return [Event.from_dict(json.loads(line)) for line in whole.splitlines()]
+        return list(_events(whole))
+
+
+def _events(lines: bytes) -> Iterator[Event]:
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            yield parse_line(line)

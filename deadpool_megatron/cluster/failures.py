@@ -22,6 +22,7 @@ class FailureKind(StrEnum):
     NODE_LOST = "node-lost"  # the connection of its agent ended
     NODE_CUT = "node-cut"  # connected, but nothing is heard, nor is anything received there
     NODE_FROZEN = "node-frozen"  # its kernel receives what is sent, its agent does not run
+    LEFT_OUT = "left-out"  # its host is not fit for the run
     MEMBER_FROZEN = "member-frozen"  # one process shows no sign of life
     HANG = "hang"  # everything lives, nothing moves
     NONFINITE_LOSS = "nonfinite-loss"  # the loss is NaN or infinite
@@ -42,6 +43,7 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.NODE_LOST: "a node was lost",
     FailureKind.NODE_CUT: "a node was cut off",
     FailureKind.NODE_FROZEN: "a node was frozen",
+    FailureKind.LEFT_OUT: "a node was left out",
     FailureKind.MEMBER_FROZEN: "a process was frozen",
     FailureKind.HANG: "nothing moved",
     FailureKind.NONFINITE_LOSS: "the loss was not finite",

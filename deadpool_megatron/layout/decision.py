@@ -6,15 +6,12 @@ these types. ``Part`` exclusions and the kept line are what earlier decisions le
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deadpool_megatron.layout.history import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, RoleLayout, Seat
-
-# Last iteration of the lineage that is being computed now: unknown, so unlimited.
-NO_LIMIT = sys.maxsize
 
 
 @dataclass(frozen=True, order=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deadpool_megatron.layout.history import NO_LIMIT, History
 from deadpool_megatron.layout.schemes import ProtectionPlan
 
 # Moments after training iteration k at which extras are captured, in the order they happen.
@@ -370,12 +371,6 @@ class Restore:
         )
 
 
-def without_details(record: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON form of a record of the past: what was restored, but not who played and from where."""
-    restore = {**record["restore"], "sources": {}, "recipes": {}}
-    return {**record, "seats": {}, "nodes": {}, "restore": restore}
-
-
 @dataclass(frozen=True)
 class EpochRecord:
     """One decision of the coordinator: immutable, journalled before anybody hears of it.
@@ -383,11 +378,9 @@ class EpochRecord:
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
     ``emitted_up_to``: last iteration whose log lines have been accepted. ``store``: address of the
-    store process in which the communicators of this epoch meet. ``failure``: what ended the epoch
-    before, empty at the start: ``kind`` (of cluster.failures), ``signature`` (list of texts, equal
-    for the same failure again), ``exited`` (a process ended by itself), ``iteration`` (newest
-    finished one) and ``node`` (where it was, or None). ``replicas``: lost nodes that the protection
-    survives; ``protection``: how.
+    store process in which the communicators of this epoch meet. ``replicas``: lost nodes that the
+    protection survives; ``protection``: how. ``history``: of the run so far, for a coordinator that
+    takes over; agents are not told it.
     """
 
     epoch: int
@@ -400,8 +393,8 @@ class EpochRecord:
     emitted_up_to: int = 0
     fewer_copies: frozenset[int] = frozenset()
     cause: str = ""
-    failure: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
+    history: History = field(default_factory=History)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form, as it stands in the journal."""
@@ -415,17 +408,21 @@ class EpochRecord:
             "emitted_up_to": self.emitted_up_to,
             "fewer_copies": sorted(self.fewer_copies),
             "cause": self.cause,
-            "failure": dict(self.failure),
             "protection": self.protection.to_dict(),
+            "history": self.history.to_dict(),
         }
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> EpochRecord:
-        """Inverse of :meth:`to_dict`; a record without a plan is one of 0.3, which only copied."""
+        """Inverse of :meth:`to_dict`. A record without a plan is one of 0.3, which only copied; one
+        without a history (0.4) keeps what was restored.
+        """
         host, port = values["store"]
-        plan = values.get("protection")
+        plan, history = values.get("protection"), values.get("history")
+        epoch, found = int(values["epoch"]), Generation.from_list(values["restore"]["generation"])
+        line = {found.lineage: found.iteration} if values["restore"]["kind"] == "memory" else {}
         return EpochRecord(
-            epoch=int(values["epoch"]),
+            epoch=epoch,
             seats={int(role): Seat.from_list(seat) for role, seat in values["seats"].items()},
             nodes={
                 int(node): NodeAddress.from_dict(address)
@@ -438,6 +435,8 @@ class EpochRecord:
             emitted_up_to=int(values["emitted_up_to"]),
             fewer_copies=frozenset(values["fewer_copies"]),
             cause=str(values["cause"]),
-            failure=dict(values.get("failure", {})),
             protection=ProtectionPlan() if plan is None else ProtectionPlan.from_dict(plan),
+            history=History({**line, epoch: NO_LIMIT})
+            if history is None
+            else History.from_dict(history),
         )

@@ -99,7 +99,7 @@ class ProtectionPlan:
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:
-    """The plan that a run starts with; ``mixed`` measures under ``buddy`` before it chooses."""
+    """The plan that a run starts with; ``mixed`` takes another one where copies do not fit."""
     kind = "buddy" if settings.protection == "mixed" else settings.protection
     every = 1 if settings.cadence == "auto" else int(settings.cadence)
     return uniform(kind, settings, every, settings.parity_group)

@@ -1,1 +1,1 @@
-"""Checks of every node before roles are given: facts, clocks, links, and a verdict. No torch."""
+"""Is a node fit for a run? Its facts, the links between nodes, and the judgement. No torch."""

@@ -1,8 +1,8 @@
-"""Facts -> verdict: which nodes may train, which may only wait as spares, which are left out. Pure.
+"""Facts -> judgement: which nodes may train, which only if no better one is left, which may not.
 
 That the majority's versions are right, and that a node is slow when it is slow beside the others,
 needs no list of good values; starting with more nodes, testing, and leaving out the worst is what
-sites do by hand (ezpz on Aurora and Polaris, the BLOOM run on Jean Zay).
+sites do by hand (ezpz on Aurora and Polaris, the BLOOM run on Jean Zay). Pure functions.
 """
 
 from __future__ import annotations
@@ -10,17 +10,19 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
-from deadpool_megatron.preflight.facts import Missing, NodeFacts, NodeReport, Wanted
+from deadpool_megatron.preflight.facts import HostFacts, Needs, NodeReport
 
-# Containers get 64 MiB of shared memory unless told otherwise: no model fits in it.
+# Containers get 64 MiB of shared memory unless told otherwise: only a tiny model fits in it.
 CONTAINER_SHM_BYTES = 64 << 20
 LEAST_OPEN_FILES = 1024
 MOST_CLOCK_SECONDS = 1.0
 # A node is weak when its link is slower than this share of the median.
 LEAST_RATE_SHARE = 0.5
+# Nodes compute the same with different drivers.
+_MAY_DIFFER = ("nvidia driver",)
 _GB = 1e9
 
 
@@ -28,7 +30,7 @@ class Standing(enum.StrEnum):
     """What a node is good for."""
 
     GOOD = "good"
-    SPARE = "spare"
+    WEAK = "weak"  # trains only where no good node is left
     LEFT_OUT = "left out"
 
 
@@ -41,88 +43,125 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class NodeVerdict:
-    """``assigned``: the node id to take in the run; None when left out."""
+class Judgement:
+    """What a node is good for, and what was found against it."""
 
-    node: int
-    hostname: str
-    standing: Standing
-    assigned: int | None
-    reasons: tuple[str, ...]
+    standing: Standing = Standing.GOOD
+    reasons: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(findings: Sequence[Finding]) -> Judgement:
+        """Returns the judgement that findings amount to: the worst of them counts."""
+        return Judgement(_worst(findings), tuple(finding.text for finding in findings))
+
+    @property
+    def text(self) -> str:
+        """All reasons in one line."""
+        return "; ".join(self.reasons)
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """``nodes`` in the order of their ids in the check; ``advice`` is empty when all is well."""
+class Agreed:
+    """What the nodes of a run have in common: versions of components, and whether there are GPUs.
+    Nodes that join later are held against it.
+    """
 
-    ok: bool
-    nodes: tuple[NodeVerdict, ...]
-    advice: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    has_gpus: bool = False
 
 
-def judge(reports: Iterable[NodeReport], missing: Iterable[Missing], wanted: Wanted) -> Verdict:
-    """The verdict does not depend on the order of its inputs. Each node appears once in them."""
-    ordered = sorted(reports, key=lambda report: report.node)
-    findings = {report.node: problems(report.facts, wanted) for report in ordered}
-    _compare_versions(ordered, findings)
-    _compare_gpus(ordered, findings, wanted)
-    kept = _kept(ordered, findings)
-    _compare_reach(kept, findings)
-    kept = _kept(kept, findings)
-    _compare_clocks(kept, findings)
-    _compare_rates(kept, findings)
+@dataclass(frozen=True)
+class Speed:
+    """Of a node's link, in bytes per second, each direction at its best of all measurements."""
 
-    good = [report for report in ordered if not findings[report.node]]
-    weak = [report for report in _kept(ordered, findings) if findings[report.node]]
-    order = [*racks_together(good), *racks_together(weak)]
-    assigned = {report.node: place for place, report in enumerate(order)}
-    verdicts = [
-        NodeVerdict(
-            node=report.node,
-            hostname=report.facts.hostname,
-            standing=_standing(findings[report.node]),
-            assigned=assigned.get(report.node),
-            reasons=tuple(finding.text for finding in findings[report.node]),
+    sent: float
+    received: float
+
+    @property
+    def slower(self) -> float:
+        """The slower direction."""
+        return min(self.sent, self.received)
+
+
+def agree(facts: Iterable[HostFacts]) -> Agreed:
+    """Returns what most of the nodes have; of equally many, what the first of them has."""
+    known = list(facts)
+    versions = {}
+    for name in sorted({name for one in known for name in one.versions}):
+        counts = Counter(one.versions.get(name, "") for one in known)
+        versions[name] = counts.most_common(1)[0][0]
+    return Agreed(versions, any(one.gpus for one in known))
+
+
+def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Finding]:
+    """Returns what is wrong with a node by itself and beside what the run has agreed on; nothing
+    for a node that did not tell its facts.
+    """
+    if facts is None:
+        return []
+    found = problems(facts, needs)
+    for name in sorted(agreed.versions.keys() | facts.versions.keys()):
+        here, common = facts.versions.get(name, ""), agreed.versions.get(name, "")
+        if here != common:
+            standing = Standing.WEAK if name in _MAY_DIFFER else Standing.LEFT_OUT
+            text = (
+                f"{name} is {here or 'not there'}, on most nodes it is"
+                f" {common or 'not there'}: use the same environment or image"
+            )
+            found.append(Finding(standing, text))
+    if agreed.has_gpus and facts.gpus < needs.nproc_per_node:
+        found.append(
+            _out(
+                f"{facts.gpus} GPUs, --nproc-per-node is {needs.nproc_per_node}: look at"
+                " nvidia-smi and dmesg there"
+            )
         )
-        for report in ordered
-    ]
-    verdicts += [
-        NodeVerdict(absent.node, absent.hostname, Standing.LEFT_OUT, None, (absent.reason,))
-        for absent in missing
-    ]
-    verdicts.sort(key=lambda verdict: verdict.node)
-    ok = len(good) >= wanted.nodes
-    return Verdict(ok, tuple(verdicts), "" if ok else _advice(verdicts, len(good), wanted))
+    return found
 
 
-def problems(facts: NodeFacts, wanted: Wanted) -> list[Finding]:
-    """What is wrong with a node by itself, without a look at the others."""
+def judge(reports: Iterable[NodeReport], needs: Needs) -> dict[int, Judgement]:
+    """Returns the judgement of each node, with the links to the others as far as they are known.
+
+    It does not depend on the order of the reports. Each node appears once in them.
+    """
+    ordered = sorted(reports, key=lambda report: report.node)
+    agreed = agree(report.facts for report in ordered if report.facts is not None)
+    findings = {report.node: judge_one(report.facts, agreed, needs) for report in ordered}
+    _compare_reach(_kept(ordered, findings), findings)
+    kept = _kept(ordered, findings)
+    _compare_clocks(kept, findings)
+    _compare_speeds(kept, findings)
+    return {node: Judgement.of(found) for node, found in findings.items()}
+
+
+def problems(facts: HostFacts, needs: Needs) -> list[Finding]:
+    """Returns what is wrong with a node by itself, without a look at the others."""
     found = []
     if not facts.interface_up:
         found.append(_out(f"interface {facts.interface} of {facts.address} is down"))
-    if facts.shm_free_bytes < wanted.shm_bytes:
+    if facts.shm_free_bytes < needs.shm_bytes:
         found.append(
             _out(
                 f"/dev/shm has {facts.shm_free_bytes / _GB:.1f} GB free,"
-                f" {wanted.shm_bytes / _GB:.1f} GB are needed: 'deadpool clean', or enlarge it"
+                f" {needs.shm_bytes / _GB:.1f} GB are needed: 'deadpool clean', or enlarge it"
                 " (mount -o remount,size=..., docker --shm-size)"
             )
         )
     elif facts.shm_bytes <= CONTAINER_SHM_BYTES:
         found.append(
-            _out(
+            _weak(
                 f"/dev/shm has {facts.shm_bytes >> 20} MiB, as containers get by default:"
                 " enlarge it (docker --shm-size, emptyDir with medium Memory)"
             )
         )
-    if facts.memory_bytes < wanted.shm_bytes:
+    if facts.memory_bytes < needs.shm_bytes:
         found.append(
             _out(
                 f"{facts.memory_bytes / _GB:.1f} GB of memory are available, the slots need"
-                f" {wanted.shm_bytes / _GB:.1f} GB: end what else runs there"
+                f" {needs.shm_bytes / _GB:.1f} GB: end what else runs there"
             )
         )
-    least = max(wanted.shm_bytes, CONTAINER_SHM_BYTES)
+    least = max(needs.shm_bytes, CONTAINER_SHM_BYTES)
     if facts.gpus and facts.memlock_bytes is not None and facts.memlock_bytes < least:
         found.append(
             _weak(
@@ -137,19 +176,55 @@ def problems(facts: NodeFacts, wanted: Wanted) -> list[Finding]:
     return found
 
 
-def racks_together(reports: Sequence[NodeReport]) -> list[NodeReport]:
-    """Racks in the order of their first node; a node without a rack is one of its own."""
-    first: dict[str, int] = {}
-    for report in sorted(reports, key=lambda report: report.node):
-        first.setdefault(_rack(report), report.node)
-    return sorted(reports, key=lambda report: (first[_rack(report)], report.node))
+def speeds(reports: Iterable[NodeReport]) -> dict[int, Speed | None]:
+    """Returns the speed of each node's link; None for one that was not measured in both directions.
+
+    What a node has sent is what others say that they have received from it.
+    """
+    known = {report.node: report for report in reports}
+    received = dict.fromkeys(known, 0.0)
+    sent = dict.fromkeys(known, 0.0)
+    for node, report in known.items():
+        for link in report.links:
+            if link.bytes_per_second is not None:
+                received[node] = max(received[node], link.bytes_per_second)
+                if link.peer in sent:
+                    sent[link.peer] = max(sent[link.peer], link.bytes_per_second)
+    return {
+        node: Speed(sent[node], received[node]) if sent[node] and received[node] else None
+        for node in known
+    }
 
 
-def slow_or_unknown(rates: Mapping[int, float | None]) -> tuple[int, ...]:
-    """Nodes without a rate, and those below half the median: they are worth a second look."""
-    known = [rate for rate in rates.values() if rate is not None]
+def slow_or_unknown(found: Mapping[int, Speed | None]) -> tuple[int, ...]:
+    """Returns nodes without a speed, and those below half the median: they are worth a second
+    look.
+    """
+    known = [speed.slower for speed in found.values() if speed is not None]
     least = LEAST_RATE_SHARE * median(known) if known else 0.0
-    return tuple(node for node, rate in sorted(rates.items()) if rate is None or rate < least)
+    return tuple(
+        node for node, speed in sorted(found.items()) if speed is None or speed.slower < least
+    )
+
+
+def clocks(reports: Sequence[NodeReport]) -> dict[int, tuple[float, float]]:
+    """Returns for each node its wall clock minus that of the lowest one, and how wrong that can be
+    at most. Nodes that did not reach the lowest one are missing.
+    """
+    if not reports:
+        return {}
+    first = min(report.node for report in reports)
+    found = {first: (0.0, 0.0)}
+    for report in reports:
+        trips = [
+            (link.round_trip_seconds, -link.clock_seconds)
+            for link in report.links
+            if link.peer == first and not link.error
+        ]
+        if trips:
+            trip, offset = min(trips)
+            found[report.node] = (offset, trip / 2)
+    return found
 
 
 def _out(text: str) -> Finding:
@@ -157,68 +232,31 @@ def _out(text: str) -> Finding:
 
 
 def _weak(text: str) -> Finding:
-    return Finding(Standing.SPARE, text)
+    return Finding(Standing.WEAK, text)
 
 
-def _standing(findings: Sequence[Finding]) -> Standing:
+def _worst(findings: Sequence[Finding]) -> Standing:
     if not findings:
         return Standing.GOOD
     out = any(finding.standing is Standing.LEFT_OUT for finding in findings)
-    return Standing.LEFT_OUT if out else Standing.SPARE
+    return Standing.LEFT_OUT if out else Standing.WEAK
 
 
 def _kept(
     reports: Sequence[NodeReport], findings: Mapping[int, Sequence[Finding]]
 ) -> list[NodeReport]:
-    return [
-        report for report in reports if _standing(findings[report.node]) is not Standing.LEFT_OUT
-    ]
-
-
-def _rack(report: NodeReport) -> str:
-    return report.facts.domain or f"node{report.node}"
-
-
-def _compare_versions(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    for name in sorted({name for report in reports for name in report.facts.versions}):
-        # Of equally many, the value of the lowest node.
-        counts = Counter(report.facts.versions.get(name, "") for report in reports)
-        common = counts.most_common(1)[0][0]
-        for report in reports:
-            here = report.facts.versions.get(name, "")
-            if here != common:
-                findings[report.node].append(
-                    _out(
-                        f"{name} is {here or 'not there'}, on most nodes it is"
-                        f" {common or 'not there'}: use the same environment or image"
-                    )
-                )
-
-
-def _compare_gpus(
-    reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]], wanted: Wanted
-) -> None:
-    if not any(report.facts.gpus for report in reports):
-        return  # a cluster without GPUs
-    for report in reports:
-        if report.facts.gpus < wanted.nproc_per_node:
-            findings[report.node].append(
-                _out(
-                    f"{report.facts.gpus} GPUs, --nproc-per-node is {wanted.nproc_per_node}:"
-                    " look at nvidia-smi and dmesg there"
-                )
-            )
+    return [report for report in reports if _worst(findings[report.node]) is not Standing.LEFT_OUT]
 
 
 def _compare_reach(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
     """Leave out the node with most broken links until none is broken between those that remain."""
-    names = {report.node: report.facts.hostname for report in reports}
-    broken: dict[int, dict[int, str]] = {node: {} for node in names}
+    broken: dict[int, dict[int, str]] = {report.node: {} for report in reports}
+    count = len(broken)
     for report in reports:
-        for peer, reason in report.unreached.items():
-            if peer in names and peer != report.node:
-                broken[report.node].setdefault(peer, reason)
-                broken[peer].setdefault(report.node, reason)
+        for link in report.links:
+            if link.error and link.peer in broken and link.peer != report.node:
+                broken[report.node].setdefault(link.peer, link.error)
+                broken[link.peer].setdefault(report.node, link.error)
     while broken:
         worst = max(broken, key=lambda node: (len(broken[node]), node))
         if not broken[worst]:
@@ -226,7 +264,7 @@ def _compare_reach(reports: Sequence[NodeReport], findings: Mapping[int, list[Fi
         peers = sorted(broken[worst])
         findings[worst].append(
             _out(
-                f"no connection with {len(peers)} of {len(names) - 1} nodes, one is node"
+                f"no connection with {len(peers)} of {count - 1} nodes, one is node"
                 f" {peers[0]} ({broken[worst][peers[0]]}): look at its network and firewall"
             )
         )
@@ -236,39 +274,25 @@ def _compare_reach(reports: Sequence[NodeReport], findings: Mapping[int, list[Fi
 
 
 def _compare_clocks(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    offsets = {r.node: r.clock for r in reports if r.clock is not None}
-    if not offsets:
-        return
-    middle = median(clock.offset_seconds for clock in offsets.values())
-    for node, clock in offsets.items():
-        off = clock.offset_seconds - middle
-        if abs(off) - clock.error_seconds > MOST_CLOCK_SECONDS:
+    known = clocks(reports)
+    middle = median(offset for offset, _ in known.values()) if known else 0.0
+    for node, (offset, error) in known.items():
+        off = offset - middle
+        if abs(off) - error > MOST_CLOCK_SECONDS:
             findings[node].append(
                 _weak(f"its clock is {off:+.1f} s off: look at chrony or ntpd there")
             )
 
 
-def _compare_rates(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
-    rates = {report.node: report.rate_bytes_per_second for report in reports}
-    known = [rate for rate in rates.values() if rate is not None]
-    for node in slow_or_unknown(rates):
-        rate = rates[node]
-        if rate is not None:
+def _compare_speeds(reports: Sequence[NodeReport], findings: Mapping[int, list[Finding]]) -> None:
+    found = speeds(reports)
+    known = [speed.slower for speed in found.values() if speed is not None]
+    for node in slow_or_unknown(found):
+        speed = found[node]
+        if speed is not None:
             findings[node].append(
                 _weak(
-                    f"its link carries {rate / _GB:.2f} GB/s, the median is"
+                    f"its link carries {speed.slower / _GB:.2f} GB/s, the median is"
                     f" {median(known) / _GB:.2f} GB/s: look at its card, cable and switch port"
                 )
             )
-
-
-def _advice(verdicts: Sequence[NodeVerdict], good: int, wanted: Wanted) -> str:
-    bad = [verdict for verdict in verdicts if verdict.standing is not Standing.GOOD]
-    # Where all nodes are on one host, leaving hosts out would leave nothing.
-    clean = {verdict.hostname for verdict in verdicts if verdict.standing is Standing.GOOD}
-    hosts = sorted({verdict.hostname for verdict in bad} - clean - {""})
-    instead = f" (sbatch --exclude={','.join(hosts)})" if hosts else ""
-    return (
-        f"{good} good nodes, --nodes is {wanted.nodes}: mend what is named above, or take"
-        f" others{instead}, or ask for more spares, then check again"
-    )

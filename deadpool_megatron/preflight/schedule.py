@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.preflight.facts import Link
 
 Pair = tuple[int, int]
 
 
+@dataclass(frozen=True)
+class Checkup:
+    """Links are being measured. ``number``: of the question that the ``awaited`` nodes have not
+    answered yet; ``until``: how long they have for it. ``planned``: all nodes have tried all links,
+    and ``turns`` are what is asked next, one after the other. ``measured``: pairs whose speed was
+    asked for; ``looks``: how often slow ones were measured again. ``links``: what nodes have found.
+    """
+
+    number: int = 0
+    awaited: frozenset[int] = frozenset()
+    until: float = 0.0
+    planned: bool = False
+    turns: tuple[tuple[Pair, ...], ...] = ()
+    measured: tuple[Pair, ...] = ()
+    looks: int = 0
+    links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
+
+
 def buddy_pairs(nodes: int, total: int, domains: Mapping[int, str]) -> list[Pair]:
-    """Each training node with the node that would hold its copies.
+    """Returns each training node with the node that would hold its copies.
 
     Nodes 0 to ``nodes`` - 1 train, those up to ``total`` - 1 are spares; ``domains`` names the live
     ones. Without a model no data-parallel groups are known, so all training nodes count as peers.
@@ -28,7 +48,8 @@ def buddy_pairs(nodes: int, total: int, domains: Mapping[int, str]) -> list[Pair
 def second_look(
     doubtful: Sequence[int], nodes: Iterable[int], measured: Iterable[Pair]
 ) -> list[Pair]:
-    """Each doubtful node with another partner than before, one that is not doubtful if possible.
+    """Returns each doubtful node with another partner than before, one that is not doubtful if
+    possible.
 
     A slow link has two ends: the end that is slow with a good partner too is the weak one. Doubtful
     nodes are dealt out to the partners one after another; where all are doubtful, to each other.
@@ -46,7 +67,9 @@ def second_look(
 
 
 def rounds(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """The pairs in rounds that are measured one after another; each node is once in a round."""
+    """Returns the pairs in rounds that are measured one after another; each node is once in a
+    round.
+    """
     found: list[list[Pair]] = []
     busy: list[set[int]] = []
     for pair in pairs:

@@ -12,6 +12,7 @@ from typing import Any
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.probing import Peer
 from deadpool_megatron.vault.taking import Taken
 from deadpool_megatron.wire import framing
 
@@ -109,6 +110,14 @@ class VaultControl:
             limit_seconds=deadline_seconds,
         )
         return [Taken.from_dict(one) for one in answer]
+
+    async def probe(
+        self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
+    ) -> list[dict[str, Any]]:
+        """Returns what was found about the links to other vaults; see :mod:`.probing`."""
+        asked = [list(peer) for peer in peers]
+        found = await self._order("probe", deadline_seconds, peers=asked, bulk=bulk)
+        return [dict(one) for one in found]
 
     async def status(self, deadline_seconds: float) -> dict[str, Any]:
         """Counters and holdings, see ``Vault.status``."""

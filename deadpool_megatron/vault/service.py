@@ -31,6 +31,7 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
 from deadpool_megatron.vault.making_room import before_roles_come
 from deadpool_megatron.vault.members import MemberDialogue, Members
+from deadpool_megatron.vault.probing import probe
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.shipping import load_halves
@@ -148,6 +149,7 @@ class Vault:
             "dump": self._dump,
             "dump-held": self._dump_held,
             "take": self._take,
+            "probe": self._probe,
             "shutdown": lambda m: self.stop(bool(m["remove"])),
         }
 
@@ -159,7 +161,12 @@ class Vault:
                 reply = {"ok": False, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
-        if kind in ("dump", "dump-held", "take"):  # slow: an order to close must not wait behind it
+        if kind in (
+            "dump",
+            "dump-held",
+            "take",
+            "probe",
+        ):  # slow: an order to close must not wait behind it
             threading.Thread(target=answer, name=kind, daemon=True).start()
         else:
             answer()
@@ -236,6 +243,10 @@ class Vault:
         name, iteration = str(message["name"]), int(message["iteration"])
         taken = take(self._state, name, iteration, float(message["limit_seconds"]))
         return [one.to_dict() for one in taken]
+
+    def _probe(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        peers = [(int(node), str(host), int(port)) for node, host, port in message["peers"]]
+        return probe(self._transport, peers, bulk=bool(message["bulk"]))
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

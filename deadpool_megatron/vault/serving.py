@@ -20,7 +20,7 @@ import xxhash
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import NO_BASE
-from deadpool_megatron.vault import making_room
+from deadpool_megatron.vault import making_room, probing
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.receiving import Intake
@@ -212,6 +212,8 @@ class _Connection:
             with self._state.lock:
                 layout = self._state.table.layout(int(message["role"]))
             self._channel.send({"t": "layout", "layout": layout.to_dict() if layout else None})
+        elif kind == "probe":
+            probing.answer(self._channel, self._state.node, message)
         else:
             raise WireError(f"unknown message {kind!r}")
 

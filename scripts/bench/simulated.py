@@ -156,6 +156,7 @@ class Agent(asyncio.Protocol):
         self._incarnations: dict[int, int] = {}
         self._said: dict[int, dict[str, dict[str, Any]]] = {}
         self._boot = ""
+        self._ordered = 0
         self._told = 0
         self._closed = 0
         self._registered: set[tuple[int, int]] = set()
@@ -234,6 +235,10 @@ class Agent(asyncio.Protocol):
 
     def _on_message(self, message: dict[str, Any]) -> None:
         kind = message["t"]
+        if "o" in message:
+            if message["o"] <= self._ordered:
+                return
+            self._ordered = message["o"]
         if kind == "ack":
             self._acknowledge(int(message["n"]))
         elif kind == "challenge":
@@ -269,6 +274,8 @@ class Agent(asyncio.Protocol):
             "told": self._told,
             "closed": self._closed,
             "restored": {str(slot): self._told for slot in self._incarnations},
+            "of": self._boot,
+            "o": self._ordered,
         }
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
@@ -278,7 +285,7 @@ class Agent(asyncio.Protocol):
         for _, data in self._unacknowledged:
             self._write(data)
         if message["boot"] != self._boot:
-            first, self._boot = not self._boot, str(message["boot"])
+            first, self._boot, self._ordered = not self._boot, str(message["boot"]), 0
             if not first:
                 moment = random.uniform(0, float(message["repeat_seconds"]))
                 asyncio.get_running_loop().call_later(moment, self._repeat)
@@ -346,8 +353,8 @@ class Agent(asyncio.Protocol):
             for slot in range(2 * cluster.nproc)
         }
         vault = {"committed": committed, "bytes": _SHARD_BYTES, "shipped": cluster.iteration}
-        beat = {"t": "beat", "members": members, "vault": vault, "b": time.monotonic()}
-        self._write(encode(beat))
+        sent = {"b": time.monotonic(), "o": self._ordered}
+        self._write(encode({"t": "beat", "members": members, "vault": vault, **sent}))
         cluster.beats += 1
         loop = asyncio.get_running_loop()
         self._beating = loop.call_later(self._beat_seconds, self._beat)

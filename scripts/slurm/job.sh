@@ -5,8 +5,6 @@
 #   RUNS                         directory on the shared file system; each job makes RUNS/<job id>
 #   TRAINING                     array: what stands behind the "--" of `deadpool agent`
 #   SETTINGS                     array: --deadpool-* settings, may be empty
-#   CHECK                        array: options of `deadpool check`, which then runs first, on all
-#                                nodes, and leaves bad ones out; empty: no check
 #   SRUN_OPTIONS                 array: further options of srun (container, binding), may be empty
 #   NOTICE_SECONDS               how long before the time limit the state is saved (also in
 #                                #SBATCH --signal)
@@ -49,10 +47,6 @@ run_training() {
     # On the node's side of a slow file system these must not be made by many at once.
     mkdir -p "$run.logs"
 
-    if [ ${#CHECK[@]} -gt 0 ] && ! check_nodes "$run"; then
-        say "not enough good nodes: see above, and exclude the bad ones (#SBATCH --exclude=...)"
-        return 2
-    fi
     on_all_nodes --output="$run.logs/%N.log" --open-mode=append \
         "$CHECKOUT/scripts/slurm/node.sh" "$run" "$NOTICE_SECONDS" \
         deadpool agent --from-slurm --run-dir "$run" ${old:+--resume "$old"} \
@@ -84,13 +78,6 @@ on_all_nodes() {
     exec srun --no-kill --kill-on-bad-exit=0 --wait=0 --unbuffered --cpu-bind=none \
         --nodes="$((NODES + SPARES))" --ntasks="$((NODES + SPARES))" --ntasks-per-node=1 \
         "${SRUN_OPTIONS[@]}" "$@"
-}
-
-# The exit status of srun says little, as one bad node is enough for it; the verdict counts.
-check_nodes() {
-    (on_all_nodes deadpool check --from-slurm --run-dir "$1" --nodes "$NODES" --spares "$SPARES" \
-        --nproc-per-node "$GPUS_PER_NODE" "${CHECK[@]}") || true
-    grep -q '"ok": true' "$1/check.json"
 }
 
 # The nodes ask whether anybody is left on this host to end the job (node.sh).

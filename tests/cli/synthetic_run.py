@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ PHASES = {
     "reprotect": 0.150,
     "replay": 0.431,
 }
+NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 MEMBER_PHASES = ("close", "adopt", "rebuild", "restore")
 
 
@@ -79,6 +81,10 @@ def events_of(iterations: int, strike: int | None, shift: float, began: float) -
         if iteration == 3:
             values = {"seconds": 0.04, "over": True}
             yield Event(Kind.GATE_WAIT, epoch=1, role=2, iteration=3, data=values, wall_seconds=now)
+    loss = {"loss": (2.5).hex()}
+    yield Event(Kind.EVALUATION, 1, role=6, iteration=iterations, data=loss, wall_seconds=now)
+    sha256 = {"sha256": "a" * 64}
+    yield Event(Kind.STATE_HASH, 1, role=0, iteration=5, data=sha256, wall_seconds=now)
     yield Event(Kind.RUN_ENDED, epoch=1, data={"exit_status": 0}, wall_seconds=now)
 
 
@@ -138,10 +144,6 @@ def recovery_facts(iteration: int) -> dict[str, Any]:
 
 
 def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any]:
-    steps = [
-        {"iteration": i, **step(i, shift if strike is not None and i >= strike else 0.0)}
-        for i in range(1, iterations + 1)
-    ]
     roles = {
         str(role): {
             "sha256": hashlib.sha256(f"{role} {iterations} {shift}".encode()).hexdigest(),
@@ -157,11 +159,7 @@ def final_of(iterations: int, strike: int | None, shift: float) -> dict[str, Any
         "world_size": WORLD_SIZE,
         "iterations": iterations,
         "roles": roles,
-        "steps": steps,
-        "evaluations": [{"iteration": iterations, "loss": (2.5).hex()}],
-        "hashes": {"5": {"0": "a" * 64}},
         "recoveries": recoveries,
-        "durable": [],
     }
 
 
@@ -173,15 +171,27 @@ def write_run(
     shift: float = 0.0,
     change: Callable[[dict[str, Any]], None] = lambda final: None,
 ) -> Path:
-    """Leave in ``directory`` what a finished run leaves; ``change`` edits final.json first."""
+    """Leave in ``directory`` what a finished run leaves; ``change`` edits final.json first, and
+    under the key ``numbers`` -> kind -> iteration the data of the events with numbers.
+    """
     directory.mkdir(parents=True)
     (directory / "run.json").write_text("{}")
-    log = EventLog(directory / "events.jsonl")
-    for event in events_of(iterations, strike, shift, began=1000.0):
-        log.write(event)
-    log.close()
+    events = list(events_of(iterations, strike, shift, began=1000.0))
     final = final_of(iterations, strike, shift)
+    numbers: dict[str, dict[int | None, dict[str, Any]]] = {kind: {} for kind in NUMBERS}
+    for event in events:
+        if event.kind in NUMBERS:
+            numbers[event.kind][event.iteration] = dict(event.data)
+    final["numbers"] = numbers
     change(final)
+    del final["numbers"]
+    log = EventLog(directory / "events.jsonl")
+    for event in events:
+        if event.kind not in NUMBERS:
+            log.write(event)
+        elif event.iteration in numbers[event.kind]:
+            log.write(replace(event, data=numbers[event.kind][event.iteration]))
+    log.close()
     (directory / "final.json").write_text(json.dumps(final))
     return directory
 

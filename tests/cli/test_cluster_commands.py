@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
+from tests.told import read_final
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type
     assert first.wait(PATIENCE_SECONDS) == 0
     assert second.wait(PATIENCE_SECONDS) == 0
     assert not list((far / "journal").iterdir()), "no standby looks into a journal of its own"
-    final = read_json(run.final)
+    final = read_final(run.path)
     assert final["exit_status"] == 0
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 10)
     assert not segment_root(run_id).exists()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from immutables import Map
@@ -14,14 +12,16 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.control import _rpo_line
 from deadpool_megatron.cli.story import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.first_state import first_state
+from deadpool_megatron.cluster.coordinator.first_state import Estate, first_state
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Config, NodeState, State
+from deadpool_megatron.cluster.machine.roster import NodeState
+from deadpool_megatron.cluster.machine.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
@@ -84,45 +84,29 @@ def test_the_next_coordinator_knows_what_was_asked_for(
         record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
         desk.journal.write("epoch", epoch, record.to_dict())
     machine = Machine(Config(4, 0, 1, Settings(), "/dump"), plan)
-    results = SimpleNamespace(last_iteration=0, lost_nodes={})
-    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
-    state = first_state(machine, DirectoryJournal(tmp_path), chronicle, 0.0)
+    state = first_state(machine, DirectoryJournal(tmp_path), Estate(), 0.0)
     assert state.protection.every == (5 if is_kept else 1)
     assert bool(state.protection_why) == is_kept
 
 
-def taken_over(desk: Desk, tmp_path: Path, *, restarted: bool = False) -> State:
+def taken_over(desk: Desk, tmp_path: Path, *, begins_anew: bool = False) -> State:
     """What the next coordinator begins with, after one record."""
     restore = Restore("initial", Generation(0, 0))
     record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
     desk.journal.write("epoch", 1, record.to_dict())
-    config = Config(4, 0, 1, desk.commands._info.settings, "/dump", restarted=restarted)
-    results = SimpleNamespace(last_iteration=0, lost_nodes={})
-    chronicle: Any = SimpleNamespace(newest_durable=lambda: None, results=results)
-    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), chronicle, 0.0)
+    config = Config(4, 0, 1, desk.commands._info.settings, "/dump", begins_anew=begins_anew)
+    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), Estate(), 0.0)
 
 
-def test_an_order_wins_over_what_is_measured_until_mixed_is_ordered(tmp_path: Path) -> None:
-    """In the journal, although a record has the plan already."""
-    desk = Desk(4, Settings(protection="mixed"), tmp_path)
-    assert desk.ask(every=5)["plan"] == "mixed, now buddy; every 5 iterations"
-    assert desk.ask(scheme="buddy")["plan"] == "buddy", "said, though it is what is in force"
-    wishes = [item.mixed for item in desk.fed if isinstance(item, inputs.ProtectionRequested)]
-    assert wishes == [True, False]
-    desk.state = desk.state.changed({"mixed": False, "epoch": 1})
-    assert "by buddy already" in str(desk.ask(scheme="buddy")["error"])
-    assert not taken_over(desk, tmp_path).mixed
-    assert desk.ask(scheme="mixed")["plan"] == "mixed, now buddy"
-    assert taken_over(desk, tmp_path).mixed
-
-
-def test_a_run_that_is_started_again_chooses_again(tmp_path: Path) -> None:
+def test_a_run_that_is_started_again_has_the_protection_of_its_command(tmp_path: Path) -> None:
     """Also its coordinators after the first one."""
-    desk = Desk(4, Settings(protection="mixed"), tmp_path)
+    desk = Desk(4, Settings(), tmp_path)
+    desk.state = desk.state.changed({"epoch": 1})
     assert desk.ask(scheme="parity", group=2)["ok"]
-    assert not taken_over(desk, tmp_path).mixed
-    assert taken_over(desk, tmp_path, restarted=True).mixed
-    assert taken_over(desk, tmp_path).mixed
+    asked = uniform("parity", Settings(), 1, 2)
+    assert taken_over(desk, tmp_path).protection == asked
+    assert taken_over(desk, tmp_path, begins_anew=True).protection == ProtectionPlan()
+    assert taken_over(desk, tmp_path).protection == ProtectionPlan()
 
 
 def test_refused_at_once_with_the_reason(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, start
+from tests.told import read_final
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
 _LIMITS = (
@@ -175,7 +176,7 @@ class Agents:
     def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
         self.wait_for("the result", self.run.final.exists)
-        final = read_json(self.run.final)
+        final = read_final(self.run.path)
         assert final["exit_status"] == 0, final["reason"]
         assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
         for role in range(self.nodes):

@@ -23,6 +23,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256
+from tests.told import read_final
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
@@ -164,9 +165,9 @@ class Run:
         return self.events(kind)[count - 1]
 
     def wait_end(self, status: int = 0) -> dict[str, Any]:
-        """Until the launcher has ended, with this status; answers final.json."""
+        """Until the launcher has ended, with this status; answers what it told."""
         assert self.launcher.wait(PATIENCE_SECONDS) == status, self.output.read_text()
-        return read_json(self.run.final)
+        return read_final(self.run.path)
 
     def listing(self, node: int) -> dict[str, Any]:
         """The processes of a node."""

@@ -19,6 +19,7 @@ from deadpool_megatron.events import Event, Kind
 from tests.cluster.agents import Agents
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
+from tests.told import read_final
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")
@@ -138,7 +139,7 @@ def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> Non
         agents.wait_iteration(5)
         agents.power_off(1 if agents.term().node == 0 else 0)
         agents.wait_for("the end", agents.run.final.exists)
-        final = read_json(agents.run.final)
+        final = read_final(agents.run.path)
         assert final["exit_status"] == 1
         assert "wrote what they held" in final["reason"]
         for agent in agents.agents.values():
@@ -150,7 +151,7 @@ def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> Non
         )
         assert resumed.returncode == 0, resumed.stdout + resumed.stderr
         assert "goes on from generation 1:" in resumed.stdout
-        new = read_json(tmp_path / "new" / "final.json")
+        new = read_final(tmp_path / "new")
         for role in range(2):
             expected = expected_sha256(role, final["iterations"] + 5)
             assert new["roles"][str(role)]["sha256"] == expected

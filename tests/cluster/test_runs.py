@@ -77,7 +77,7 @@ def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
         final = run.finish()
         assert "coordinator: " in run.output.read_text()
         assert len(list(run.run.journal.glob("epoch-*"))) == 1
-    assert len(run.events(Kind.EPOCH_OPENED)) == 1
+    assert {event.epoch for event in run.events(Kind.EPOCH_OPENED)} == {1}
     assert final["recoveries"] == []
 
 

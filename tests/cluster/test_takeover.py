@@ -14,6 +14,7 @@ from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
+from tests.told import read_final
 from tests.wire import certificates
 
 pytestmark = pytest.mark.slow
@@ -52,7 +53,7 @@ def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) 
         deadpool("stop", "--dump", "--within", "60", str(run.run.path))
         run.wait_term(2)
         run.wait_for("the result", run.run.final.exists)
-    final = read_json(run.run.final)
+    final = read_final(run.run.path)
     assert final["exit_status"] == 75, final["reason"]
     assert final["reason"].startswith("stopped by 'deadpool stop --dump'; state dumped to")
     (dumped,) = run.events(Kind.DUMPED)

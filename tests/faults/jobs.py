@@ -32,6 +32,7 @@ from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests import forks
 from tests.megatron_lm.checkout import checkout
+from tests.told import read_final
 
 JOB_SECONDS = 240.0
 
@@ -188,7 +189,7 @@ def run_program(
         directory=directory,
         status=process.wait(),
         output=output,
-        final=json.loads(final.read_text()) if final.exists() else {},
+        final=read_final(directory) if final.exists() else {},
         events=list(read_events(log)) if log.exists() else [],
         fired=failpoints.fired(plan),
     )

@@ -24,6 +24,7 @@ from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.netns.hosts import Host, Hosts
+from tests.told import read_final
 
 COUNTING_MEMBER = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
 _ROOT = Path(__file__).parents[2]
@@ -237,7 +238,7 @@ class Cluster:
         while left := self._left():
             assert time.monotonic() < limit, f"the run is over, but there is left: {left}"
             time.sleep(0.1)
-        return read_json(self.run.final)
+        return read_final(self.run.path)
 
     def _left(self) -> list[str]:
         """What is there on the hosts besides the two processes that make a host."""

@@ -1,85 +1,162 @@
-"""Agents after a check: they take its node ids, and do not start where it has left them out."""
+"""Nodes that join with their facts, as real processes: who is left out, and what is said of it."""
 
 from __future__ import annotations
 
-import socket
+import json
+import re
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deadpool_megatron import cli
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cli import check_table
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
+from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
-from tests.preflight.nodes import Check
 
-COMMAND = ("--", MEMBER, "--iterations", "10")
-SIZE = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
+OTHER = {"versions": {"torch": "another one"}}
 
 
-@pytest.fixture
-def agents() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Whatever a test puts in here is ended with it."""
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for agent in started:
-        agent.kill()
-        agent.wait()
+class Nodes:
+    """Agents with made-up facts. A context manager: nothing outlives it."""
 
+    def __init__(self, directory: Path, *options: str, nodes: int = 2, spares: int = 1) -> None:
+        self.run = RunDirectory(directory / "run")
+        self.agents: dict[int, subprocess.Popen[str]] = {}
+        self._options, self._size = options, (nodes, spares)
 
-def start_agent(run: RunDirectory, node: int) -> subprocess.Popen[bytes]:
-    place = ("--run-dir", str(run.path), "--node-id", str(node))
-    with open(run.path.with_name(f"agent-{node}.out"), "wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "deadpool_megatron", "agent", *place, *SIZE, *FAST, *COMMAND],
+    def __enter__(self) -> Nodes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.communicate()
+
+    def start(self, node: int, facts: dict[str, Any] | None = None) -> None:
+        named = {"hostname": f"host{node}", **(facts or {})}
+        place = ("--run-dir", str(self.run.path), "--node-id", str(node))
+        nodes, spares = map(str, self._size)
+        size = ("--nodes", nodes, "--spares", spares, "--nproc-per-node", "1", "--preload", "")
+        program = (sys.executable, "-m", "tests.preflight.made_up_agent", json.dumps(named))
+        self.agents[node] = subprocess.Popen(
+            [*program, "agent", *place, *size, *FAST, *self._options],
             env=environment(),
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             start_new_session=True,
         )
 
+    def end_of(self, node: int) -> tuple[int, str, str]:
+        """Status, output and errors of an agent, once it has ended."""
+        output, errors = self.agents[node].communicate(timeout=PATIENCE_SECONDS)
+        return self.agents[node].returncode, output, errors
+
 
 @pytest.mark.slow
-def test_a_run_on_the_good_nodes(agents: list[subprocess.Popen[bytes]], tmp_path: Path) -> None:
-    here = {"hostname": socket.gethostname()}
-    made_up = {node: {"facts": here} for node in range(3)}
-    made_up[0] = {"facts": {**here, "versions": {"torch": "another one"}}}
-    with Check(tmp_path, spares=1, made_up=made_up) as check:
-        check.start(0, 1, 2)
-        check.end()
-        assert check.ids() == [None, 0, 1]
-    run = RunDirectory(check.directory)
-
-    left_out = deadpool("agent", "--run-dir", str(run.path), "--node-id", "0", *SIZE, *COMMAND)
-    assert left_out.returncode == 2
-    assert left_out.stderr.startswith("deadpool agent: deadpool check has left this node out: ")
-    assert "torch is another one" in left_out.stderr
-    assert len(left_out.stderr.splitlines()) == 1
-    assert not (run.path / "run.json").exists()
-
-    agents += [start_agent(run, 1), start_agent(run, 2)]
-    for node, agent in enumerate(agents):
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while run.node_listings().get(node, {}).get("agent") != agent.pid:
-            assert agent.poll() is None, f"agent of node {node} ended too soon"
-            assert time.monotonic() < limit, f"node {node} was not started by its agent"
-            time.sleep(0.01)
-    assert [agent.wait(PATIENCE_SECONDS) for agent in agents] == [0, 0]
-    assert read_json(run.final)["roles"]["1"]["sha256"] == expected_sha256(1, 10)
+def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
+    with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
+        nodes.start(0, OTHER)
+        nodes.start(1)
+        nodes.start(2)
+        status, _, errors = nodes.end_of(0)
+        assert status == 69
+        (line,) = [line for line in errors.splitlines() if "ends: " in line]
+        assert "left out: " in line
+        assert "torch is another one" in line
+        assert [nodes.end_of(node)[0] for node in (1, 2)] == [0, 0]
+    run = nodes.run
+    assert read_json(run.final)["roles"]["0"]["sha256"] == expected_sha256(0, 10)
+    (judged,) = [e for e in read_events(run.events) if e.kind is Kind.NODE_JUDGED]
+    assert (judged.node, judged.data["standing"]) == (0, "left out")
+    assert not segment_root(run.read_run().run_id).exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"nodes": [{}]}', '{"nodes": 5}'])
-def test_a_damaged_verdict_is_not_guessed_at(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+def test_only_a_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "check.json").write_text(text)
-    agent = ["agent", "--run-dir", str(tmp_path), "--node-id", "0", *SIZE, *COMMAND]
-    assert cli.main(agent) == 2
-    said = capsys.readouterr().err
-    assert f"{tmp_path / 'check.json'} is damaged: " in said
-    assert len(said.splitlines()) == 1
+    with Nodes(tmp_path, "--check-only", "--json") as nodes:
+        for node, facts in enumerate(({}, {}, OTHER)):
+            nodes.start(node, facts)
+        ended = [nodes.end_of(node) for node in range(3)]
+    assert {status for status, _, _ in ended} == {0}
+    (said,) = [output for _, output, _ in ended if output]
+    found = json.loads(said)
+    assert [entry["standing"] for entry in found["nodes"]] == ["good", "good", "left out"]
+    assert not segment_root(nodes.run.read_run().run_id).exists()
+    assert not list((nodes.run.path / "logs").glob("*slot*")), "no member was started"
+
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    check_table.show(found["nodes"], found["reason"], 2)
+    lines = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert lines[0].split()[:3] == ["node", "host", "rack"]
+    assert lines[1].split()[:2] == ["0", "host0"]
+    assert lines[-1] == "ok: 2 nodes to train on, 0 spares, 1 left out"
+
+    again = deadpool("agent", "--run-dir", str(nodes.run.path), "--node-id", "0", "--check-only")
+    assert again.returncode == 2
+    assert "is over" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_check_of_links_that_finds_too_few_good_nodes(tmp_path: Path) -> None:
+    options = ("--check-only", "--deadpool-check", "links")
+    with Nodes(tmp_path, *options, nodes=3, spares=0) as nodes:
+        nodes.start(0)
+        nodes.start(1)
+        nodes.start(2, {"open_files": 256})
+        ended = [nodes.end_of(node) for node in range(3)]
+    assert {status for status, _, _ in ended} == {1}
+    (said,) = [output for _, output, _ in ended if output]
+    assert "node 2: weak: only 256 open files" in said
+    assert "not enough nodes: " in said.splitlines()[-1]
+    for event in read_events(nodes.run.events):
+        if event.kind is Kind.NODE_JUDGED:
+            assert event.data["received"] > 0
+            assert event.data["round_trip_seconds"] > 0
+
+
+def test_what_a_check_cannot_be(tmp_path: Path) -> None:
+    place = ("--run-dir", str(tmp_path / "run"))
+    late = deadpool("agent", *place, "--attach", "--check-only")
+    assert late.returncode == 2
+    assert "--check-only is for all nodes at once" in late.stderr
+    sizeless = deadpool("agent", *place, "--node-id", "0", "--check-only")
+    assert sizeless.returncode == 2
+    assert len(sizeless.stderr.splitlines()) == 1
+
+
+def entry(node: int, standing: str, *reasons: str) -> dict[str, Any]:
+    facts = {"hostname": f"host{node}", "gpus": 8, "shm_free_bytes": 10**12, "memory_bytes": 10**12}
+    links = {"sent": 1e9, "received": 3e8, "round_trip_seconds": 1e-4, "clock_seconds": 0.001}
+    found = {"node": node, "standing": standing, "reasons": list(reasons), "domain": "rack0"}
+    return {**found, "facts": facts, **links}
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    nodes: list[dict[str, Any]] = [entry(0, "good"), entry(1, "weak", "its link carries little")]
+    nodes.append({"node": 2, "standing": "left out", "reasons": ["did not come"], "facts": None})
+    check_table.show(nodes, "", 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].split() == (
+        "0 host0 rack0 8 1.0 TB 1.0 TB +0.0 ms 1.0 GB 300.0 MB 0.10 ms good".split()  # noqa: SIM905
+    )
+    assert lines[-3:] == [
+        "node 1: weak: its link carries little",
+        "node 2: left out: did not come",
+        "ok: 1 node to train on, 1 spare, 1 left out",
+    ]
+    check_table.show(nodes, "not enough nodes: 1 are good, --nodes is 2", 2)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "not enough nodes: 1 are good, --nodes is 2: mend what is named above, or take others"
+        " (sbatch --exclude=host1)"
+    )

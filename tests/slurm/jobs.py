@@ -14,6 +14,7 @@ from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER
 from tests.slurm.cluster import Cluster
+from tests.told import read_final
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # The counting member needs no torch: nothing is preloaded, a run starts in a second. Five nodes
@@ -57,9 +58,9 @@ class Job:
             raise AssertionError(f"{error}\n{self.story()}") from error
 
     def wait_over(self) -> dict[str, Any]:
-        """Until the run has its verdict; answers ``final.json``."""
+        """Until the run has its verdict; answers what it told."""
         self.wait_for("the end of the run", self.run.final.exists)
-        return read_json(self.run.final)
+        return read_final(self.run.path)
 
     def wait_end(self, *states: str) -> dict[str, str]:
         """Until the job is in this state; answers what Slurm says of it."""

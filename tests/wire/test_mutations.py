@@ -101,7 +101,8 @@ def _go_mad(address: tuple[str, int], secret: bytes, run_id: str, random_: rando
                 framing.send(connection, {"n": number, **message})
             except OSError:
                 return  # it has had enough of us
-        framing.send(connection, {"t": "beat", "members": [], "vault": {}, "b": float("nan")})
+        sent = {"b": float("nan"), "o": 0}
+        framing.send(connection, {"t": "beat", "members": [], "vault": {}, **sent})
         _drain(connection)
 
 

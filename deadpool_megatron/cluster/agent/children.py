@@ -46,6 +46,5 @@ def start_child(
                 **environment,
             },
         )
-    # Reaped by its pid: this object must not try to as well.
-    process.returncode = 0
+    process.returncode = 0  # reaped by its pid: this object must not try to as well
     return ChildWatch(process.pid, on_end)

@@ -141,8 +141,12 @@ class Member:
         self._reports = reports
         started = starter.start(spec)
         self.pid = started.pid
+        try:
+            self._watch = ChildWatch(started.pid, self._ended)
+        except OSError:
+            started.connection.close()
+            raise
         self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
-        self._watch = ChildWatch(started.pid, self._ended)
         self._freeze = FreezeDetector(started.pid, settings.freeze_seconds, self.started_at)
 
     @property
@@ -231,7 +235,7 @@ class Members:
     def start(self, slot: int, incarnation: int, environment: Mapping[str, str]) -> None:
         """Start a member unless this incarnation or a newer one was started before.
 
-        Raises StartError.
+        Raises StartError, and OSError when it may be tried again.
         """
         if incarnation <= self.incarnations.get(slot, -1):
             return  # an order repeated by a restarted coordinator
@@ -239,13 +243,16 @@ class Members:
         if old is not None:
             # A stopped predecessor that woke up would write into its successor's slots.
             raise RuntimeError(f"slot {slot} still has process {old.pid}")
-        self.incarnations[slot] = incarnation
         spec = self._make_spec(slot, incarnation, environment)
         self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports)
+        self.incarnations[slot] = incarnation
 
     def prepare(self, slot: int) -> None:
-        """Get ready for a replacement in this slot; see Starter.prepare."""
-        self._starter.prepare(slot)
+        """Get ready for a replacement in this slot, if possible; see Starter.prepare."""
+        try:
+            self._starter.prepare(slot)
+        except OSError as error:
+            print(f"nothing is prepared for slot {slot}: {error}", file=sys.stderr)
 
     def remove(self, member: Member) -> None:
         """Forget an ended member."""

@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     member_log_name,
 )
+from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 
 
@@ -28,7 +29,8 @@ class AgentOptions:
     reaches end of file when the launcher is gone, which ends the node, and a byte of it has the
     standby started, which elsewhere is from the beginning. No network can come between this node
     and the others then, and what it holds goes with it. ``keeps_slots``: another agent comes after
-    this one when it is fenced, and takes up what it had.
+    this one when it is fenced, and takes up what it had. ``facts``: of the host,
+    read before the agent starts; None where nobody asks for them.
     """
 
     node: int
@@ -43,6 +45,7 @@ class AgentOptions:
     standby: tuple[str, ...] = ()
     launcher_fd: int | None = None
     keeps_slots: bool = False
+    facts: HostFacts | None = None
 
     @property
     def segments(self) -> Path:

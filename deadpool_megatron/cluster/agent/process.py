@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 import time
+from dataclasses import replace
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import slots
+from deadpool_megatron.preflight import host
 
 
 def run_agent(options: AgentOptions) -> int:
@@ -32,6 +34,9 @@ def run_agent(options: AgentOptions) -> int:
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
     found = slots.found_slots(options.node, options.segments)
+    # Before the loop: nvidia-smi may take long.
+    if options.info.settings.check != "off":
+        options = replace(options, facts=host.read_facts(options.host))
     code = asyncio.run(Agent(options, found).run())
     os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)

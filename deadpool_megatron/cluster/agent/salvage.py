@@ -14,8 +14,8 @@ from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
-from deadpool_megatron.layout.decision import is_kept, keep_line
-from deadpool_megatron.layout.records import EpochRecord, without_details
+from deadpool_megatron.layout.decision import is_kept
+from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.vault.dumping import dump_held
 from deadpool_megatron.vault.state import VaultState
 
@@ -23,11 +23,8 @@ from deadpool_megatron.vault.state import VaultState
 def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
     """Lineage -> last iteration that the run did not abandon. Raises JournalError."""
     journal = open_journal(info.settings, info.run_id, run.journal)
-    kept: dict[int, int] = {}
-    for _, values in sorted(journal.entries("epoch").items()):
-        record = EpochRecord.from_dict(without_details(values))
-        kept = keep_line(kept, record.restore, record.epoch)
-    return kept
+    newest = journal.newest("epoch")
+    return {} if newest is None else EpochRecord.from_dict(newest[1]).history.kept
 
 
 def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:

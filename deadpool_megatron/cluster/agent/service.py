@@ -12,7 +12,6 @@ roles are about to be given away.
 from __future__ import annotations
 
 import asyncio
-import random
 import secrets
 import signal
 import socket
@@ -23,16 +22,19 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
     ExecStarter,
     ForkStarter,
@@ -48,6 +50,8 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 
 EXIT_FENCED = 69
+# Of an agent whose host is not fit for the run: to come again would not help.
+EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
 # Events that results are made of; a coordinator drops those that it has already.
 _NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
@@ -103,6 +107,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._link.send, self._seat_of)
         self._vault = VaultKeeper(
             self._node,
@@ -113,6 +118,7 @@ class Agent:
             report=self._link.send,
             listing_changed=self._write_listing,
         )
+        self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
         self._exports = NodeExports(*place, self._vault, self._link.send)
         loop = asyncio.get_running_loop()
@@ -120,7 +126,7 @@ class Agent:
         try:
             if self._standby is not None:
                 self._standby.begin(self._options.launcher_fd, self._launcher_gone)
-            self._vault.start()
+            await self._vault.start()
             self._write_listing()
             # Shielded: the last reports are acknowledged while everything else winds down.
             self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
@@ -128,10 +134,14 @@ class Agent:
                 asyncio.shield(self._serving),
                 self._vault.supervise(),
                 self._work(),
+                self._examiner.run(),
                 self._tick(),
                 self._stopping.wait(),
             )
         except (CoordinatorLost, AuthenticationError) as error:
+            self._fence(str(error), keep=True)
+        except VaultGivenUp as error:
+            self._link.send({"t": "given-up", "why": str(error)})
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
@@ -157,6 +167,7 @@ class Agent:
             "closed": self._closed,
             "restored": self._members.restored(),
             "found": pack_inventory(self._found) if self._found and not self._record else None,
+            "facts": self._examiner.told(),
         }
 
     def _on_order(self, message: Mapping[str, Any]) -> None:
@@ -173,6 +184,8 @@ class Agent:
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
             self._kill(message)
+        elif kind == "probe":
+            self._examiner.probe(message)
         elif str(kind).startswith("export-"):
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
@@ -180,14 +193,16 @@ class Agent:
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
-            self._fence(f"refused by the coordinator: {message.get('why')}")
+            code = EXIT_LEFT_OUT if message.get("left_out") else EXIT_FENCED
+            self._fence(f"refused by the coordinator: {message.get('why')}", code=code)
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
         boot = str(message["boot"])
         if boot != self._boot:
             # What was said before the first one is kept by the link until it is acknowledged.
             if self._boot:
-                self._repeat_within(float(message.get("repeat_seconds", 0.0)))
+                within = float(message.get("repeat_seconds", 0.0))
+                self._reporter.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
         told = message.get("record")
@@ -198,16 +213,6 @@ class Agent:
             record = self._records.take(told)
             if record.epoch > closed:
                 self._orders.put_nowait(self._adopt(record))
-
-    def _repeat_within(self, seconds: float) -> None:
-        """Tell a new coordinator what the members have said; all agents at once may be too many."""
-        if seconds:
-            moment = random.uniform(0, seconds)
-            asyncio.get_running_loop().call_later(moment, self._repeat_within, 0.0)
-            return
-        for member in self._members.by_slot.values():
-            for said in member.said_since(self._closed):
-                self._report(member, said)
 
     async def _work(self) -> None:
         """Orders one after the other: a close never overtakes the record it closes."""
@@ -229,9 +234,10 @@ class Agent:
             if text in provisional:
                 extra["DEADPOOL_PROVISIONAL_ROLE"] = str(provisional[text])
             try:
-                self._members.start(slot, int(incarnation), extra)
-            except StartError as error:
-                self._report_lost(slot, int(incarnation), {"exit_code": 1}, str(error))
+                start = partial(self._members.start, slot, int(incarnation), extra)
+                await patiently(start, self._settings.close_seconds / 2)
+            except (StartError, OSError) as error:
+                self._reporter.lost(slot, int(incarnation), {"exit_code": 1}, str(error))
         self._write_listing()
 
     def _order_close(self, epoch: int, cause: str) -> None:
@@ -319,13 +325,11 @@ class Agent:
             event = {"node": self._node, **message["event"]}
             self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
             return
-        self._report(member, message)
+        self._reporter.said(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        how = {"cause": f"{self._name(member)} is frozen", "silent_seconds": silent_seconds}
-        self._link.send({"t": "member-suspected", **seat, **how})
+        self._reporter.frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
 
     def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
@@ -336,9 +340,6 @@ class Agent:
         role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
         return self._record.epoch, self._node, role
 
-    def _name(self, member: Member) -> str:
-        return f"member {self._node}.{member.slot}.{member.incarnation}"
-
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
@@ -348,16 +349,8 @@ class Agent:
             how = {"signal": ending.signal_name}
         if self._ending is None:
             how["ordered"] = ordered
-            self._report_lost(member.slot, member.incarnation, how, cause)
+            self._reporter.lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
-
-    def _report(self, member: Member, message: Mapping[str, Any]) -> None:
-        seat = {"slot": member.slot, "incarnation": member.incarnation}
-        self._link.send({"t": "member", **seat, "m": message})
-
-    def _report_lost(self, slot: int, incarnation: int, how: Mapping[str, Any], cause: str) -> None:
-        seat = {"slot": slot, "incarnation": incarnation}
-        self._link.send({"t": "member-lost", **seat, **how, "cause": cause})
 
     async def _tick(self) -> None:
         while True:
@@ -410,10 +403,11 @@ class Agent:
         self._link.supersede("the launcher is gone")  # else the run would end for want of nodes
         self._fence("the launcher is gone", keep=True)
 
-    def _fence(self, why: str, *, keep: bool = False) -> None:
+    def _fence(self, why: str, *, keep: bool = False, code: int = EXIT_FENCED) -> None:
         """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
-        print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        self._exit_code = EXIT_FENCED
+        if not self._exit_code:
+            print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
+            self._exit_code = code
         if self._ending is None:
             for member in self._members.by_slot.values():
                 member.kill(why)

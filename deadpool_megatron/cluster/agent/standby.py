@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 
 _RESTART_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
 _LINE_BYTES = 1 << 16
 
 
@@ -56,6 +57,7 @@ class StandbyKeeper:
         self._contact = False
         self._was_in_touch = False
         self._closing = False
+        self._pause = _RESTART_SECONDS
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -80,12 +82,34 @@ class StandbyKeeper:
         loop.add_reader(launcher_fd, said)
 
     def start(self) -> None:
-        """Start a standby that watches."""
+        """Start a standby that watches, now or as soon as that is possible."""
         if self._closing:
             return
-        orders, self._orders = os.pipe()
-        self._reports, reports = os.pipe()
+        pipes: list[int] = []
+        try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            self._watcher = self._start(orders=pipes[0], reports=pipes[3])
+        except OSError as error:
+            for handle in pipes:
+                os.close(handle)
+            print(f"no standby for now: {error}", file=sys.stderr, flush=True)
+            asyncio.get_running_loop().call_later(self._pause, self.start)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+            return
+        self._pause = _RESTART_SECONDS
+        orders, self._orders, self._reports, reports = pipes
+        os.close(orders)
+        os.close(reports)
         os.set_blocking(self._reports, False)
+        self._unread = b""
+        asyncio.get_running_loop().add_reader(self._reports, self._readable)
+        if self._was_in_touch:  # a takeover, also for one that has only just been started
+            self._tell("found")
+            if not self._contact:
+                self._tell("lost")
+
+    def _start(self, orders: int, reports: int) -> ChildWatch:
         parent = os.getpid()
         process = subprocess.Popen(
             [sys.executable, *self._command, "--report-fd", str(reports)],
@@ -97,16 +121,8 @@ class StandbyKeeper:
             preexec_fn=lambda: posix.die_with_parent(parent),
             process_group=0,
         )
-        os.close(orders)
-        os.close(reports)
-        self._unread = b""
-        self._watcher = ChildWatch(process.pid, self._ended)
         process.returncode = 0  # reaped by its pid: this object must not try to as well
-        asyncio.get_running_loop().add_reader(self._reports, self._readable)
-        if self._was_in_touch:  # a takeover, also for one that has only just been started
-            self._tell("found")
-            if not self._contact:
-                self._tell("lost")
+        return ChildWatch(process.pid, self._ended)
 
     def contact(self, there_is: bool) -> None:
         """Whether the coordinator answers this agent; a standby looks more often while not."""

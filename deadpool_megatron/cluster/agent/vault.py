@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.agent.children import start_child
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.probing import Peer
 from deadpool_megatron.vault.rooms import usable_bytes
 from deadpool_megatron.vault.taking import Taken
 
@@ -31,14 +34,24 @@ _STATUS_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
+_SHORTAGE_SECONDS = 5.0
+# In a row, in about ten seconds; a vault that came up once counts anew.
+_MOST_FAILED_STARTS = 8
 _BACKLOG = 512
 # Of every role in every iteration.
 _ROUTINE = (Kind.SEALED, Kind.COMMITTED)
 _ERRORS = (VaultError, OSError, TimeoutError)
 
 
+class VaultGivenUp(Exception):
+    """This node has no vault any more, and will not get one; the text says why."""
+
+
 class VaultKeeper:
-    """One vault process after the other. ``report`` sends a frame to the coordinator."""
+    """One vault process after the other. ``report`` sends a frame to the coordinator.
+
+    Whatever waits for the vault raises VaultGivenUp when the node cannot go on without one.
+    """
 
     def __init__(
         self,
@@ -90,13 +103,19 @@ class VaultKeeper:
         assert self._watch is not None
         return self._watch.pid
 
-    def start(self) -> None:
-        """Start the first vault."""
+    async def start(self) -> None:
+        """Start the first vault, or the next one. Raises VaultGivenUp."""
+        try:
+            self._watch = await patiently(self._start, _SHORTAGE_SECONDS)
+        except OSError as error:
+            raise VaultGivenUp(f"no vault can be started: {error}") from error
+
+    def _start(self) -> ChildWatch:
         log = self._run.log(f"node{self._node}-vault")
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
-        self._watch = start_child(
+        return start_child(
             ["deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
             self._run,
             self._info.run_id,
@@ -107,7 +126,10 @@ class VaultKeeper:
         )
 
     async def supervise(self) -> None:
-        """Connect to each vault, bring it up to date, watch it, start the next one; for ever."""
+        """Connect to each vault, bring it up to date, watch it, start the next one; for ever.
+        Raises VaultGivenUp.
+        """
+        failed = 0
         while True:
             watch = self._watch
             assert watch is not None
@@ -115,9 +137,14 @@ class VaultKeeper:
             try:
                 await self._bring_up()
             except _ERRORS as error:
+                failed += 1
                 self._log(f"vault of node {self._node} does not come up: {error}")
-                watch.kill()
+                if failed == _MOST_FAILED_STARTS:
+                    why = f"its vault does not come up, {failed} times in a row: {error}"
+                    raise VaultGivenUp(why) from error
+                await self._reap(watch, "it does not come up")
             else:
+                failed = 0
                 self._ready.set()
             await self._follow(watch)
             self._ready.clear()
@@ -128,7 +155,7 @@ class VaultKeeper:
                 self._pause = _FIRST_PAUSE_SECONDS
             await asyncio.sleep(self._pause)
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
-            self.start()
+            await self.start()
             self._listing_changed()
 
     async def close_epoch(self, epoch: int) -> None:
@@ -180,6 +207,13 @@ class VaultKeeper:
         control = await self._connected()
         return await control.take(name, iteration, deadline_seconds)
 
+    async def probe(
+        self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
+    ) -> list[dict[str, Any]]:
+        """Measure links. Raises OSError, TimeoutError or VaultError."""
+        control = await self._connected()
+        return await control.probe(peers, deadline_seconds, bulk=bulk)
+
     async def shut_down(self, remove: bool) -> None:
         """End the vault, in order if its slots are to stay, and close the sockets."""
         self._shutting_down = True
@@ -191,8 +225,10 @@ class VaultKeeper:
                 await self._control.shutdown(remove, _SHUTDOWN_SECONDS)
                 await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
             except _ERRORS:
-                watch.kill()
-                await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+                try:
+                    await self._reap(watch, "its agent ends")
+                except VaultGivenUp as error:
+                    print(f"node {self._node}: {error}", file=sys.stderr, flush=True)
         if self._control is not None:
             await self._control.close()
         self._tcp.close()
@@ -249,8 +285,20 @@ class VaultKeeper:
             return
         self._log(f"vault of node {self._node} is killed: {why}")
         self._ready.clear()
+        await self._reap(watch, why)
+
+    async def _reap(self, watch: ChildWatch, why: str) -> None:
+        """Kill a vault and wait for its end. Raises VaultGivenUp: the kernel does not let it go,
+        and another one on the same slots must not be started.
+        """
         watch.kill()
-        await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+        try:
+            await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+        except TimeoutError as error:
+            raise VaultGivenUp(
+                f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
+                f" {_SHUTDOWN_SECONDS:g} s"
+            ) from error
 
     def _ended(self, ending: Ending) -> None:
         self._ready.clear()

@@ -10,11 +10,9 @@ from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.journal import wanted
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.machine import inputs, plans
-from deadpool_megatron.cluster.machine.plan_facts import memory_refusal
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.layout import schemes
 
-_MIXED = "mixed"
 _KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "protect")
 
 
@@ -81,40 +79,33 @@ class Commands:
         return {"ok": True}
 
     def _protect(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is.
-
-        A scheme that was asked for stays, whatever is measured, until ``mixed`` is asked for.
-        """
+        """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
         state, settings = self._state(), self._info.settings
-        plan, mixed = state.protection, state.mixed
+        plan = state.protection
         if message.get("scheme") is not None:
-            mixed = message["scheme"] == _MIXED
-        if message.get("scheme") not in (None, _MIXED):
             group = int(message.get("group") or settings.parity_group)
             plan = schemes.uniform(str(message["scheme"]), settings, plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        if mixed:
-            words = f"{_MIXED}, now {words}"
         why = plans.refusal(plan, len(state.nodes), settings, state.protection)
-        why = why or memory_refusal(plan, state, settings)
+        why = why or plans.memory_refusal(plan, state, settings)
         if why:
             return {"ok": False, "error": f"{words} cannot be: {why}"}
-        if plan == state.protection and mixed == state.mixed:
+        if plan == state.protection:
             return {"ok": False, "error": f"the run is protected by {words} already"}
         try:
-            wanted.note(self._journal, plan, state.epoch, mixed=mixed)
+            wanted.note(self._journal, plan, state.epoch)
         except JournalError as error:
             return {"ok": False, "error": str(error)}
-        self._feed(inputs.ProtectionRequested(plan, wanted.WHY, mixed))
+        self._feed(inputs.ProtectionRequested(plan, wanted.WHY))
         return {"ok": True, "plan": words}
 
     def _attach(self, hostname: str) -> dict[str, Any]:
         """A number that no node of the run has had, nor will have."""
         state = self._state()
         try:
-            known = {*state.nodes, *state.gone, *self._journal.entries("node")}
+            known = {*state.nodes, *state.gone, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
             while True:
                 number += 1

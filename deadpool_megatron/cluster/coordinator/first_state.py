@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
-from immutables import Map
-
-from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
-from deadpool_megatron.cluster.journal import wanted
-from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.cluster.journal import gone, wanted
+from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import State
-from deadpool_megatron.layout.records import EpochRecord, without_details
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.layout.records import EpochRecord, Restore
 
 
-def first_state(machine: Machine, journal: Journal, chronicle: Chronicle, now: float) -> State:
-    """``now``: monotonic seconds. Raises JournalError for a journal that does not work."""
-    records = journal.entries("epoch")
-    if not records:
+@dataclass(frozen=True)
+class Estate:
+    """What a coordinator inherits, as far as it was read before its term was claimed: the newest
+    record, and the checkpoint that was made valid last.
+    """
+
+    record: EpochRecord | None = None
+    durable: Restore | None = None
+
+
+def look_up(run: RunDirectory, journal: Journal, known: EpochRecord | None = None) -> Estate:
+    """Read it; ``known``: a record that was read before. May take as long as it takes: the term is
+    not claimed yet. Raises JournalError, or OSError.
+    """
+    try:
+        return Estate(newest_record(journal, known), _newest_durable(run))
+    except ValueError as error:
+        raise JournalError(f"{run.latest} is damaged: {error}") from error
+
+
+def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRecord | None:
+    """The newest record, read only if it is another one than ``known``. Raises JournalError."""
+    numbers = journal.numbers("epoch")
+    if not numbers or (known is not None and known.epoch == numbers[-1]):
+        return known
+    return EpochRecord.from_dict(journal.read("epoch", numbers[-1]))
+
+
+def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) -> State:
+    """``now``: monotonic seconds. The term is claimed: no record is written any more but by a
+    coordinator that had begun before, whose record is found here. What is read takes the same time
+    however old the run is. Raises JournalError for a journal that does not work.
+    """
+    record = newest_record(journal, estate.record)
+    if record is None:
         return machine.start(now)
-    newest_epoch = max(records)
-    kept = [
-        EpochRecord.from_dict(values if epoch == newest_epoch else without_details(values))
-        for epoch, values in sorted(records.items())
-    ]
-    asked = wanted.newest(journal, newest_epoch)
-    if machine.begins_anew and asked != wanted.Wanted():
-        wanted.note(journal, None, newest_epoch)  # also for the coordinators after this one
-    durable = chronicle.newest_durable()
-    state = machine.resume(kept, durable, now, asked.plan, mixed=asked.mixed)
-    newest = max(state.newest, chronicle.results.last_iteration)
-    # Nobody waits for a node that was given up before.
-    return replace(state, newest=newest, gone=Map(chronicle.results.lost_nodes))
+    asked = wanted.newest(journal, record.epoch)
+    if machine.begins_anew and asked is not None:
+        wanted.note(journal, None, record.epoch)  # also for the coordinators after this one
+    lost = gone.since(journal, record)
+    return machine.resume(record, estate.durable, now, asked, gone=lost)
+
+
+def _newest_durable(run: RunDirectory) -> Restore | None:
+    if not run.latest.exists():
+        return None
+    found = Restore.from_dict(read_json(run.latest))
+    # A run that ended before its first iteration says so; that is nothing to fall back to.
+    return None if found.kind == "initial" else found

@@ -73,8 +73,7 @@ class Looks:
             events.append(slow_event(epoch, verdict))
             if self._slow_nodes.is_to_leave(verdict, state):
                 found.append(inputs.DrainRequested(verdict.node))
-        told, wanted = self._protection.look(state)
-        return events + told, found + wanted
+        return events, found + self._protection.look(state)
 
     def note(self, event: Event) -> None:
         """Take what an event says about the pace of training and its protection."""

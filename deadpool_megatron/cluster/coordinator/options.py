@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from deadpool_megatron.cluster.coordinator.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.state import Config
@@ -17,8 +18,9 @@ from deadpool_megatron.layout.records import Generation, Restore
 class CoordinatorOptions:
     """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
     ``term`` was claimed by the caller, who gives up its journal to the coordinator.
-    ``restarted``: all processes of the run had ended before; ``begins_anew``: with the command
-    and settings of a new start, in which nothing has been decided yet.
+    ``estate``: what was read before that. ``restarted``: all processes of the run had ended before;
+    ``begins_anew``: with the command and settings of a new start, in which nothing has been decided
+    yet.
     """
 
     run: RunDirectory
@@ -29,6 +31,7 @@ class CoordinatorOptions:
     planner: Planner
     term: Term
     journal: Journal
+    estate: Estate
     restarted: bool = False
     begins_anew: bool = False
 
@@ -48,4 +51,5 @@ def machine_config(options: CoordinatorOptions) -> Config:
         start=start,
         restarted=options.restarted,
         begins_anew=options.begins_anew,
+        check_only=info.check_only,
     )

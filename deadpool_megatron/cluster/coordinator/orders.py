@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from deadpool_megatron.layout.records import EpochRecord
 Order = (
     actions.Announce
     | actions.DropNode
+    | actions.Probe
     | actions.StartMembers
     | actions.KillMember
     | actions.CloseEpoch
@@ -27,23 +27,26 @@ Order = (
 
 
 class Orders:
-    """Sends; keeps no state but which record each agent has. Used from the coordinator's loop."""
+    """Keeps no state but which record each agent has. Used from the coordinator's loop."""
 
     def __init__(self, options: CoordinatorOptions, peers: Peers) -> None:
         self._options = options
         self._peers = peers
-        # By it an agent knows that it is a new coordinator that must hear everything again.
-        self._boot = secrets.token_hex(8)
         self._teller: RecordTeller | None = None
 
     def give(self, order: Order) -> None:
-        """Send it to whom it is for; who is not connected hears of it in the next welcome."""
+        """Send it to whom it is for. It arrives once, on this connection or on the next one; of
+        records only the newest does.
+        """
         match order:
             case actions.Announce(record):
                 failpoints.hit("coordinator.announce", epoch=record.epoch)
                 self._announce(record)
-            case actions.DropNode(node, cause):
-                self._drop(node, cause)
+            case actions.DropNode():
+                self._drop(order)
+            case actions.Probe(node, number, peers, bulk, limit):
+                asked = {"number": number, "peers": [list(peer) for peer in peers], "bulk": bulk}
+                self.send(node, {"t": "probe", **asked, "limit_seconds": limit})
             case actions.StartMembers(node, slots, provisional):
                 message = {"t": "start", "slots": _texts(slots), "provisional": _texts(provisional)}
                 self.send(node, message)
@@ -72,11 +75,10 @@ class Orders:
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training go on until all agents are back.
         is_open = state.open_epoch == epoch or state.phase is Phase.GATHERING
-        peer.welcomed = True
-        peer.send(
+        self._peers.welcome(
+            peer,
             {
                 "t": "welcome",
-                "boot": self._boot,
                 "term": self._options.term.number,
                 "seen": self._peers.taken(peer),
                 "record": None if record is None else self._told(peer, record),
@@ -84,7 +86,7 @@ class Orders:
                 "beat_seconds": beat_seconds(info.nodes + info.spares, settings),
                 "repeat_seconds": repeat_seconds(info.world_size),
                 "cause": "" if record is None else record.cause,
-            }
+            },
         )
 
     def durable_done(self, iteration: int) -> None:
@@ -96,10 +98,8 @@ class Orders:
         self._peers.send_all({"t": "stop", "reason": reason, "remove": remove})
 
     def send(self, node: int, message: Mapping[str, Any]) -> None:
-        """To one agent, if it is connected."""
-        peer = self._peers.agents.get(node)
-        if peer is not None and not peer.dropped:
-            peer.send(message)
+        """Give an order to one agent, if it is there."""
+        self._peers.order(node, message)
 
     def _announce(self, record: EpochRecord) -> None:
         before = None if self._teller is None else self._teller.record
@@ -117,14 +117,17 @@ class Orders:
         peer.told = record.epoch
         return parts
 
-    def _drop(self, node: int, cause: str) -> None:
-        peer = self._peers.agents.get(node)
+    def _drop(self, order: actions.DropNode) -> None:
+        peer = self._peers.agents.get(order.node)
         if peer is None:
             return
-        if peer.welcomed:
-            peer.send({"t": "stop", "reason": cause, "remove": True})
+        refusal = {"t": "refused", "why": order.cause, "left_out": order.left_out}
+        if not peer.welcomed:
+            peer.send(refusal)
+        elif order.left_out:
+            self.send(order.node, refusal)
         else:
-            peer.send({"t": "refused", "why": cause})
+            self.send(order.node, {"t": "stop", "reason": order.cause, "remove": True})
         peer.dropped = True
 
 

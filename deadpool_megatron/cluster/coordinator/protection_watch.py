@@ -11,10 +11,8 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.plans import most_lost_by
 from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
-from deadpool_megatron.cluster.watch.plan_chooser import PlanChooser
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.choice import Choice
 from deadpool_megatron.settings import Settings
 
 
@@ -24,7 +22,6 @@ class ProtectionWatch:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._meter = StretchMeter()
-        self._chooser = PlanChooser(settings)
 
     def note(self, event: Event, now: float) -> None:
         """Take what an event says about steps, waits and shipping; ``now``: monotonic, seconds."""
@@ -40,30 +37,17 @@ class ProtectionWatch:
             if ship is not None and window is not None:
                 self._meter.shipped(event.epoch, event.role, float(ship), float(window))
 
-    def look(self, state: State) -> tuple[list[Event], list[inputs.Input]]:
-        """What there is to say, and a request for another plan when one is due."""
+    def look(self, state: State) -> list[inputs.Input]:
+        """Return a request for another cadence when one is due."""
         plan = state.protection
         if state.phase is not Phase.RUNNING or state.record is None or plan != self._told(state):
-            return [], []
-        choice = self._chooser.look(state, self._meter.stretch())
-        if choice is not None:
-            return self._chosen(choice, state.record.epoch, plan)
+            return []
         every, stretch = self._meter.look(plan.every)
         fixed = self._settings.cadence != "auto" or schemes.Kind.RECOMPUTE in plan.kinds
         if every == plan.every or fixed:
-            return [], []
+            return []
         why = in_words(stretch)
-        return [], [inputs.ProtectionRequested(replace(plan, every=every), why)]
-
-    def _chosen(
-        self, choice: Choice, epoch: int, plan: schemes.ProtectionPlan
-    ) -> tuple[list[Event], list[inputs.Input]]:
-        """The best plan for what was measured; if that is the one in force, it is said at least."""
-        wanted = replace(choice.plan, every=plan.every)
-        if wanted != plan:
-            return [], [inputs.ProtectionRequested(wanted, f"best of all: {choice.why}")]
-        data = {"level": "info", "text": f"protection stays as it is, best of all: {choice.why}"}
-        return [Event(Kind.LOG, epoch, data=data)], []
+        return [inputs.ProtectionRequested(replace(plan, every=every), why)]
 
     def describe(self, state: State) -> dict[str, Any]:
         """For the status: the plan in force in words, the one that is wanted, and the RPO."""

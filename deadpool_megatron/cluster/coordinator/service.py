@@ -2,8 +2,9 @@
 
 Inputs go through one queue, so that the machine is never entered twice; actions are carried out in
 order. This process writes the events of its term (alone), the journal, ``final.json`` and
-``latest.json``. When it is killed, training goes on; the next one claims a term, reads the journal
-and the events, and the agents come to it. One that finds a newer term than its own steps down.
+``latest.json``. When it is killed, training goes on; the next one claims a term, takes what it must
+know from the newest record, and the agents come to it. One that finds a newer term than its own
+steps down.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from deadpool_megatron.cluster.coordinator.results import Results
 from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm
@@ -64,7 +66,10 @@ class Coordinator:
         self._run = options.run
         self._settings = options.info.settings
         self._journal = options.journal
-        self._chronicle = Chronicle(options.run, options.info, options.term.number)
+        self._machine = Machine(machine_config(options), options.planner)
+        estate, now = options.estate, time.monotonic()
+        self._state = state = first_state(self._machine, self._journal, estate, now)
+        self._chronicle = Chronicle(options.run, options.info, options.term.number, state.newest)
         self._sign = SignOfLife(
             self._journal,
             options.term.number,
@@ -79,7 +84,6 @@ class Coordinator:
         self._stepping = False
         self._exit_status: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._machine = Machine(machine_config(options), options.planner)
         self._peers = Peers(
             self._settings.connect_seconds,
             self,
@@ -118,7 +122,6 @@ class Coordinator:
             persist=self._exports.request,
             dump=self._end_order.take,
         )
-        self._state = first_state(self._machine, self._journal, self._chronicle, time.monotonic())
 
     @property
     def _results(self) -> Results:
@@ -222,6 +225,8 @@ class Coordinator:
                 self._emit(action.to_event())
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
+            case actions.NoteGone(node, cause):
+                self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump():
@@ -254,8 +259,7 @@ class Coordinator:
     def _finish(self, end: actions.Finish) -> None:
         if self._is_superseded():
             return
-        recoveries = [report.to_dict() for report in self._state.recoveries]
-        written = self._chronicle.finish(end, recoveries)
+        written = self._chronicle.finish(end, self._state)
         self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
@@ -263,9 +267,6 @@ class Coordinator:
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         """A node is new to the machine, unless its agent merely changed the connection."""
         joined = reports.join(message)
-        if int(message.get("term", 0)) > self._options.term.number:
-            self._step_down(f"node {joined.node} has heard of term {message['term']}")
-            return
         peer.told = int(message.get("told", 0))
         if again:
             self._orders.welcome(peer.node, self._state.record, self._state)

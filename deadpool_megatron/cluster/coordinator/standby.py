@@ -8,6 +8,7 @@ look, and once it has claimed a term it *is* the coordinator; the agent then sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up, newest_record
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
@@ -72,15 +74,11 @@ class Standby:
             ended=options.info.ended_term,
         )
         self._record: EpochRecord | None = None
+        self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
-
-    @property
-    def epoch(self) -> int:
-        """The newest one decided when this process claimed its term; 0 for none."""
-        return 0 if self._record is None else self._record.epoch
 
     def watch(self) -> tuple[Term, socket.socket] | None:
         """Until this process is the coordinator: the claimed term and the socket agents connect
@@ -119,10 +117,13 @@ class Standby:
             if not self._succession.is_stale(time.monotonic()):
                 return None
             refused = self._nobody_listens(self._term.address)
-        order = claim_order(self._newest_record(), info.nodes, info.spares, self._options.node)
+        self._record = newest_record(self._journal, self._record)
+        order = claim_order(self._record, info.nodes, info.spares, self._options.node)
         now = time.monotonic()
         if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):
             return None
+        # All that takes its time comes before the claim: from there on a sign of life is awaited.
+        self.estate = look_up(self._options.run, self._journal, self._record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -135,14 +136,10 @@ class Standby:
             if isinstance(error, LostRace):
                 return None  # another standby was first: the next look shows it
             raise
+        with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
+            self._journal.beat(f"{number} 0")
         self._report({"claimed": term.number})
         return term, listener
-
-    def _newest_record(self) -> EpochRecord | None:
-        found = self._journal.newest("epoch")
-        if found is not None and (self._record is None or self._record.epoch != found[0]):
-            self._record = EpochRecord.from_dict(found[1])
-        return self._record
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:
         info, limit = self._options.info, self._rhythm.beat

@@ -73,6 +73,8 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "domain": known.domain,
             "spare": node not in training,
             "restarts": known.restarts,
+            "standing": str(known.judged.standing),
+            "reasons": list(known.judged.reasons),
             "vault": {} if node not in peers.agents else peers.agents[node].vault,
         }
         for node, known in sorted(state.nodes.items())
@@ -90,7 +92,8 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             f"{node}.{slot}.{member.incarnation}": str(member.status)
             for (node, slot), member in sorted(state.members.items())
         },
-        "recoveries": len(state.recoveries),
+        "recoveries": state.recovery_count,
+        "steps_recomputed": state.steps_recomputed,
         "failures": [
             {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
             for report in state.recoveries[-_SHOWN_FAILURES:]

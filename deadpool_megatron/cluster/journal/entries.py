@@ -37,8 +37,9 @@ class Journal(ABC):
     Different entries may be written and read in several threads at once.
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
-    next number), ``node`` (node ids that were handed out to late comers), ``plan`` (protection that
-    was asked for), ``end`` (the order to save the state and to end).
+    next number), ``node`` (node ids that were handed out to late comers), ``gone`` (node ids that
+    were given up), ``plan`` (protection that was asked for), ``end`` (the order to save the state
+    and to end).
     """
 
     @abstractmethod
@@ -48,12 +49,21 @@ class Journal(ABC):
         """
 
     @abstractmethod
-    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
+    def numbers(self, kind: str) -> list[int]:
+        """The numbers of all entries of a kind, ascending; none of them is read."""
 
     @abstractmethod
+    def read(self, kind: str, number: int) -> dict[str, Any]:
+        """An entry that is there. Raises JournalError when it is not, or is damaged."""
+
+    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
+        """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
+        return {number: self.read(kind, number) for number in self.numbers(kind)}
+
     def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
         """The entry of a kind with the highest number, without reading the others."""
+        numbers = self.numbers(kind)
+        return (numbers[-1], self.read(kind, numbers[-1])) if numbers else None
 
     @abstractmethod
     def beat(self, text: str) -> None:
@@ -73,7 +83,7 @@ class DirectoryJournal(Journal):
 
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`. Raises JournalError when the file system refuses."""
-        final = self._directory / f"{kind}-{number:08d}.json"
+        final = self._path(kind, number)
         temporary = self._directory / f".{final.name}.{os.getpid()}.{secrets.token_hex(4)}"
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -112,19 +122,16 @@ class DirectoryJournal(Journal):
         finally:
             os.close(handle)
 
-    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
+    def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""
-        return {number: _read(path) for number, path in sorted(self._paths(kind).items())}
+        return _read(self._path(kind, number))
 
-    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
+    def _path(self, kind: str, number: int) -> Path:
+        return self._directory / f"{kind}-{number:08d}.json"
+
+    def numbers(self, kind: str) -> list[int]:
         """See :class:`Journal`."""
-        paths = self._paths(kind)
-        if not paths:
-            return None
-        return max(paths), _read(paths[max(paths)])
-
-    def _paths(self, kind: str) -> dict[int, Path]:
-        found: dict[int, Path] = {}
+        found = []
         try:
             names = [path.name for path in self._directory.iterdir()]
         except OSError as error:
@@ -136,8 +143,8 @@ class DirectoryJournal(Journal):
             if match is None:
                 raise JournalError(f"{self._directory / name} does not belong into a journal")
             if match["kind"] == kind:
-                found[int(match["number"])] = self._directory / name
-        return found
+                found.append(int(match["number"]))
+        return sorted(found)
 
     def beat(self, text: str) -> None:
         """See :class:`Journal`. Written in place: an NFS client that opens the file asks the server

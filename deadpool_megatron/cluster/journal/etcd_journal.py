@@ -69,15 +69,6 @@ class EtcdJournal(Journal):
         if known.get("sha256") != digest:
             raise LostRace(f"{key} was written by another coordinator")
 
-    def entries(self, kind: str) -> dict[int, dict[str, Any]]:
-        """See :class:`Journal`."""
-        return {number: self._read(kind, number) for number in self._numbers(kind)}
-
-    def newest(self, kind: str) -> tuple[int, dict[str, Any]] | None:
-        """See :class:`Journal`."""
-        numbers = self._numbers(kind)
-        return (numbers[-1], self._read(kind, numbers[-1])) if numbers else None
-
     def beat(self, text: str) -> None:
         """See :class:`Journal`."""
         try:
@@ -102,7 +93,8 @@ class EtcdJournal(Journal):
     def _chunk(self, token: str, index: int) -> str:
         return f"{self._chunk_prefix(token)}{index:05d}"
 
-    def _numbers(self, kind: str) -> list[int]:
+    def numbers(self, kind: str) -> list[int]:
+        """See :class:`Journal`."""
         prefix = f"{self._base}/{kind}/"
         try:
             names = [key.removeprefix(prefix) for key in self._client.keys(prefix)]
@@ -113,7 +105,8 @@ class EtcdJournal(Journal):
                 raise JournalError(f"{prefix}{name} does not belong into a journal")
         return sorted(int(name) for name in names)
 
-    def _read(self, kind: str, number: int) -> dict[str, Any]:
+    def read(self, kind: str, number: int) -> dict[str, Any]:
+        """See :class:`Journal`."""
         key = self._key(kind, number)
         head, body = _head(key, self._get(key))
         try:

@@ -1,8 +1,9 @@
 """The agent's authenticated connection to the coordinator; survives the coordinator's restart.
 
 Everything but beats is numbered, kept until acknowledged, and sent again after a reconnect, so that
-a report is never lost between two connections; the coordinator drops what it has seen. Orders need
-no numbers: the welcome after each connect says what holds now.
+a report is never lost between two connections; the coordinator drops what it has seen. Orders come
+the same way in the other direction: beats and the first message of a connection acknowledge them,
+and what was had already is dropped here. A coordinator that takes over counts its orders anew.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
@@ -23,13 +25,15 @@ from deadpool_megatron.wire.tls import contexts, open_stream
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
-# A coordinator's events reach the disk about once a second; what it had taken and not yet written
-# is told to its successor again.
+# What a coordinator had taken and not yet written is told to its successor again, and so are the
+# newest numbers in any case: it knows of nothing between the newest record and its own beginning.
 _RETAINED_SECONDS = 10.0
-# Reports kept while the coordinator is away; far above what a run makes in its restart time.
+_RETAINED_REPORTS = 64
 # With more than this unsent a beat would only say how late it is.
 _BEAT_BACKLOG_BYTES = 65536
-MAXIMUM_UNACKNOWLEDGED = 200_000
+# Of reports kept while the coordinator is away; far above what a run makes in its restart time.
+_MOST_REPORTS = 200_000
+_MOST_REPORT_BYTES = 1 << 30
 
 
 class CoordinatorLost(Exception):
@@ -80,9 +84,11 @@ class CoordinatorLink:
         self._heard_at = 0.0
         self._number = 0
         self._pace = Pace(settings.beat_interval_seconds)
-        self._unacknowledged: deque[tuple[int, bytes]] = deque(maxlen=MAXIMUM_UNACKNOWLEDGED)
+        self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
+        self._ordered = 0  # newest order had of that coordinator
+        self._term = 0
         self._refused = False
 
     @property
@@ -96,11 +102,14 @@ class CoordinatorLink:
         """
         self._number += 1
         data = framing.encode({**message, "n": self._number})
-        self._unacknowledged.append((self._number, data))
+        self._unacknowledged.add(self._number, data)
+        if self._unacknowledged.is_over_full:
+            self._unacknowledged.drop_oldest()
         if retain:
             now = time.monotonic()
             self._retained.append((now, self._number, data))
-            while self._retained[0][0] < now - _RETAINED_SECONDS:
+            long_ago = now - _RETAINED_SECONDS
+            while len(self._retained) > _RETAINED_REPORTS and self._retained[0][0] < long_ago:
                 self._retained.popleft()
         if self._session is not None:
             self._session.writer.write(data)
@@ -123,7 +132,7 @@ class CoordinatorLink:
             return
         writer = self._session.writer
         if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
-            writer.write(framing.encode({**message, "b": time.monotonic()}))
+            writer.write(framing.encode({**message, "b": time.monotonic(), "o": self._ordered}))
 
     async def flush(self, deadline_seconds: float) -> None:
         """Wait until all reports are acknowledged, or the time is over."""
@@ -184,7 +193,8 @@ class CoordinatorLink:
             handshake = connect_stream(reader, writer, self._secret, self._run_id)
             await asyncio.wait_for(handshake, greeting_seconds)
             sent_at = time.monotonic()
-            writer.write(framing.encode(self._join()))
+            had = {"term": self._term, "of": self._boot, "o": self._ordered}
+            writer.write(framing.encode({**self._join(), **had}))
             welcome = await asyncio.wait_for(self._welcome(reader, address), limit)
         except BaseException:
             writer.close()
@@ -243,10 +253,13 @@ class CoordinatorLink:
     def _begin(self, session: _Session) -> asyncio.Task[None]:
         self._session = session
         self._refused = session.welcome.get("t") == "refused"
-        self._acknowledge(int(session.welcome.get("seen", 0)))
+        self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
+        self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
         self._pace = Pace(max(asked, self._settings.beat_interval_seconds))
         boot, self._boot = self._boot, str(session.welcome.get("boot", ""))
+        if boot != self._boot:
+            self._ordered = 0
         if boot and boot != self._boot:
             waiting = {number for number, _ in self._unacknowledged}
             for _, number, data in self._retained:
@@ -266,9 +279,10 @@ class CoordinatorLink:
         while True:
             message = await asyncio.wait_for(framing.read_frame(session.reader), silence)
             if message.get("t") == "ack":
-                self._acknowledge(int(message["n"]))
+                self._unacknowledged.acknowledge(int(message["n"]))
                 self._heard(float(message["beat"]), session.term)
-            else:
+            elif int(message.get("o", self._ordered + 1)) > self._ordered:
+                self._ordered = int(message.get("o", self._ordered))
                 self._on_message(message)
 
     def _is_silent(self, limit_seconds: float) -> bool:
@@ -281,10 +295,6 @@ class CoordinatorLink:
     def _heard(self, sent_at: float, term: int) -> None:
         self._heard_at = max(self._heard_at, sent_at)
         self._on_heard(sent_at, term)
-
-    def _acknowledge(self, number: int) -> None:
-        while self._unacknowledged and self._unacknowledged[0][0] <= number:
-            self._unacknowledged.popleft()
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

@@ -6,6 +6,11 @@ and then.
 
 Only what the socket and its bytes do ends a connection. A message that the code of the coordinator
 fails at is refused and acknowledged: its agent stays, and no successor is told it again.
+
+An order is numbered and kept until its agent has acknowledged it, which it does in its beats and
+when it connects. On a new connection it is sent again; the agent drops what it has had. Numbers
+rise in the order of sending, over all agents, so that one frame serves them all; they hold for
+this coordinator (``boot``) only.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import secrets
 import sys
 import termios
 import time
@@ -22,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -30,6 +37,8 @@ _REPORTED_REFUSALS = 100
 _PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 MAXIMUM_PENDING_BYTES = 256 << 20
+# Far above what is ordered in the time after which a silent agent is given up.
+_MOST_ORDERS = 10_000
 _REASON_CHARACTERS = 300
 Message = Mapping[str, Any]
 
@@ -55,6 +64,7 @@ class AgentPeer:
     welcomed: bool = False
     dropped: bool = False
     probed: bool = False
+    orders: Outbox = field(default_factory=lambda: Outbox(_MOST_ORDERS, MAXIMUM_PENDING_BYTES))
 
     def probe(self) -> None:
         """Send something to an agent that has been silent, once for each silence: whether it is
@@ -73,7 +83,9 @@ class AgentPeer:
         return waiting + int.from_bytes(answer, sys.byteorder)
 
     def send(self, message: Message) -> None:
-        """Queue a message; an agent that takes nothing any more is cut off."""
+        """Queue a message that need not arrive, or that the next welcome says as well; an agent
+        that takes nothing any more is cut off.
+        """
         self.send_frame(framing.encode(message))
 
     def send_frame(self, frame: bytes) -> None:
@@ -132,7 +144,9 @@ class Peers:
         the agent may not know that it is in.
         """
         self.agents: dict[int, AgentPeer] = {}
+        self.boot = secrets.token_hex(8)  # by which agents know this coordinator from the others
         self.refusals = 0
+        self._ordered = 0
         self.hearing = ""  # the agent whose message is being taken, in words
         self._connect_seconds = connect_seconds
         self._acknowledge_seconds = acknowledge_seconds
@@ -142,9 +156,31 @@ class Peers:
         self._taken: dict[tuple[int, str], int] = {}
 
     def send_all(self, message: Message) -> None:
-        """Send to every agent that has been welcomed and not been dropped."""
-        frame = framing.encode(message)
-        for peer in self.listening():
+        """Give an order to every agent that has been welcomed and not been dropped."""
+        self._order(self.listening(), message)
+
+    def order(self, node: int, message: Message) -> None:
+        """Give an order to one agent, if it is there."""
+        peer = self.agents.get(node)
+        if peer is not None and not peer.dropped:
+            self._order([peer], message)
+
+    def _order(self, peers: list[AgentPeer], message: Message) -> None:
+        self._ordered += 1
+        frame = framing.encode({**message, "o": self._ordered})
+        for peer in peers:
+            peer.orders.add(self._ordered, frame)
+            if peer.orders.is_over_full:
+                self.forget(peer)
+                self._events.agent_left(peer, f"it leaves {len(peer.orders)} orders unanswered")
+            elif peer.welcomed:
+                peer.send_frame(frame)
+
+    def welcome(self, peer: AgentPeer, message: Message) -> None:
+        """Send an agent its welcome, and then every order that it has not had yet."""
+        peer.welcomed = True
+        peer.send({**message, "boot": self.boot})
+        for _, frame in peer.orders:
             peer.send_frame(frame)
 
     def listening(self) -> list[AgentPeer]:
@@ -263,6 +299,10 @@ class Peers:
                 peer.send({"t": "refused", "why": f"node {node} is connected already"})
                 raise WireError(f"a second agent calls itself node {node}")
             self.forget(old)
+            if again:
+                peer.orders = old.orders
+        if first.get("of") == self.boot:
+            peer.orders.acknowledge(int(first["o"]))
         self.agents[node] = peer
         return peer, again
 
@@ -312,6 +352,7 @@ class Peers:
         if message.get("t") == "beat":
             peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
             peer.vault = dict(message["vault"])
+            peer.orders.acknowledge(int(message["o"]))
             self._acknowledge(peer, float(message["b"]))
             return
         if message.get("t") == "superseded":

@@ -16,6 +16,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.preflight.facts import HostFacts, Link
 
 Message = Mapping[str, Any]
 SeatKey = tuple[int, int, int]
@@ -38,6 +39,7 @@ def join(message: Message) -> inputs.NodeJoined:
         found=None if found is None else replace(unpack_inventory(found), node=node),
         memory_bytes=int(message.get("memory_bytes", 0)),
         returns=bool(message.get("returns", False)),
+        facts=None if message.get("facts") is None else HostFacts.from_dict(message["facts"]),
     )
 
 
@@ -54,6 +56,8 @@ def from_agent(
         if inventory.node != node:
             raise ValueError(f"inventory of node {inventory.node}")
         return inputs.NodeInventory(inventory)
+    if kind == "given-up":
+        return inputs.NodeLost(node, str(message["why"]))
     if kind == "member-lost":
         name = message.get("signal")
         code = message.get("exit_code")
@@ -70,6 +74,11 @@ def from_agent(
             cause=str(message["cause"]),
             silent_seconds=float(message["silent_seconds"]),
         )
+    if kind == "facts":
+        return inputs.FactsTold(node, HostFacts.from_dict(message["facts"]))
+    if kind == "probed":
+        links = tuple(Link.from_dict(link) for link in message["links"])
+        return inputs.Probed(node, int(message["number"]), links)
     if kind == "dumped":
         generation = Generation.from_list(message["generation"])
         return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))

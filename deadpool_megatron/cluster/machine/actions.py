@@ -21,6 +21,14 @@ class WriteRecord:
 
 
 @dataclass(frozen=True)
+class NoteGone:
+    """Journal that a node was given up: the record that says so may come much later."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Announce:
     """Send the record to every agent."""
 
@@ -37,10 +45,26 @@ class Welcome:
 
 @dataclass(frozen=True)
 class DropNode:
-    """Tell the agent to stop, close its connection, take nothing more from it."""
+    """Tell the agent to stop, close its connection, take nothing more from it. ``left_out``: its
+    host is not fit for the run, and is not to come again.
+    """
 
     node: int
     cause: str
+    left_out: bool = False
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Have the node try its links to ``peers`` (node, host, port of the vault) within the limit;
+    Probed comes back. ``bulk``: their speed, too.
+    """
+
+    node: int
+    number: int
+    peers: tuple[tuple[int, str, int], ...]
+    bulk: bool
+    limit_seconds: float
 
 
 @dataclass(frozen=True)
@@ -143,9 +167,11 @@ class EmitEvent:
 
 Action = (
     WriteRecord
+    | NoteGone
     | Announce
     | Welcome
     | DropNode
+    | Probe
     | StartMembers
     | KillMember
     | CloseEpoch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine import takeover
+from deadpool_megatron.cluster.machine import checkup, takeover
 from deadpool_megatron.cluster.machine.ending import (
     cannot_decide,
     check_ended,
@@ -50,28 +50,36 @@ def tick(turn: Turn) -> None:
 
 
 def check_gathered(turn: Turn) -> None:
-    """Leave GATHERING when all wished nodes run their members, or after a restart have rejoined.
+    """Leave GATHERING when all wished nodes are judged and run their members, or after a restart
+    have rejoined.
 
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
-    state, config = turn.state, turn.config
+    state = turn.state
     if state.phase is not Phase.GATHERING or state.deadline is None:
         return
-    # The counts are looked at first: this is asked for every join and every hello.
-    present = len(state.nodes) + len(state.gone)
     if state.record is not None:
-        if state.restarted or present >= len(state.record.nodes):
+        if state.restarted or len(state.nodes) + len(state.gone) >= len(state.record.nodes):
             takeover.check_all_back(turn)
         return
-    if state.store is None:
+    if not checkup.has_begun(state) and not _enough_have_come(turn, state.deadline):
         return
-    patience = state.deadline - config.settings.start_seconds + config.settings.connect_seconds
-    wanted = config.nodes if turn.now >= patience else config.nodes + config.spares
-    if present < wanted or _seated_is_starting(state) or state.absent(state.seats.nodes):
+    if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
         return
-    seats = seating(turn, frozenset())
+    if turn.state.store is None or _seated_is_starting(turn.state):
+        return
+    seats = seating(turn, turn.state.leaving)
     if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
         decide(turn)
+
+
+def _enough_have_come(turn: Turn, deadline: float) -> bool:
+    # The counts are looked at first: this is asked for every join and every hello.
+    state, config = turn.state, turn.config
+    began = deadline - config.settings.start_seconds
+    patient = turn.now < began + config.settings.connect_seconds or config.check_only
+    wanted = config.nodes + (config.spares if patient else 0)
+    return len(state.nodes) + len(state.gone) >= wanted and not state.absent(state.seats.nodes)
 
 
 def _seated_is_starting(state: State) -> bool:
@@ -151,11 +159,14 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
     if state.record is not None:
         takeover.time_is_over(turn)
         return
+    absent = state.absent(state.seats.nodes)
+    turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
+    if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
+        return
+    state = turn.state
     if state.store is None:
         finish(turn, 2, _NO_STORE)
         return
-    absent = state.absent(state.seats.nodes)
-    turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
     for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
         drop_node(turn, node, _silent(node, "did not start its members in time"))
     unseated = seating(turn, frozenset()).unseated

@@ -25,6 +25,8 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 
+# So many recoveries are told one by one when the run ends; the events have all of them.
+RECOVERIES_SHOWN = 100
 EXIT_SAVED = 75
 EXIT_STOPPED = 130
 
@@ -35,7 +37,12 @@ def end_recovery(turn: Turn) -> None:
     if state.recovery is None or state.record is None or state.phase not in OPEN_PHASES:
         return
     report = state.recovery.finish(state.record, turn.now)
-    turn.set(recovery=None, recoveries=(*state.recoveries, report))
+    turn.set(
+        recovery=None,
+        recoveries=(*state.recoveries, report)[-RECOVERIES_SHOWN:],
+        recovery_count=state.recovery_count + 1,
+        steps_recomputed=state.steps_recomputed + report.steps_recomputed,
+    )
     turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
 
 

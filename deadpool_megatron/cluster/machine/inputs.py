@@ -17,6 +17,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.preflight.facts import HostFacts, Link
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class NodeJoined:
     it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
     ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
     lay in its memory before it started, as long as it has adopted no record. ``returns``: what it
-    holds outlives its agent, and another one may come with it.
+    holds outlives its agent, and another one may come with it. ``facts``: what it says about its
+    host, None for nothing.
     """
 
     node: int
@@ -48,6 +50,24 @@ class NodeJoined:
     memory_bytes: int = 0
     found: Inventory | None = None
     returns: bool = False
+    facts: HostFacts | None = None
+
+
+@dataclass(frozen=True)
+class FactsTold:
+    """A node without a role has looked at its host again."""
+
+    node: int
+    facts: HostFacts
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A node has tried the links that question ``number`` named."""
+
+    node: int
+    number: int
+    links: tuple[Link, ...]
 
 
 @dataclass(frozen=True)
@@ -257,14 +277,10 @@ class DrainRequested:
 
 @dataclass(frozen=True)
 class ProtectionRequested:
-    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words.
-
-    ``mixed``: whether the scheme is chosen by what is measured from now on; None: as before.
-    """
+    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
     why: str
-    mixed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -329,6 +345,8 @@ class UserStop:
 Input = (
     Tick
     | NodeJoined
+    | FactsTold
+    | Probed
     | NodeLost
     | StoreReady
     | MemberHello

@@ -8,15 +8,17 @@ a higher number; a record that was overtaken before it was durable is never anno
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.wanted import WHY
 from deadpool_megatron.cluster.machine import (
     bugs,
+    checkup,
     deadlines,
     ending,
+    history,
     members,
     moves,
     nonfinite,
@@ -26,24 +28,24 @@ from deadpool_megatron.cluster.machine import (
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
-from deadpool_megatron.cluster.machine.roster import MemberStatus
+from deadpool_megatron.cluster.machine.roster import MemberStatus, NodeState
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Config,
     Failure,
     LastWords,
-    NodeState,
     Phase,
     State,
     Turn,
 )
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import Planner, keep_line
+from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
 from deadpool_megatron.layout.seats import SeatTable
 
+NOBODY: Mapping[int, str] = {}
 EXIT_DIVERGENCE = 3
 
 
@@ -75,38 +77,31 @@ class Machine:
             SeatTable(wished),
             durable=saved,
             protection=plan,
-            mixed=config.settings.protection == "mixed",
         )
 
     def resume(
         self,
-        records: Sequence[EpochRecord],
+        last: EpochRecord,
         durable: Restore | None,
         now: float,
         wanted: ProtectionPlan | None = None,
         *,
-        mixed: bool | None = None,
+        gone: Mapping[int, str] = NOBODY,
     ) -> State:
-        """The state of a coordinator that takes over a run: ``records`` is the whole journal,
-        ``wanted`` a plan that was asked for and that no record has yet, ``mixed`` what a user has
-        said last about who chooses the scheme, None for nothing.
+        """The state of a coordinator that takes over a run: ``last`` is the newest record,
+        ``durable`` the checkpoint that was made valid last, ``wanted`` a plan that was asked for
+        and that no record has yet, ``gone`` the nodes that were given up since the record.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
         something has happened to it (see machine_takeover).
         """
-        kept: dict[int, int] = {}
-        for record in records:
-            kept = keep_line(kept, record.restore, record.epoch)
-        last = records[-1]
-        begun = self.start(now)
-        # Reported (again, see results) if it came with the last record: nobody knows if it was.
-        told = records[-2].protection if len(records) > 1 else None
+        begun, found = self.start(now), history.as_found(last, gone)
         plan = wanted or last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
-            plan, told, mixed = begun.protection, last.protection, None
+            plan, found["protection_told"] = begun.protection, last.protection
         return replace(
             begun,
             deadline=now + takeover.patience_seconds(self._config),
@@ -114,21 +109,12 @@ class Machine:
             seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
-            kept=kept,
             newest=last.emitted_up_to,
             ever_ran=last.restore.kind == "memory",
             durable=durable or begun.durable,
             protection=plan,
             protection_why=WHY if wanted is not None and plan == wanted else "",
-            protection_told=told,
-            mixed=begun.mixed if mixed is None else mixed,
-            nonfinite=nonfinite.iterations_of(records),
-            # So that what repeats ends the run, whoever coordinates when it does.
-            failures=tuple(
-                (int(ended["iteration"]), Failure.from_record(ended, record.cause))
-                for record in records
-                if (ended := record.failure) and ended["signature"]
-            ),
+            **found,
         )
 
     def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
@@ -144,6 +130,11 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             deadlines.tick(turn)
         case ev.NodeJoined():
             _node_joined(turn, event)
+        case ev.FactsTold():
+            checkup.told(turn, event)
+        case ev.Probed():
+            checkup.probed(turn, event)
+            deadlines.check_gathered(turn)
         case ev.NodeLost(node, cause, silent, kind):
             known = turn.state.nodes.get(node)
             if known is None:
@@ -206,8 +197,11 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         if node not in state.nodes:
             turn.act(DropNode(node, why))
         return
+    if why := checkup.objection(turn, event):
+        turn.act(DropNode(node, why, left_out=True))
+        return
     address = event.host, event.vault_port, event.domain
-    joined = NodeState(*address, event.memory_bytes, event.returns)
+    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     turn.set(nodes=state.nodes.set(node, joined))
     if event.found is not None:
         turn.set(found=state.found.set(node, event.found))
@@ -227,7 +221,9 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
             known = seated if was_there else -1
             to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
     takeover.note_join(turn, event)
-    if to_start:
+    if spare:
+        checkup.look_again(turn, node, fresh=not event.epoch and event.found is None)
+    if to_start and not turn.config.check_only:
         moves.start_members(turn, node, to_start)
     if state.phase is Phase.WAITING_SPARE:
         moves.decide(turn)

@@ -11,12 +11,13 @@ from dataclasses import replace
 from immutables import Map
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine import restart, room, timing
+from deadpool_megatron.cluster.machine import history, restart, room, timing
 from deadpool_megatron.cluster.machine.actions import (
     Announce,
     CloseEpoch,
     DropNode,
     KillMember,
+    NoteGone,
     StartMembers,
     WriteRecord,
 )
@@ -33,12 +34,11 @@ from deadpool_megatron.cluster.machine.state import (
     State,
     Turn,
     matters,
-    record_nodes,
     restore_query,
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress, Seat
 from deadpool_megatron.layout.schemes import losses_survived
@@ -95,7 +95,6 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
         phase=Phase.CLOSING,
         deadline=turn.now + 2 * turn.config.settings.close_seconds,
         recovery=recovery,
-        closed_by=failure.to_record(state.newest),
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
         restored=PersistentSet(),
@@ -159,7 +158,7 @@ def decide(turn: Turn) -> None:
         return
     assert state.store is not None
     nodes = record_nodes(state, seats.seats)
-    if why := room.settle(turn, seats.seats, nodes):
+    if why := room.settle(turn, seats.seats, nodes, restore):
         room.wait_or_end(turn, why, restore)
         return
     record = EpochRecord(
@@ -174,7 +173,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.newest,
         fewer_copies=owed_copies(seats.seats, nodes, turn),
         cause="; then ".join(state.recovery.causes) if state.recovery else "start",
-        failure=state.closed_by,
+        history=history.of_next_epoch(state, restore),
     )
     turn.set(
         phase=Phase.DECIDING,
@@ -185,6 +184,15 @@ def decide(turn: Turn) -> None:
         redecide=None,
     )
     turn.act(WriteRecord(record))
+
+
+def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
+    """All live nodes as a record names them; who has no seat is a spare."""
+    training = {seat.node for seat in seats.values()}
+    return {
+        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
+        for node, known in sorted(state.nodes.items())
+    }
 
 
 def owed_copies(
@@ -268,7 +276,7 @@ def announce(turn: Turn) -> None:
         record=record,
         pending=None,
         seats=SeatTable(record.seats),
-        kept=keep_line(state.kept, record.restore, record.epoch),
+        kept=record.history.kept,
         recovery=recovery,
         inventories=Map(),
         found=Map(),
@@ -333,19 +341,26 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     turn.set(
         nodes=without(before.nodes, node),
         members=before.members.without_node(node),
-        gone=before.gone.set(node, failure.cause),
         drains=before.drains - {node},
         awaited=before.awaited.without(node),
         inventories=_without(before, node),
         found=without(before.found, node),
     )
-    turn.emit(Kind.NODE_LOST, node=node, cause=failure.cause, kind=failure.kind)
+    give_up(turn, node, failure.cause, failure.kind)
     if before.phase is Phase.DUMPING:
         dump(turn)
     elif before.phase is Phase.ENDING:
         check_ended(turn)
     elif before.phase in (Phase.CLOSING, Phase.WAITING_SPARE) or _is_needed(before, node):
         close(turn, failure, silent_seconds=silent_seconds)
+
+
+def give_up(turn: Turn, node: int, cause: str, kind: FailureKind) -> None:
+    """A node has no part in the run any more; none comes back under its number."""
+    turn.set(gone=turn.state.gone.set(node, cause))
+    turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
+    if turn.state.record is not None and turn.state.phase not in LAST_PHASES:
+        turn.act(NoteGone(node, cause))
 
 
 def _is_needed(state: State, node: int) -> bool:
@@ -367,5 +382,6 @@ def _without(state: State, node: int) -> Map[int, Inventory]:
 def drop_node(turn: Turn, node: int, failure: Failure) -> None:
     """Put a connected node aside."""
     if node in turn.state.nodes:
-        turn.act(DropNode(node, failure.cause))
+        left_out = failure.kind is FailureKind.LEFT_OUT
+        turn.act(DropNode(node, failure.cause, left_out=left_out))
         lose_node(turn, node, failure)

@@ -6,18 +6,14 @@ the next update: the generation before the iteration is still whole in memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.moves import close, save_and_end
 from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import EpochRecord
 
 EXIT_NONFINITE = 4
-_SIGNATURE = "nonfinite"
 
 
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
@@ -36,11 +32,5 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
         save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
         return
     turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
-    signature = (_SIGNATURE, str(k))
+    signature = ("nonfinite", str(k))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))
-
-
-def iterations_of(records: Iterable[EpochRecord]) -> frozenset[int]:
-    """The iterations that were thrown away so far, as the records of a journal tell."""
-    signatures = (tuple(record.failure.get("signature", ())) for record in records)
-    return frozenset(int(s[1]) for s in signatures if s and s[0] == _SIGNATURE)

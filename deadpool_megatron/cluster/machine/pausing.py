@@ -10,7 +10,13 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
-from deadpool_megatron.cluster.machine.moves import check_done, close, owed_copies, seating
+from deadpool_megatron.cluster.machine.moves import (
+    check_done,
+    close,
+    owed_copies,
+    record_nodes,
+    seating,
+)
 from deadpool_megatron.cluster.machine.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.plans import pause_cause, plan_is_due, tell_plan
 from deadpool_megatron.cluster.machine.state import (
@@ -19,7 +25,6 @@ from deadpool_megatron.cluster.machine.state import (
     Phase,
     State,
     Turn,
-    record_nodes,
 )
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import next_due

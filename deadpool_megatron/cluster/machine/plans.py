@@ -7,16 +7,17 @@ that is protected (machine_pause.consider_pause), so that nothing is computed ag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
-from deadpool_megatron.cluster.machine.plan_facts import memory_refusal
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, State, Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.choice import lacking
+from deadpool_megatron.layout.demand import Scene
 from deadpool_megatron.layout.parity import MOST_BLOCKS
-from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.records import NodeAddress, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import (
     Kind as SchemeKind,
 )
@@ -82,6 +83,41 @@ def _nodes_needed(kind: SchemeKind, survived: int) -> int:
     return survived + (2 if kind is SchemeKind.PARITY else 1)
 
 
+def scene_of(
+    state: State,
+    settings: Settings,
+    seats: Mapping[int, Seat] | None = None,
+    nodes: Mapping[int, NodeAddress] | None = None,
+) -> Scene | None:
+    """Return seats, layouts and nodes as they are, or as the next record will say; None before all
+    members have registered."""
+    chosen = state.seats if seats is None else seats
+    if len(state.layouts) < len(chosen):
+        return None
+    seated = {role: seat.node for role, seat in chosen.items()}
+    live = state.nodes if nodes is None else nodes
+    domains = {node: known.domain for node, known in live.items()}
+    training = set(seated.values())
+    spares = [node for node in domains if node not in training]
+    return Scene(dict(state.layouts), seated, domains, spares, settings.replicas)
+
+
+def budgets_of(state: State) -> dict[int, int]:
+    """Return the bytes for generations on each node that has said how many it has."""
+    return {n: known.memory_bytes for n, known in state.nodes.items() if known.memory_bytes}
+
+
+def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
+    """Return why the nodes have too little memory for ``plan``; empty when they have enough, when
+    that is not known yet, or when only the cadence is another one: slots stay what they are then.
+    """
+    scene = scene_of(state, settings)
+    if scene is None or (state.record and state.record.protection.rules == plan.rules):
+        return ""
+    lack = lacking(plan, scene, budgets_of(state))
+    return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
+
+
 def take_request(turn: Turn, event: ProtectionRequested) -> None:
     """Note the wanted plan, or refuse it."""
     state = turn.state
@@ -93,8 +129,6 @@ def take_request(turn: Turn, event: ProtectionRequested) -> None:
     if why:
         turn.refuse(f"protection {plan_in_words(event.plan)}", why)
         return
-    if event.mixed is not None:
-        turn.set(mixed=event.mixed)
     if event.plan != state.protection:
         turn.set(protection=event.plan, protection_why=event.why)
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.moves import seating
-from deadpool_megatron.cluster.machine.state import LAST_PHASES, Failure, NodeState, Turn
+from deadpool_megatron.cluster.machine.roster import NodeState
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, Failure, Turn
 from deadpool_megatron.events import Kind
 
 # A device that failed once may have been hit by a stray particle; one that fails again is broken.

@@ -1,8 +1,10 @@
-"""Room for generations where the scheme is chosen (``mixed``): no plan whose memory the nodes lack.
+"""Memory for generations in a run with ``mixed``: one choice at the start, none afterwards.
 
-How the members lay out their state is known when all have registered, in the first epoch; a plan
-that does not fit then is left at once, before a copy of anything is waited for. Later the nodes
-change with the epochs only, so it is looked at whenever one is decided. Pure functions on a Turn.
+How the members lay out their state is known when all have built it, in the first epoch, or from
+the slots of a run that goes on from memory. The rule (layout.choice) is applied then, before
+anything is computed. Later nodes may be lost: a plan that the others lack memory for is not changed
+for another one; the run waits for a node to join, and is saved if none does. Pure functions on a
+Turn.
 """
 
 from __future__ import annotations
@@ -11,59 +13,74 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.plan_facts import (
-    best_plan,
-    budgets_of,
-    lacking,
-    scene_of,
-)
+from deadpool_megatron.cluster.machine.plans import budgets_of, refusal, scene_of
 from deadpool_megatron.cluster.machine.state import Phase, State, Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.choice import choose, lacking
 from deadpool_megatron.layout.demand import Scene
 from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.records import NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import plan_in_words
 
+_MIXED = "mixed"
+
 
 def unfit(turn: Turn) -> str:
-    """Why the epoch that is being opened must be left for another plan, which is in the state then;
-    empty when it need not."""
-    state = turn.state
-    if not state.mixed or state.phase is not Phase.OPENING or state.record is None:
+    """Return why the first epoch must be left for another plan, which is in the state then; empty
+    when it need not. To be asked once, when the last member has said how it lays out its state."""
+    state, record = turn.state, turn.state.record
+    if state.phase is not Phase.OPENING or record is None or record.restore.kind == "memory":
         return ""
-    if state.protection != state.record.protection:
-        return ""  # another plan comes anyway
-    words = plan_in_words(state.protection)
-    if why := _settle(turn, scene_of(state, turn.config.settings)):
+    if turn.config.settings.protection != _MIXED or state.protection != record.protection:
+        return ""
+    if why := _choose(turn, scene_of(state, turn.config.settings)):
         return why
-    changed = turn.state.protection != state.protection
-    return f"{words} needs more memory than there is" if changed else ""
+    changed = turn.state.protection != record.protection
+    return f"{plan_in_words(record.protection)} needs more memory than there is" if changed else ""
 
 
-def settle(turn: Turn, seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress]) -> str:
-    """Have a plan in the state that these nodes have memory for; answers why there is none."""
-    if not turn.state.mixed:
+def settle(
+    turn: Turn, seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], restore: Restore
+) -> str:
+    """Return why these nodes cannot keep what is to be restored; empty when they can.
+
+    Where training begins, the state has a plan then that fits.
+    """
+    settings = turn.config.settings
+    if settings.protection != _MIXED:
         return ""
-    return _settle(turn, scene_of(_with_layouts(turn), turn.config.settings, seats, nodes))
+    state = _with_layouts(turn)
+    scene = scene_of(state, settings, seats, nodes)
+    if state.restarted or restore.kind != "memory":
+        return _choose(turn, scene)
+    if scene is None:
+        return ""
+    lack = lacking(state.protection, scene, budgets_of(state))
+    return "" if lack is None else f"{plan_in_words(state.protection)}: {lack.in_words()}"
 
 
-def _settle(turn: Turn, scene: Scene | None) -> str:
+def _choose(turn: Turn, scene: Scene | None) -> str:
     state, budgets = turn.state, budgets_of(turn.state)
     if scene is None or not budgets:
         return ""
     if lacking(state.protection, replace(scene, roomy=True), budgets) is None:
         return ""
-    choice = best_plan(scene, budgets, None, state.protection.every)
-    if lacking(choice.plan, scene, budgets) is not None:
-        return f"--deadpool-protection mixed: {choice.why}: raise --deadpool-memory-gb or add nodes"
-    plan = replace(choice.plan, every=state.protection.every)
-    if plan != state.protection:
-        turn.set(protection=plan, protection_why=f"for want of memory: {choice.why}")
+    choice = choose(scene, budgets, state.protection.every)
+    why = choice.lack.in_words() if choice.lack is not None else ""
+    why = why or refusal(choice.plan, len(scene.domains), turn.config.settings)
+    if why:
+        words = plan_in_words(choice.plan)
+        return (
+            f"--deadpool-protection mixed: {choice.why}, {words} needs least: {why}: raise"
+            " --deadpool-memory-gb or add nodes"
+        )
+    if choice.plan != state.protection:
+        turn.set(protection=choice.plan, protection_why=f"for want of memory: {choice.why}")
     return ""
 
 
 def wait_or_end(turn: Turn, why: str, restore: Restore) -> None:
-    """No plan fits: another node can help, unless the run is only about to begin."""
+    """Wait for another node, which can help, unless the run is only about to begin."""
     if not turn.state.ever_ran and restore.kind != "memory":
         finish(turn, 2, why)
     elif turn.state.phase is not Phase.WAITING_SPARE:

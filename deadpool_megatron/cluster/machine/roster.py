@@ -1,4 +1,4 @@
-"""All members on connected nodes, immutable, with what is asked about them for every message.
+"""Connected nodes and all members on them, immutable, with what every message asks of them.
 
 A whole scan of 32,768 members per message would be quadratic; so members that are killed, starting
 or not warm yet are counted as they change.
@@ -13,6 +13,8 @@ from enum import StrEnum
 from immutables import Map
 
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
+from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight.judge import Judgement
 
 Place = tuple[int, int]  # (node, local slot)
 
@@ -33,6 +35,29 @@ class MemberState:
     incarnation: int
     status: MemberStatus
     since: float
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A connected node. ``restarts``: how often a process had to be replaced on it.
+
+    ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
+    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
+    for generations, 0 when it is not known. ``facts``: what it has said about its host last, None
+    for nothing; ``judged``: what it is good for. ``returns``: see :class:`.inputs.NodeJoined`.
+    """
+
+    host: str
+    vault_port: int
+    domain: str
+    memory_bytes: int = 0
+    returns: bool = False
+    restarts: int = 0
+    restarted_at: tuple[float, ...] = ()
+    crashed_at: tuple[float, ...] = ()
+    device_errors: int = 0
+    facts: HostFacts | None = None
+    judged: Judgement = field(default_factory=Judgement)
 
 
 @dataclass(frozen=True)

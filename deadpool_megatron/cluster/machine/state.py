@@ -15,7 +15,13 @@ from immutables import Map
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent
 from deadpool_megatron.cluster.machine.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.roster import MemberState, MemberStatus, Place, Roster
+from deadpool_megatron.cluster.machine.roster import (
+    MemberState,
+    MemberStatus,
+    NodeState,
+    Place,
+    Roster,
+)
 from deadpool_megatron.cluster.machine.timing import Recovery, RecoveryReport
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
@@ -25,7 +31,6 @@ from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
     Inventory,
-    NodeAddress,
     Restore,
     RoleLayout,
     Seat,
@@ -33,6 +38,8 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.preflight.judge import Agreed
+from deadpool_megatron.preflight.schedule import Checkup
 from deadpool_megatron.settings import Settings
 
 INITIAL = Restore("initial", Generation(0, 0))
@@ -63,7 +70,7 @@ class Config:
 
     ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
     processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
-    a new start, which count from now on.
+    a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
     """
 
     nodes: int
@@ -74,6 +81,7 @@ class Config:
     start: Restore = INITIAL
     restarted: bool = False
     begins_anew: bool = False
+    check_only: bool = False
 
     @property
     def world_size(self) -> int:
@@ -83,26 +91,6 @@ class Config:
     def provisional_role(self, node: int, slot: int) -> int:
         """The role a member builds for before it has a seat: its stage class is likely needed."""
         return (node % self.nodes) * self.nproc + slot
-
-
-@dataclass(frozen=True)
-class NodeState:
-    """A connected node. ``restarts``: how often a process had to be replaced on it.
-
-    ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
-    crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
-    for generations, 0 when it is not known. ``returns``: see :class:`.inputs.NodeJoined`.
-    """
-
-    host: str
-    vault_port: int
-    domain: str
-    memory_bytes: int = 0
-    returns: bool = False
-    restarts: int = 0
-    restarted_at: tuple[float, ...] = ()
-    crashed_at: tuple[float, ...] = ()
-    device_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,15 +113,18 @@ class Failure:
         return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
 
     @staticmethod
-    def from_record(values: Mapping[str, Any], cause: str) -> Failure:
-        """What :meth:`to_record` has kept; ``cause``: of the record."""
+    def from_record(values: Mapping[str, Any]) -> Failure:
+        """What :meth:`to_record` has kept."""
         kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
-        return Failure(cause, kind, signature, bool(values["exited"]), values["node"])
+        cause, evidence = str(values["cause"]), str(values["evidence"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
 
     def to_record(self, iteration: int) -> dict[str, Any]:
-        """What a record of the next epoch says of it; see :class:`EpochRecord`."""
+        """What a record of the next epoch says of it; see :class:`History`."""
         return {
             "kind": str(self.kind),
+            "cause": self.cause,
+            "evidence": self.evidence,
             "signature": list(self.signature),
             "exited": self.exited,
             "iteration": iteration,
@@ -200,10 +191,9 @@ class State:
     ``epoch``: highest number given to a record. ``record``: the last announced; ``pending``: not
     yet durable; ``redecide``: why it must not be announced any more. ``newest``: last iteration
     reported by an open epoch. ``kept``: see layout.decision.keep_line. ``failures``: those since
-    the newest iteration, with it; ``stacks``: where processes stood that hung. ``closed_by``: what
-    ended the last epoch, as a record says it. ``protection``: for the next record;
-    ``protection_why``: why it is another one than the last; ``protection_told``: the one that was
-    reported last; ``mixed``: it is chosen by what fits and by what is measured, not by a user.
+    the newest iteration, with it; ``stacks``: where processes stood that hung.
+    ``protection``: for the next record; ``protection_why``: why it is another one than the last;
+    ``protection_told``: the one that was reported last.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
     it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
@@ -211,7 +201,10 @@ class State:
     goes on. ``found``: what lay in
     memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
     alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
-    agents ended in this recovery, and may come back with what they held.
+    agents ended in this recovery, and may come back with what they held. ``recoveries``: the newest
+    that this coordinator saw; ``recovery_count`` and ``steps_recomputed``: of the whole run.
+    ``checkup``: links that are being measured; ``agreed``: what the nodes have in common, None
+    until they are judged.
     """
 
     phase: Phase
@@ -253,14 +246,16 @@ class State:
     last_words: LastWords | None = None
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
-    closed_by: Mapping[str, Any] = field(default_factory=dict)
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
     protection_why: str = ""
     protection_told: ProtectionPlan | None = None
-    mixed: bool = False
     recovery: Recovery | None = None
     recoveries: tuple[RecoveryReport, ...] = ()
+    recovery_count: int = 0
+    steps_recomputed: int = 0
     exit_status: int | None = None
+    checkup: Checkup | None = None
+    agreed: Agreed | None = None
 
     def changed(self, changes: Mapping[str, Any]) -> State:
         """A copy with other values of these fields; dataclasses.replace(), which passes all of
@@ -307,6 +302,8 @@ class State:
         """What the phase waits for, in words; empty when it waits for nothing."""
         roles = set(self.seats)
         match self.phase:
+            case Phase.GATHERING if self.checkup is not None:
+                return f"links of nodes {sorted(self.checkup.awaited)} to be measured"
             case Phase.GATHERING:
                 return "nodes and members to start"
             case Phase.CLOSING:
@@ -376,15 +373,6 @@ class Turn:
             incarnation = self.state.members[place].incarnation
         changed = MemberState(incarnation, status, self.now)
         self.set(members=self.state.members.with_member(place, changed))
-
-
-def record_nodes(state: State, seats: Mapping[int, Seat]) -> dict[int, NodeAddress]:
-    """All live nodes as a record names them; who has no seat is a spare."""
-    training = {seat.node for seat in seats.values()}
-    return {
-        node: NodeAddress(known.host, known.vault_port, known.domain, spare=node not in training)
-        for node, known in sorted(state.nodes.items())
-    }
 
 
 def matters(state: State, record: EpochRecord, node: int) -> bool:

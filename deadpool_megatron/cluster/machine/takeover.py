@@ -9,8 +9,9 @@ on a Turn.
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import checkup
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.moves import close, opening_seconds
+from deadpool_megatron.cluster.machine.moves import close, give_up, opening_seconds
 from deadpool_megatron.cluster.machine.pausing import check_opened
 from deadpool_megatron.cluster.machine.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state import (
@@ -77,8 +78,7 @@ def time_is_over(turn: Turn) -> None:
     assert state.record is not None
     cause = "did not join again in time"
     for node in state.absent(state.record.nodes):
-        turn.set(gone=turn.state.gone.set(node, cause))
-        turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=FailureKind.NODE_LOST)
+        give_up(turn, node, cause, FailureKind.NODE_LOST)
     _go_on(turn)
 
 
@@ -86,6 +86,7 @@ def _go_on(turn: Turn) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
     record = turn.state.record
     assert record is not None
+    checkup.agree_again(turn)
     failure = turn.state.missed or _happened(turn)
     turn.set(phase=Phase.OPENING, deadline=turn.now + opening_seconds(turn, record))
     if failure is not None:

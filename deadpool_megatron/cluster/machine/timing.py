@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deadpool_megatron.layout.records import EpochRecord, Generation, Seat
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 
 # In the order they happen; ``abandoned`` is time in epochs that were opened but failed again.
 PHASES = (
@@ -99,6 +99,10 @@ class Recovery:
         longest = max(seconds, self.reported.get(phase, 0.0))
         return replace(self, reported={**self.reported, phase: longest})
 
+    def recomputed(self, restore: Restore) -> int:
+        """How many finished iterations are computed again from there."""
+        return max(0, self.newest - restore.generation.iteration)
+
     def again(self, cause: str, now: float) -> Recovery:
         """The epoch it led to has failed before its first iteration was completed."""
         phases = dict(self.phases)
@@ -122,7 +126,7 @@ class Recovery:
             boundary=record.restore.boundary,
             phases=phases,
             seconds=now - self.started,
-            steps_recomputed=max(0, self.newest - record.restore.generation.iteration),
+            steps_recomputed=self.recomputed(record.restore),
             exposed_seconds=self.exposed,
             seats_changed={
                 role: (self.seats[role], seat)

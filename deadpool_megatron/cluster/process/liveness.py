@@ -49,11 +49,17 @@ class ChildWatch:
     """
 
     def __init__(self, pid: int, on_end: Callable[[Ending], None]) -> None:
+        """Raises OSError when there is no descriptor for it; the child has ended by then."""
         self.pid = pid
         self.ended = asyncio.Event()
         self.ending: Ending | None = None
         self._on_end = on_end
-        self._handle = os.pidfd_open(pid)
+        try:
+            self._handle = os.pidfd_open(pid)
+        except OSError:
+            self.kill()  # nobody would ever hear of its end
+            os.waitpid(pid, 0)
+            raise
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._handle, self._gone)
 

@@ -41,7 +41,7 @@ class Starter(ABC):
 
     @abstractmethod
     def start(self, spec: MemberSpec) -> StartedMember:
-        """Start one member. Raises StartError."""
+        """Start one member. Raises StartError, and OSError without leaving anything behind."""
 
     @abstractmethod
     def prepare(self, slot: int) -> None:
@@ -66,7 +66,12 @@ class ForkStarter(Starter):
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            raise
         if pid == 0:
             posix.die_with_parent(parent)
             become_member(spec, theirs.detach())
@@ -118,13 +123,18 @@ class ExecStarter(Starter):
             "-m",
             "deadpool_megatron.cluster.process.member_main",
         ]
-        process = subprocess.Popen(
-            [*command, str(theirs.fileno()), self._modules],
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            preexec_fn=lambda: posix.die_with_parent(parent),
-        )
-        theirs.close()
+        try:
+            process = subprocess.Popen(
+                [*command, str(theirs.fileno()), self._modules],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: posix.die_with_parent(parent),
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self._parked[slot] = (process, ours)
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 Layout (contract between all processes of a run)::
 
-    check.json  run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
+    run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     skeletons/  launcher.lock
 """
@@ -36,8 +36,8 @@ class RunDirectoryError(Exception):
 class RunInfo:
     """What ``run.json`` says: fixed until the run is started again, the same on every node.
 
-    ``ended_term`` and ``ended_epoch``: the newest ones of the starts before this one, all of whose
-    processes have ended.
+    ``check_only``: it ends when its nodes are judged. ``ended_term`` and ``ended_epoch``: newest
+    ones of the starts before this one, all of whose processes have ended.
     """
 
     run_id: str
@@ -49,6 +49,7 @@ class RunInfo:
     settings: Settings
     segment_root: str
     restore: Mapping[str, Any] = field(default_factory=dict)
+    check_only: bool = False
     ended_term: int = 0
     ended_epoch: int = 0
 
@@ -73,6 +74,7 @@ class RunInfo:
             settings=Settings(**values["settings"]),
             segment_root=str(values["segment_root"]),
             restore=dict(values.get("restore", {})),
+            check_only=bool(values.get("check_only", False)),
             ended_term=int(values.get("ended_term", 0)),
             ended_epoch=int(values.get("ended_epoch", 0)),
         )
@@ -108,11 +110,6 @@ class RunDirectory:
     def coordinator(self) -> Path:
         """Address and pid of the coordinator."""
         return self.path / "coordinator.json"
-
-    @property
-    def check(self) -> Path:
-        """Verdict of ``deadpool check``; absent where it was not used."""
-        return self.path / "check.json"
 
     @property
     def dump(self) -> Path:

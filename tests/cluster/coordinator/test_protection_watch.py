@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,16 +9,13 @@ from immutables import Map
 
 from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.plan_facts import budgets_of, memory_refusal, scene_of
+from deadpool_megatron.cluster.machine.plans import budgets_of, memory_refusal, scene_of
 from deadpool_megatron.cluster.machine.state import State
-from deadpool_megatron.cluster.watch.plan_chooser import MEASURED_ITERATIONS
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Rig, large
 
-SECONDS = 30.0
 # For four roles with their slots and parity blocks, not for copies.
 TIGHT = 15 * MEGA
 
@@ -49,13 +45,13 @@ def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
     rig = Rig().run()
     watch = ProtectionWatch(rig.settings)
     train(watch, 60, wait=0.5)
-    (request,) = watch.look(rig.state)[1]
+    (request,) = watch.look(rig.state)
     assert isinstance(request, ev.ProtectionRequested)
     assert request.plan == replace(ProtectionPlan(), every=3)
     assert "waited 50% of the time for copies" in request.why
     rig.feed(request)
     assert rig.state.protection.every == 3
-    assert watch.look(rig.state) == ([], []), "another plan is on its way"
+    assert watch.look(rig.state) == [], "another plan is on its way"
 
 
 @pytest.mark.parametrize("settings", [{"cadence": "1"}, {"protection": "recompute"}])
@@ -63,7 +59,7 @@ def test_a_fixed_cadence_stays(settings: dict[str, str]) -> None:
     rig = Rig(**settings).run()
     watch = ProtectionWatch(rig.settings)
     train(watch, 60, wait=0.5)
-    assert watch.look(rig.state) == ([], [])
+    assert watch.look(rig.state) == []
 
 
 def test_the_rpo_in_iterations_and_seconds() -> None:
@@ -76,63 +72,6 @@ def test_the_rpo_in_iterations_and_seconds() -> None:
     assert (found["most_lost"], found["most_lost_seconds"]) == (1, pytest.approx(1.0))
     rig.feed(ev.ProtectionRequested(replace(ProtectionPlan(), every=4), "a test"))
     assert watch.describe(rig.state)["wanted"] == "buddy; every 4 iterations"
-
-
-def choose(watch: ProtectionWatch, state: State) -> tuple[list[Event], list[ev.Input]]:
-    """Look until the thread has chosen."""
-    assert watch.look(state) == ([], [])
-    limit = time.monotonic() + SECONDS
-    while (found := watch.look(state)) == ([], []):
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-    return found
-
-
-def test_mixed_says_that_nothing_is_better() -> None:
-    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
-    watch = ProtectionWatch(rig.settings)
-    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
-    (said,), requests = choose(watch, rig.state)
-    assert "protection stays as it is" in said.data["text"]
-    assert requests == []
-    train(watch, 3 * MEASURED_ITERATIONS)
-    assert watch.look(rig.state) == ([], []), "chosen once"
-
-
-def test_what_a_user_has_chosen_is_not_chosen_again() -> None:
-    """Not by a choice that was under way either; mixed, asked for, begins anew."""
-    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
-    watch = ProtectionWatch(rig.settings)
-    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
-    tight = with_memory(rig, TIGHT)
-    assert watch.look(tight) == ([], [])
-    assert watch._chooser._thread is not None
-    watch._chooser._thread.join(SECONDS)
-    ordered = tight.changed({"mixed": False})
-    assert watch.look(ordered) == ([], [])
-    _, (request,) = choose(watch, tight)
-    assert isinstance(request, ev.ProtectionRequested)
-    assert request.mixed is None
-
-
-def test_mixed_takes_parity_where_copies_do_not_fit() -> None:
-    rig = Rig(nodes=6, nproc=4, protection="mixed").run()
-    assert rig.record.protection == ProtectionPlan()
-    state = with_memory(rig, TIGHT)
-    watch = ProtectionWatch(rig.settings)
-    train(watch, MEASURED_ITERATIONS + 3, ship=0.1)
-    _, (request,) = choose(watch, state)
-    assert isinstance(request, ev.ProtectionRequested)
-    assert request.plan.kinds == {Scheme.PARITY}
-    assert "copies of everything need" in request.why
-
-
-def test_other_schemes_choose_nothing() -> None:
-    rig = Rig(nodes=6, nproc=4).run()
-    watch = ProtectionWatch(rig.settings)
-    train(watch, MEASURED_ITERATIONS + 3)
-    assert watch.look(with_memory(rig, 1)) == ([], [])
-    assert watch._chooser._thread is None
 
 
 def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:

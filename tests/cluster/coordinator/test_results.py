@@ -1,19 +1,25 @@
-"""Results: each step once, contradictions found, everything found again after a restart."""
+"""Results: each step once, contradictions found, whatever the length of the run."""
 
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
-from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
+from deadpool_megatron.cluster.coordinator.results import (
+    COMPARED_STEPS,
+    Results,
+    divergence_is_fatal,
+)
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.settings import Settings
+from tests.cluster.machine.rig import Rig
 
 
 def step(iteration: int, loss: str = "0x1p+0", epoch: int = 1) -> Event:
@@ -28,25 +34,6 @@ def test_repeated_step_is_dropped() -> None:
     assert not results.diverged
 
 
-def test_opening_that_two_coordinators_report_is_written_once() -> None:
-    results = Results()
-    assert len(results.add(Event(Kind.EPOCH_OPENED, 1))) == 1
-    assert results.add(Event(Kind.EPOCH_OPENED, 1)) == []
-    assert len(results.add(Event(Kind.EPOCH_OPENED, 2))) == 1
-
-
-def test_change_of_protection_that_two_coordinators_report_is_written_once() -> None:
-    results = Results()
-    for new, written in (("buddy", 1), ("parity(4)", 1), ("parity(4)", 0), ("buddy", 1)):
-        assert len(results.add(Event(Kind.PROTECTION, 2, data={"new": new}))) == written
-
-
-def test_nodes_that_were_given_up_are_known_to_the_next_coordinator() -> None:
-    results = Results()
-    results.add(Event(Kind.NODE_LOST, 1, node=2, data={"cause": "silent"}))
-    assert results.lost_nodes == {2: "silent"}
-
-
 def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
     results = Results()
     results.add(step(1))
@@ -56,7 +43,6 @@ def test_other_numbers_are_a_divergence_and_decide_the_exit_status() -> None:
     final = results.final({}, "", 0)
     assert final["exit_status"] == 3
     assert "other numbers" in final["reason"]
-    assert final["steps"] == [{"iteration": 1, "loss": "0x1p+0"}]
 
 
 def test_a_divergence_that_is_only_reported_leaves_the_exit_status_alone() -> None:
@@ -100,14 +86,13 @@ def test_state_hashes_are_compared_role_by_role() -> None:
     results.add(hashed(1, "bb"))
     assert not results.diverged
     assert results.add(hashed(1, "cc"))[0].kind is Kind.STALE_DIVERGENCE
-    assert results.final({}, "", 0)["hashes"] == {"4": {"0": "aa", "1": "bb"}}
 
 
 def info() -> RunInfo:
     return RunInfo("ab", 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/deadpool-ab")
 
 
-def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -> None:
+def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     first = Chronicle(run, info(), 1)
     first.write(step(1))
@@ -115,11 +100,11 @@ def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -
     first.close()
     with open(run.events, "a") as file:
         file.write('{"kind":"step","iter')
-    second = Chronicle(run, info(), 2)
+    second = Chronicle(run, info(), 2, newest=2)
     assert second.results.last_iteration == 2
-    assert second.write(step(2)) == []
     second.write(step(3))
-    second.finish(Finish(0, ""), [{"epoch": 2, "cause": "x"}])
+    state = Rig().state.changed({"recovery_count": 7, "steps_recomputed": 3})
+    second.finish(Finish(0, ""), state)
     second.close()
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("events*")) == [
@@ -127,8 +112,26 @@ def test_chronicle_survives_its_writer_torn_last_line_included(tmp_path: Path) -
         "events.jsonl",
     ]
     final = json.loads(run.final.read_text())
-    assert [entry["iteration"] for entry in final["steps"]] == [1, 2, 3]
-    assert final["recoveries"] == [{"epoch": 2, "cause": "x"}]
+    assert (final["iterations"], final["recovery_count"], final["steps_recomputed"]) == (3, 7, 3)
+
+
+def test_what_is_compared_does_not_grow_with_the_run() -> None:
+    results = Results()
+    tracemalloc.start()
+    try:
+        for k in range(1, 12_001):
+            results.add(step(k))
+            hashed = Event(Kind.STATE_HASH, role=0, iteration=k, data={"sha256": "a" * 64})
+            results.add(hashed)
+            if k == 4_000:
+                tracemalloc.reset_peak()
+                before, _ = tracemalloc.get_traced_memory()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most - before < 100_000
+    assert results.add(step(12_000 - COMPARED_STEPS + 1)) == [], "it is known yet"
+    assert len(json.dumps(results.final({}, "", 0))) < 1000
 
 
 def test_a_loss_that_was_not_finite_may_be_replaced_and_is_passed_on_again() -> None:

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.first_state import look_up
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.choice import open_journal
@@ -141,6 +142,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
+    estate = look_up(run, journal)
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(
@@ -153,6 +155,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
             planner=plan,
             term=claim_term(journal, number, "127.0.0.1", 1, None),
             journal=journal,
+            estate=estate,
         )
     )
 

@@ -39,9 +39,8 @@ class Events:
         if "node-joined" in self.fails_at:
             raise self.fails_at["node-joined"]
         self.joined.append((peer.node, again))
-        peer.welcomed = True
-        peer.send(
-            {"t": "welcome", "term": 1, "boot": "b", "seen": self.peers.taken(peer), "record": None}
+        self.peers.welcome(
+            peer, {"t": "welcome", "term": 1, "seen": self.peers.taken(peer), "record": None}
         )
         self.changed.set()
         del message
@@ -310,7 +309,7 @@ def test_what_our_own_code_raises_at_a_report_is_no_cut_connection(error: Except
         assert (await framing.read_frame(reader))["t"] == "welcome"
         for number, value in ((1, "before"), (2, "poison"), (3, "after")):
             writer.write(framing.encode({"t": "report", "n": number, "value": value}))
-        writer.write(framing.encode({"t": "beat", "members": {}, "vault": {}, "b": 1.0}))
+        writer.write(framing.encode({"t": "beat", "members": {}, "vault": {}, "b": 1.0, "o": 0}))
         assert (await framing.read_frame(reader))["n"] == 3
         assert events.peers is not None
         assert events.peers.refusals == 1
@@ -327,7 +326,7 @@ def test_what_our_own_code_raises_at_a_report_is_no_cut_connection(error: Except
     "message",
     [
         {"t": "report", "value": "without a number"},
-        {"t": "beat", "members": {"x": {}}, "vault": {}, "b": 1.0},
+        {"t": "beat", "members": {"x": {}}, "vault": {}, "b": 1.0, "o": 0},
         {"t": "superseded", "term": "soon"},
         {"t": []},
     ],

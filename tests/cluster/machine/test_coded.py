@@ -11,9 +11,10 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.deltas import apply, change, for_node, sources_by_node
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.parity import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source, without_details
+from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 
 EXTRAS = frozenset({"extras@step"})
@@ -88,9 +89,8 @@ def test_only_the_node_of_a_lost_role_is_told_what_it_is_computed_from() -> None
     for role, seat in record.seats.items():
         text = json.loads(json.dumps(told[seat.node]))
         found = apply(None, changed, text)
-        assert found == replace(for_node(record, seat.node), failure={})
+        assert found == replace(for_node(record, seat.node), history=History())
         assert set(found.restore.recipes) == ({1} if role == 1 else set())
-    assert not without_details(record.to_dict())["restore"]["recipes"]
 
 
 def test_the_loss_of_a_block_matters_until_the_role_is_restored() -> None:

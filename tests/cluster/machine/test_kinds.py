@@ -41,14 +41,17 @@ def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKi
     assert rig.state.recoveries[0].to_dict()["kind"] == silent
 
 
-def test_the_record_says_what_ended_the_epoch_before() -> None:
+def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
     rig = Rig().run()
-    assert rig.record.failure == {}
+    assert rig.record.history.failures == ()
     rig.steps(3)
     rig.feed(ended(rig, 1, "ValueError: sample 17"))
     recover(rig, 3)
-    assert rig.record.failure == {
+    (failure,) = rig.record.history.failures
+    assert failure == {
         "kind": "process-crash",
+        "cause": "member 1.0.0 ended: exit 1 (ValueError: sample 17)",
+        "evidence": "role 1 on node 1, log logs/node1-slot0-0.log",
         "signature": ["exit", "1", "ValueError: sample #"],
         "exited": True,
         "iteration": 3,
@@ -213,7 +216,7 @@ def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
     nan(rig, 5)
     rig.closed(g(4), g(5), g(6))
     assert rig.pending.restore.generation == g(4)
-    assert rig.pending.failure["kind"] == "nonfinite-loss"
+    assert rig.pending.history.failures[-1]["kind"] == "nonfinite-loss"
     rig.journal()
     (decided,) = rig.emitted(Kind.EPOCH_DECIDED)
     assert decided.data["forgotten_from"] == 5
@@ -258,7 +261,7 @@ def test_nan_of_a_closed_epoch_is_refused() -> None:
 def taken_over(rig: Rig) -> Rig:
     """Another coordinator, with nothing but the journal of the first."""
     records = [a.record for a in rig.of(act.WriteRecord, rig.log)]
-    rig.state = rig.machine.resume(records, None, rig.now)
+    rig.state = rig.machine.resume(records[-1], None, rig.now)
     return rig
 
 

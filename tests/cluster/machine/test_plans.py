@@ -9,12 +9,10 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine import plans
-from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.plans import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
-from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed
 
@@ -101,7 +99,7 @@ def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool)
     first = rig.record
     changed(rig, 9)
     second = rig.record
-    state = rig.machine.resume([first, second] if opened else [first], None, rig.now)
+    state = rig.machine.resume(second if opened else first, None, rig.now)
     assert state.protection == (EVERY_THIRD if opened else ProtectionPlan())
 
 
@@ -196,27 +194,3 @@ def test_refused_plans_change_nothing() -> None:
     assert rig.one(act.EmitEvent).kind is Kind.REFUSED
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.protection == ProtectionPlan()
-
-
-def test_a_users_scheme_stays_until_mixed_is_asked_for() -> None:
-    parity = uniform("parity", Settings(), 1, 2)
-    rig = Rig(nodes=3, spares=1, protection="mixed").run()
-    assert rig.state.mixed
-    rig.feed(ev.ProtectionRequested(parity, "a user", mixed=False))
-    assert (rig.state.protection, rig.state.mixed) == (parity, False)
-    rig.feed(ev.ProtectionRequested(replace(parity, every=2), "waits at the gate"))
-    assert not rig.state.mixed, "the cadence is another matter"
-    rig.feed(ev.ProtectionRequested(rig.state.protection, "a user", mixed=True))
-    assert rig.state.mixed
-
-
-@pytest.mark.parametrize(("said", "mixed"), [(None, True), (False, False), (True, True)])
-def test_who_chooses_survives_a_takeover_and_ends_with_a_restart(
-    said: bool | None, mixed: bool
-) -> None:
-    rig = Rig(nodes=3, spares=1, protection="mixed").run()
-    assert rig.machine.resume([rig.record], None, rig.now, mixed=said).mixed == mixed
-    again = Rig(nodes=3, spares=1, protection="mixed")
-    again.config = replace(again.config, restarted=True, begins_anew=True)
-    machine = Machine(again.config, plan)
-    assert machine.resume([rig.record], None, rig.now, mixed=said).mixed

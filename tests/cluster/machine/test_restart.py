@@ -23,7 +23,7 @@ def started_again(old: Rig, durable: Restore | None = None) -> Rig:
     rig = copy.copy(old)
     rig.config = replace(old.config, restarted=True)
     rig.machine = Machine(rig.config, plan)
-    rig.state = rig.machine.resume(records, durable, rig.now)
+    rig.state = rig.machine.resume(records[-1], durable, rig.now)
     rig.last, rig.log = [], []
     rig.feed(ev.StoreReady("store", 2))
     return rig
@@ -71,7 +71,8 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     closed(rig, 2, generations=())
     restore = rig.pending.restore
     assert (rig.pending.epoch, restore.kind, restore.generation) == (2, "memory", g(7))
-    assert rig.pending.failure["kind"] == "restart"
+    assert rig.state.recovery is not None
+    assert rig.state.recovery.kind == "restart"
     rig.journal()
     assert "goes on from generation 1:7 in memory of nodes [0, 1]" in said(rig)
     rig.restored()
@@ -88,7 +89,7 @@ def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wa
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
-    state = Machine(config, plan).resume(records, None, old.now)
+    state = Machine(config, plan).resume(records[-1], None, old.now)
     assert plan_in_words(state.protection) == wanted
 
 

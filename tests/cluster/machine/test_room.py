@@ -13,13 +13,15 @@ from immutables import Map
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.plan_facts import scene_of
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.plans import scene_of
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.choice import GROUP_SIZES
 from deadpool_megatron.layout.demand import demand
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from deadpool_megatron.recovery import plan
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Phase, Rig, g, killed, large
 
@@ -104,8 +106,8 @@ def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
     (told,) = rig.emitted(Kind.PROTECTION)
-    assert told.data["why"].startswith("for want of memory: parity(")
-    assert "copies of everything need" in told.data["why"]
+    assert told.data["why"].startswith("for want of memory: parity(2) fits")
+    assert "for copies node 0 would need" in told.data["why"]
 
 
 def test_what_fits_stays() -> None:
@@ -141,12 +143,13 @@ def test_nothing_fits_ends_the_start_with_one_line() -> None:
     rig = room(2 * MEGA, nodes=4, spares=0).begin()
     (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
     assert end.exit_status == 2
-    assert "nothing fits, node" in end.reason
+    assert "no scheme fits, parity(3) needs least: node 0 would need" in end.reason
     assert end.reason.endswith("raise --deadpool-memory-gb or add nodes")
 
 
 def without_its_spare() -> Room:
-    """Four nodes and a spare with memory for the sparest plan, which need the spare for it."""
+    """Four nodes and a spare with memory for the sparest plan, which need the spare for it; then it
+    is lost."""
     _, least = sizes(4, 1)
     assert least < sizes(4, 0)[1]
     rig = room(least, nodes=4, spares=1).begin()
@@ -156,15 +159,53 @@ def without_its_spare() -> Room:
     return rig
 
 
-def test_a_node_that_joins_ends_the_wait_for_room() -> None:
+def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() -> None:
+    """No other plan is looked for, though copies are asked for."""
     rig = without_its_spare()
+    chosen = rig.record.protection
     assert rig.state.phase is Phase.WAITING_SPARE
     assert "a node to join" in rig.emitted(Kind.LOG)[-1].data["text"]
     rig.join(5)
     assert rig.state.phase is Phase.DECIDING
     rig.journal()
     rig.restored()
+    assert rig.record.protection == chosen
     assert needs(rig.state, rig.record.protection, rig) <= rig.usual
+
+
+def test_what_was_chosen_is_not_chosen_again() -> None:
+    """Copies would fit once the nodes have more memory; the plan of the start stays."""
+    copies, least = sizes(6, 1)
+    rig = room(least + MEGA, nodes=6, spares=1).begin()
+    chosen = rig.record.protection
+    assert chosen.kinds == {Scheme.PARITY}
+    rig.usual = 9 * copies
+    nodes = {n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.nodes.items()}
+    rig.state = rig.state.changed({"nodes": Map(nodes)})
+    rig.warm(6)
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.again(5)
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.record.protection == chosen
+
+
+def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch() -> None:
+    """Their nodes may have less memory than those of the run before."""
+    copies, least = sizes()
+    rig = room(100 * copies, nodes=6, spares=0).begin()
+    assert rig.record.protection == ProtectionPlan()
+    found = [rig.inventory(node, g(7)).inventory for node in range(6)]
+    rig.config = replace(rig.config, restarted=True)
+    rig.machine = Machine(rig.config, plan)
+    rig.state = rig.machine.resume(rig.record, None, rig.now)
+    rig.feed(ev.StoreReady("store", 2))
+    for held in found:
+        node, less = held.node, least + MEGA
+        address = ("host", 1000 + node, f"node{node}")
+        rig.feed(ev.NodeJoined(node, *address, found=held, memory_bytes=less))
+    rig.closed(g(7))
+    assert rig.pending.restore.kind == "memory"
+    assert rig.pending.protection.kinds == {Scheme.PARITY}
 
 
 def test_where_nobody_joins_the_state_is_saved() -> None:
@@ -233,4 +274,4 @@ def test_a_coordinator_that_took_over_knows_from_the_slots_what_fits() -> None:
     rig.hello(0)
     rig.closed(g(3))
     assert rig.state.phase is Phase.WAITING_SPARE
-    assert "nothing fits, node" in rig.emitted(Kind.LOG)[-1].data["text"]
+    assert "buddy: node 0 would need" in rig.emitted(Kind.LOG)[-1].data["text"]

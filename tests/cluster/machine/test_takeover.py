@@ -22,7 +22,7 @@ def successor(old: Rig, *, landed: bool = True, port: int | None = 1) -> Rig:
     if old.state.pending is not None and not landed:
         records.pop()
     rig = copy.copy(old)
-    rig.state = rig.machine.resume(records, None, rig.now)
+    rig.state = rig.machine.resume(records[-1], None, rig.now)
     rig.last, rig.log = [], []
     if port is not None:
         rig.feed(ev.StoreReady("store", port))

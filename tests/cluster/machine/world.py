@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Config, MemberStatus, Phase
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import is_due
+from deadpool_megatron.layout.decision import keep_line
 from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, ParityPlacement
 from deadpool_megatron.layout.placement import choose_buddies
 from deadpool_megatron.layout.records import (
@@ -250,7 +251,11 @@ class World:
         self.closed.clear()
         self.last_words.clear()
         if self.journaled:
-            self.state = self.machine.resume(self.journaled, None, self.now)
+            self.state = self.machine.resume(self.journaled[-1], None, self.now)
+            line: dict[int, int] = {}
+            for record in self.journaled:
+                line = keep_line(line, record.restore, record.epoch)
+            assert self.state.kept == line, "the newest record has it whole"
         else:
             self.state = self.machine.start(self.now)
         last = self.journaled[-1] if self.journaled else None

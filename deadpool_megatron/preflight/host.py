@@ -1,22 +1,19 @@
-"""The machine at hand: its facts from files, limits and package metadata, and its links."""
+"""The host at hand: its facts from files, limits and package metadata."""
 
 from __future__ import annotations
 
 import fcntl
-import os
 import resource
 import shutil
 import socket
 import struct
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from importlib import metadata
 from pathlib import Path
 
 import deadpool_megatron
-from deadpool_megatron.preflight import stream
-from deadpool_megatron.preflight.facts import NodeFacts
+from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.vault.limits import cgroup_memory, memlock_bytes
 
 _SHM = Path("/dev/shm")
@@ -29,47 +26,31 @@ _SIOCGIFADDR = 0x8915
 _IFF_UP = 1
 
 
-class Instruments(ABC):
-    """What a node is examined with: the real thing, or what a test makes up. Thread-safe."""
+def read_facts(address: str) -> HostFacts:
+    """Returns the facts of this host, whose address for others is ``address``.
 
-    @abstractmethod
-    def facts(self, address: str, domain: str) -> NodeFacts:
-        """The facts, with the address that others are to reach and the rack of this node."""
-
-    @abstractmethod
-    def measure(self, connection: socket.socket) -> tuple[float, float]:
-        """Bytes per second out and in. Raises OSError or WireError."""
-
-
-class RealInstruments(Instruments):
-    """Reads this machine. Loads neither torch nor the driver: processes may still be forked."""
-
-    def facts(self, address: str, domain: str) -> NodeFacts:
-        """See :class:`Instruments`. Takes as long as nvidia-smi, where there is one."""
-        shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
-        interface = interface_of(address)
-        return NodeFacts(
-            hostname=socket.gethostname(),
-            address=address,
-            interface=interface,
-            interface_up=_is_up(interface),
-            domain=domain,
-            versions=versions(),
-            gpus=count_gpus(),
-            shm_bytes=shm.total if shm else 0,
-            shm_free_bytes=shm.free if shm else 0,
-            memory_bytes=available_memory() or 0,
-            memlock_bytes=memlock_bytes(),
-            open_files=_limit(resource.RLIMIT_NOFILE),
-        )
-
-    def measure(self, connection: socket.socket) -> tuple[float, float]:
-        """See :class:`Instruments`. Takes some 2 s where the link is slow."""
-        return stream.measure(connection)
+    Takes as long as nvidia-smi, where there is one. Loads neither torch nor the driver: processes
+    may still be forked.
+    """
+    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+    interface = interface_of(address)
+    return HostFacts(
+        hostname=socket.gethostname(),
+        address=address,
+        interface=interface,
+        interface_up=_is_up(interface),
+        versions=versions(),
+        gpus=count_gpus(),
+        shm_bytes=shm.total if shm else 0,
+        shm_free_bytes=shm.free if shm else 0,
+        memory_bytes=available_memory() or 0,
+        memlock_bytes=memlock_bytes(),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+    )
 
 
 def versions() -> dict[str, str]:
-    """Component -> version of what is installed here."""
+    """Returns component -> version of what is installed here."""
     found = {
         "python": ".".join(map(str, sys.version_info[:3])),
         "deadpool-megatron": deadpool_megatron.__version__,
@@ -109,7 +90,8 @@ def _driver_version() -> str:
 
 
 def count_gpus() -> int:
-    """GPUs that this container may use, by nvidia-smi; without it those that the driver knows.
+    """Returns how many GPUs this container may use, by nvidia-smi; without it, how many the driver
+    knows.
 
     A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
     """
@@ -132,7 +114,7 @@ def count_gpus() -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had without swapping, by the machine and by the own cgroup."""
+    """Returns the bytes that can be had without swapping, by the machine and by the own cgroup."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":") for line in lines)
@@ -144,7 +126,7 @@ def available_memory() -> int | None:
 
 
 def interface_of(address: str) -> str:
-    """The interface whose first IPv4 address this is; empty where there is none."""
+    """Returns the interface whose first IPv4 address this is; empty where there is none."""
     if address.startswith("127."):
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -173,9 +155,3 @@ def _is_up(interface: str) -> bool:
 def _limit(kind: int) -> int | None:
     soft, _ = resource.getrlimit(kind)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def attempt_name() -> str:
-    """What all processes of one Slurm step have in common; empty elsewhere."""
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-    return ".".join(os.environ[name] for name in names if name in os.environ)

@@ -1,0 +1,103 @@
+"""What a node says about its host and its links, when it joins and when it is asked.
+
+As long as it has no role it looks at its host again now and then, in a process of its own: what
+there is to ask may hang (a driver, a file system), which the agent must not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.vault import VaultKeeper
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.vault.errors import VaultError
+
+LOOK_SECONDS = 60.0
+_LIMIT_SECONDS = 30.0
+
+
+class Examiner:
+    """``send``: to the coordinator; ``record()``: the newest one that the node knows. Used from the
+    agent's loop only.
+    """
+
+    def __init__(
+        self,
+        options: AgentOptions,
+        vault: VaultKeeper,
+        send: Callable[[Mapping[str, Any]], None],
+        record: Callable[[], EpochRecord | None],
+        command: tuple[str, ...] = ("deadpool_megatron", "check", "--json"),
+    ) -> None:
+        self._facts = options.facts
+        self._options = options
+        self._vault = vault
+        self._send = send
+        self._record = record
+        self._command = (*command, "--host", options.host)
+        self._probes: set[asyncio.Task[None]] = set()
+
+    def told(self) -> dict[str, Any] | None:
+        """Returns what a join says about the host; None where nobody asks for it."""
+        return None if self._facts is None else self._facts.to_dict()
+
+    async def run(self) -> None:
+        """Look again, for ever; what cannot be found out stays as it was."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._facts is not None and self._is_spare():
+                await self.look()
+
+    async def look(self) -> None:
+        """Read the facts anew, and tell them."""
+        try:
+            self._facts = await self._read()
+        except (OSError, TimeoutError, LookupError, TypeError, ValueError) as error:
+            text = f"node {self._options.node}: its host was not looked at again: {error!r}"
+            print(text, file=sys.stderr, flush=True)
+            return
+        self._send({"t": "facts", "facts": self.told()})
+
+    def probe(self, order: Mapping[str, Any]) -> None:
+        """Try links by order of the coordinator."""
+        task = asyncio.get_running_loop().create_task(self._probe(order))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
+
+    def _is_spare(self) -> bool:
+        """Whether there is an epoch in which this node has no role."""
+        record = self._record()
+        seats = () if record is None else record.seats.values()
+        return record is not None and all(seat.node != self._options.node for seat in seats)
+
+    async def _probe(self, order: Mapping[str, Any]) -> None:
+        peers = [(int(node), str(host), int(port)) for node, host, port in order["peers"]]
+        limit = float(order["limit_seconds"])
+        links: list[dict[str, Any]] = []
+        try:
+            links = await self._vault.probe(peers, limit, bulk=bool(order["bulk"]))
+        except (OSError, TimeoutError, VaultError) as error:
+            text = f"node {self._options.node}: its links were not tried: {error}"
+            print(text, file=sys.stderr, flush=True)
+        self._send({"t": "probed", "number": int(order["number"]), "links": links})
+
+    async def _read(self) -> HostFacts:
+        answer = self._options.segments / "host.json"
+        answer.unlink(missing_ok=True)
+        options = self._options
+        child = start_child(
+            self._command, options.run, options.info.run_id, answer, lambda _: None, {}
+        )
+        try:
+            await asyncio.wait_for(child.ended.wait(), _LIMIT_SECONDS)
+        finally:
+            child.kill()
+        *_, line = answer.read_text().splitlines() or [""]
+        return HostFacts.from_dict(json.loads(line)["facts"])

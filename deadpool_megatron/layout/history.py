@@ -1,0 +1,80 @@
+"""What a coordinator that takes over must know of the run so far: a part of each epoch record.
+
+The newest record is all that a successor reads, whatever the age of the run. So what happened
+before stands in it whole, and none of it grows without a limit. What changes between two records
+need not stand there, because the agents that come back say it, or because losing it does no harm:
+
+- The newest iteration told, and its numbers: an agent repeats what its members reported last. Were
+  the agent of the reporting role lost together with the coordinator, log lines of the newest
+  iteration would be printed twice, and a divergence of it would stay unnoticed; no state depends on
+  either.
+- A node that is given up is noted in the journal by itself (kind ``gone``): no record may follow.
+- Damaged copies, slow or quarantined nodes, crashes of a node that do not repeat: all found anew.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deadpool_megatron.layout.schemes import ProtectionPlan
+
+# Last iteration of the lineage that is being computed now: unknown, so unlimited.
+NO_LIMIT = sys.maxsize
+# A lineage that is kept holds at least one iteration of its own, and no slot or chain of steps is
+# older than this many iterations.
+_MOST_LINEAGES = 1000
+_MOST_NONFINITE = 1000
+_LONGEST_CAUSE = 200
+
+
+@dataclass(frozen=True)
+class History:
+    """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
+    were given up, with the cause. ``nonfinite``: iterations whose loss was not finite.
+
+    ``failures``: those since the newest iteration, which count for a crash loop, each as
+    ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
+    failure again), ``exited`` (a process ended by itself), ``iteration`` (newest finished one) and
+    ``node`` (or None). ``recoveries`` and
+    ``steps_recomputed``: counts that include the recovery which this epoch ends.
+    ``protection_told``: the plan that was reported before this epoch, None before the first.
+    """
+
+    kept: Mapping[int, int] = field(default_factory=dict)
+    gone: Mapping[int, str] = field(default_factory=dict)
+    nonfinite: frozenset[int] = frozenset()
+    failures: tuple[Mapping[str, Any], ...] = ()
+    recoveries: int = 0
+    steps_recomputed: int = 0
+    protection_told: ProtectionPlan | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, with the newest part of what would grow without end."""
+        kept = sorted(self.kept.items())[-_MOST_LINEAGES:]
+        told = self.protection_told
+        return {
+            "kept": [[lineage, last] for lineage, last in kept],
+            "gone": {str(node): cause[:_LONGEST_CAUSE] for node, cause in self.gone.items()},
+            "nonfinite": sorted(self.nonfinite)[-_MOST_NONFINITE:],
+            "failures": [dict(failure) for failure in self.failures],
+            "recoveries": self.recoveries,
+            "steps_recomputed": self.steps_recomputed,
+            "protection_told": None if told is None else told.to_dict(),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> History:
+        """Inverse of :meth:`to_dict`."""
+        told = values["protection_told"]
+        return History(
+            kept={int(lineage): int(last) for lineage, last in values["kept"]},
+            gone={int(node): str(cause) for node, cause in values["gone"].items()},
+            nonfinite=frozenset(int(k) for k in values["nonfinite"]),
+            failures=tuple(dict(failure) for failure in values["failures"]),
+            recoveries=int(values["recoveries"]),
+            steps_recomputed=int(values["steps_recomputed"]),
+            protection_told=None if told is None else ProtectionPlan.from_dict(told),
+        )

@@ -1,0 +1,179 @@
+"""A vault that cannot be had, or not be reaped, gives its node up in one clear report."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.agent import vault
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
+from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.link import reports
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.machine.inputs import NodeLost
+from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.settings import Settings
+
+SECONDS = 20.0
+
+
+class Watch:
+    """Of a vault that does nothing; ``dies``: whether a kill ends it."""
+
+    pid = 1 << 30
+
+    def __init__(self, dies: bool) -> None:
+        self.ended = asyncio.Event()
+        self.ending: Ending | None = None
+        self.kills = 0
+        self._dies = dies
+
+    def kill(self) -> None:
+        self.kills += 1
+        if self._dies:
+            self.ending = Ending(signal_name="SIGKILL")
+            self.ended.set()
+
+
+class Broken:
+    """A control connection that never gets an answer."""
+
+    async def close_epoch(self, *_: object) -> None:
+        raise TimeoutError("no answer")
+
+    async def close(self) -> None:
+        pass
+
+
+def no_processes(*_: object) -> Watch:
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+@pytest.fixture
+def info(tmp_path: Path) -> RunInfo:
+    return RunInfo(
+        run_id=f"keeper-{os.getpid()}",
+        world_size=1,
+        nodes=1,
+        spares=0,
+        nproc_per_node=1,
+        command=("x",),
+        settings=Settings(),
+        segment_root=str(tmp_path / "shm"),
+    )
+
+
+@pytest.fixture
+def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
+    run, segments = RunDirectory(tmp_path / "run"), tmp_path / "segments"
+    run.create(info)
+    segments.mkdir()
+    made = VaultKeeper(
+        0, run, info, segments, "127.0.0.1", report=lambda _: None, listing_changed=lambda: None
+    )
+    yield made
+    made._tcp.close()
+    made._unix.close()
+
+
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that are over at once."""
+    for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS", "_SHORTAGE_SECONDS"):
+        monkeypatch.setattr(vault, name, 0.001)
+    monkeypatch.setattr(vault, "_SHUTDOWN_SECONDS", 0.05)
+
+
+def test_a_moment_without_processes_is_sat_out(
+    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_: Watch(True)]
+    monkeypatch.setattr(vault, "start_child", lambda *rest: starts.pop(0)(*rest))
+    asyncio.run(keeper.start())
+    assert keeper.pid == Watch.pid
+
+
+def test_a_vault_that_does_not_come_up_again_and_again(
+    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    started: list[Watch] = []
+
+    def start(*_: object) -> Watch:
+        started.append(Watch(True))
+        return started[-1]
+
+    async def run() -> None:
+        async def fails() -> None:
+            raise ConnectionError("it ended")
+
+        monkeypatch.setattr(keeper, "_bring_up", fails)
+        await keeper.start()
+        keeper._pause = 0.001
+        with pytest.raises(VaultGivenUp, match="8 times in a row: it ended"):
+            await asyncio.wait_for(keeper.supervise(), SECONDS)
+
+    monkeypatch.setattr(vault, "start_child", start)
+    asyncio.run(run())
+    assert len(started) == 8
+
+
+def test_a_vault_that_the_kernel_does_not_let_go(
+    keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one on the same slots must not start; the end of the agent goes on."""
+    short(monkeypatch)
+
+    async def run() -> None:
+        watch: Any = Watch(False)
+        monkeypatch.setattr(vault, "start_child", lambda *_: watch)
+        await keeper.start()
+        keeper._control = Broken()  # type: ignore[assignment]
+        with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
+            await keeper.close_epoch(3)
+        await keeper.shut_down(remove=True)
+        assert watch.kills == 2
+
+    asyncio.run(run())
+
+
+def test_the_agent_says_so_and_ends(
+    tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short(monkeypatch)
+    monkeypatch.setattr(vault, "start_child", no_processes)
+    run = RunDirectory(tmp_path / "run")
+    run.create(info)
+    options = AgentOptions(
+        node=0,
+        run=run,
+        info=info,
+        secret=b"secret",
+        address=lambda: None,
+        host="127.0.0.1",
+        domain="rack",
+        modules=(),
+        directory=tmp_path,
+    )
+    options.segments.mkdir(parents=True)
+    agent = Agent(options)
+    said: list[Any] = []
+
+    async def live() -> int:
+        monkeypatch.setattr(CoordinatorLink, "send", lambda _, message: said.append(message))
+        return await asyncio.wait_for(agent.run(), SECONDS)
+
+    assert asyncio.run(live()) == EXIT_FENCED
+    cleanup.remove_segments(options.segments)
+    (report,) = [one for one in said if one["t"] == "given-up"]
+    lost = reports.from_agent(0, report)
+    assert isinstance(lost, NodeLost)
+    assert lost.cause.startswith("no vault can be started: ")

@@ -1,0 +1,245 @@
+"""A line between one agent's link and coordinators, in memory and in virtual time, that can be cut.
+
+The real :class:`CoordinatorLink`, :class:`Peers` and :class:`Orders` talk over streams that exist
+in this process only. A cut happens at a chosen frame, in one of several ways. Time jumps to the
+next timer whenever nothing is left to do, so that seconds cost nothing and nothing is left to luck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import selectors
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.link import agent_link, peers
+from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
+from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.settings import Settings
+
+NODE = 3
+_TICK_SECONDS = 0.1
+
+
+class _Selector(selectors.SelectSelector):
+    """Nothing ever comes from outside: waiting is time that passes at once."""
+
+    now = 1000.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "nothing will ever happen any more"
+        self.now += max(0.0, timeout)
+        return []
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._virtual = _Selector()
+        super().__init__(self._virtual)
+
+    def time(self) -> float:
+        return self._virtual.now
+
+
+class How(StrEnum):
+    """What a cut does to the connection on which the frame is."""
+
+    RESET = "reset"  # both ends hear of it, the frame is lost
+    RESET_AFTER = "reset-after"  # the same, once the frame has arrived
+    SILENT = "silent"  # from this frame on nothing arrives, and nobody hears of it
+    DEAF = "deaf"  # the same, in this direction only
+
+
+@dataclass
+class _Connection:
+    """Both directions of one connection: who writes -> whose reader gets it."""
+
+    line: Line
+    readers: list[asyncio.StreamReader]
+    lost: set[int] = field(default_factory=set)
+    over: bool = False
+
+    def carry(self, end: int, data: bytes) -> None:
+        how = self.line.cuts.pop(self.line.frames, None)
+        self.line.frames += 1
+        if how in (How.SILENT, How.DEAF):
+            self.lost |= {end} if how is How.DEAF else {0, 1}
+        if how is not How.RESET and end not in self.lost and not self.over:
+            self.readers[1 - end].feed_data(data)
+        if how in (How.RESET, How.RESET_AFTER):
+            self.end(ConnectionResetError("cut"))
+
+    def end(self, error: Exception | None = None) -> None:
+        if self.over:
+            return
+        self.over = True
+        for end, reader in enumerate(self.readers):
+            if 1 - end in self.lost:
+                continue  # it never hears of it
+            if error is None:
+                reader.feed_eof()
+            else:
+                reader.set_exception(error)
+
+
+class _Writer:
+    """As much of a stream as the two classes use."""
+
+    def __init__(self, connection: _Connection, end: int) -> None:
+        self._connection = connection
+        self._end = end
+        self._closed = False
+        self.transport = self
+
+    def write(self, data: bytes) -> None:
+        if not self._closed:
+            self._connection.carry(self._end, data)
+
+    def is_closing(self) -> bool:
+        return self._closed or self._connection.over
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._closed = True
+        self._connection.end()
+
+    abort = close
+
+
+class Office:
+    """The coordinator of one term, as far as agents and orders go."""
+
+    def __init__(self, line: Line, term: int) -> None:
+        info = SimpleNamespace(settings=line.settings, nodes=1, spares=0, world_size=1)
+        options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
+        self.peers = Peers(line.settings.connect_seconds, self)
+        self.orders = Orders(options, self.peers)
+        self.said: list[Any] = []
+        self.is_left = False
+        self.newer_terms: list[str] = []
+        self.terms: list[int] = []
+        self._state: Any = SimpleNamespace(open_epoch=0, phase=Phase.RUNNING)
+
+    def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
+        self.terms.append(int(message["term"]))
+        self.orders.welcome(peer.node, None, self._state)
+        del again
+
+    def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
+        self.said.append(message["value"])
+        del peer
+
+    def agent_left(self, peer: AgentPeer, cause: str) -> None:
+        self.is_left = True
+        del peer, cause
+
+    def superseded(self, why: str) -> None:
+        self.newer_terms.append(why)
+
+    async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def refused(self, who: str, why: str) -> None:
+        raise AssertionError(f"{who}: {why}")
+
+
+class Line:
+    """``cuts``: number of the frame, counted over all connections, to what happens at it."""
+
+    def __init__(self, cuts: Mapping[int, How]) -> None:
+        self.settings = Settings()
+        self.cuts = dict(cuts)
+        self.frames = 0
+        self.office = Office(self, 1)
+        self.obeyed: list[dict[str, Any]] = []
+        self.numbers = itertools.count(1)
+        self.link = CoordinatorLink(
+            lambda: ("coordinator", self._term),
+            b"",
+            "run",
+            self.settings,
+            lambda: {"t": "join", "node": NODE, "boot": "agent", "hostname": "host", "told": 0},
+            self._take,
+        )
+        self._term = 1
+        self._serving: set[asyncio.Task[None]] = set()
+
+    def take_over(self) -> Office:
+        """Another coordinator is the newest; the old one does not know it yet."""
+        self._term += 1
+        self.office = Office(self, self._term)
+        return self.office
+
+    async def live(self, scenario: Callable[[], Awaitable[None]]) -> None:
+        """Run the link and its beats beside the scenario."""
+        running = asyncio.create_task(self.link.run(60.0))
+        beating = asyncio.create_task(self._beat())
+        try:
+            await scenario()
+            assert not running.done(), running
+        finally:
+            for task in (running, beating, *self._serving):
+                task.cancel()
+
+    async def until(self, what: str, ready: Callable[[], Any], seconds: float = 60.0) -> None:
+        """Let time pass until it is so. Fails with ``what`` when that takes too long."""
+        limit = asyncio.get_running_loop().time() + seconds
+        while not ready():
+            assert asyncio.get_running_loop().time() < limit, f"stalled: {what}"
+            await asyncio.sleep(_TICK_SECONDS)
+
+    async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
+        """Instead of a connection over a network."""
+        del tls
+        assert address[1] == self._term
+        readers = [asyncio.StreamReader(), asyncio.StreamReader()]
+        connection = _Connection(self, readers)
+        task = asyncio.create_task(self._serve(self.office, readers[1], _Writer(connection, 1)))
+        self._serving.add(task)
+        return readers[0], _Writer(connection, 0)
+
+    async def _serve(self, office: Office, reader: Any, writer: Any) -> None:
+        try:
+            await office.peers.serve(reader, writer, "somebody")
+        finally:
+            writer.close()
+
+    async def _beat(self) -> None:
+        while True:
+            if self.link.beat_is_due:
+                self.link.beat({"t": "beat", "members": {}, "vault": {}})
+            await asyncio.sleep(_TICK_SECONDS)
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if message["t"] not in ("welcome", "probe"):
+            self.obeyed.append(dict(message))
+
+
+def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -> Line:
+    """Run a scenario on a line with these cuts, in virtual time."""
+
+    async def nothing(*_: object) -> None:
+        """Instead of a handshake."""
+
+    async def run() -> Line:
+        clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
+        patch.setattr(agent_link, "time", clock)
+        patch.setattr(peers, "time", clock)
+        line = Line(cuts)
+        patch.setattr(agent_link, "open_stream", line.open)
+        await line.live(lambda: scenario(line))
+        return line
+
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=_Loop) as runner:
+        patch.setattr(agent_link, "connect_stream", nothing)
+        return runner.run(run())

@@ -1,0 +1,175 @@
+"""Orders and reports arrive once and in order, whatever connection they started on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.machine import actions
+from deadpool_megatron.layout.records import Generation
+from tests.cluster.link.line import NODE, How, Line, play
+
+# Each with a number by which it is known again.
+ORDERS: dict[str, Callable[[Orders, int], None]] = {
+    "start": lambda o, n: o.give(actions.StartMembers(NODE, {0: n}, {})),
+    "kill": lambda o, n: o.give(actions.KillMember(NODE, 0, n)),
+    "close": lambda o, n: o.give(actions.CloseEpoch(n, "a failure")),
+    "pause": lambda o, n: o.give(actions.Pause(1, n)),
+    "dump": lambda o, n: o.give(actions.Dump((NODE,), "/dump", Generation(1, n), "step")),
+    "durable-done": lambda o, n: o.durable_done(n),
+    "export-take": lambda o, n: o.send(NODE, {"t": "export-take", "iteration": n}),
+    "stop": lambda o, n: o.stop(str(n), remove=False),
+}
+_NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
+    "start": lambda m: m["slots"]["0"],
+    "kill": lambda m: m["incarnation"],
+    "close": lambda m: m["epoch"],
+    "dump": lambda m: m["generation"][1],
+    "stop": lambda m: int(m["reason"]),
+}
+
+
+def obeyed(line: Line) -> list[tuple[str, int]]:
+    """What the agent was ordered, in order."""
+    default: Callable[[Mapping[str, Any]], int] = lambda m: m["iteration"]  # noqa: E731
+    return [(m["t"], int(_NUMBER.get(m["t"], default)(m))) for m in line.obeyed]
+
+
+def exchange(line: Line, steps: list[str]) -> tuple[list[tuple[str, int]], list[int]]:
+    """Give orders and reports; returns what has to arrive in this term."""
+    ordered, reported = [], []
+    for step in steps:
+        number = next(line.numbers)
+        if step == "report":
+            line.link.send({"t": "report", "value": number})
+            reported.append(number)
+        else:
+            ORDERS[step](line.office.orders, number)
+            ordered.append((step, number))
+    return ordered, reported
+
+
+async def beginning(line: Line) -> None:
+    agents = line.office.peers.agents
+    await line.until("a welcome", lambda: any(peer.welcomed for peer in agents.values()))
+
+
+@pytest.mark.parametrize("how", How)
+@pytest.mark.parametrize("kind", ORDERS)
+def test_order_that_is_cut_off_arrives(kind: str, how: How) -> None:
+    """Lost before: a pause stalled the run for 300 s, a start for 600 s, a dump lost the state."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        line.cuts = {line.frames: how}
+        ORDERS[kind](line.office.orders, 7)
+        await line.until(kind, lambda: line.obeyed)
+        await asyncio.sleep(10.0)
+        assert obeyed(line) == [(kind, 7)]
+        assert not line.office.is_left
+        assert len(next(iter(line.office.peers.agents.values())).orders) == 0
+
+    play({}, scenario)
+
+
+steps = st.lists(st.sampled_from([*ORDERS, "report"]), max_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(steps, min_size=1, max_size=8),
+    st.dictionaries(st.integers(0, 60), st.sampled_from(How), max_size=4),
+    st.floats(0.05, 1.5),
+)
+def test_nothing_is_lost_doubled_or_stalled(
+    rounds: list[list[str]], cuts: dict[int, How], pause: float
+) -> None:
+    async def scenario(line: Line) -> None:
+        ordered: list[tuple[str, int]] = []
+        reported: list[int] = []
+        for steps in rounds:
+            await line.until(
+                "a connection", lambda: line.office.peers.agents or line.office.is_left
+            )
+            if line.office.is_left:
+                return  # cut again and again: given away, and everybody was told
+            more, said = exchange(line, steps)
+            ordered += more
+            reported += said
+            await asyncio.sleep(pause)
+        await line.until(
+            f"{ordered} {reported}",
+            lambda: (
+                line.office.is_left
+                or (len(line.obeyed) >= len(ordered) and len(line.office.said) >= len(reported))
+            ),
+        )
+        await asyncio.sleep(2.0)
+        if line.office.is_left:
+            assert len(cuts) > 1
+            return
+        assert obeyed(line) == ordered
+        assert line.office.said == reported
+
+    play(cuts, scenario)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    steps,
+    steps,
+    st.dictionaries(st.integers(0, 40), st.sampled_from(How), max_size=2),
+)
+def test_a_successor_counts_anew(before: list[str], after: list[str], cuts: dict[int, How]) -> None:
+    """What the old one ordered last may be lost with it, but comes never twice nor mixed up."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        first, _ = exchange(line, before)
+        await asyncio.sleep(0.05)
+        new = line.take_over()
+        await beginning(line)
+        ordered, _ = exchange(line, after)
+        await line.until(str(ordered), lambda: new.is_left or set(ordered) <= set(obeyed(line)))
+        await asyncio.sleep(2.0)
+        if new.is_left:
+            assert cuts
+            return
+        had = obeyed(line)[: len(line.obeyed) - len(ordered)]
+        assert obeyed(line) == had + ordered
+        assert had == first[: len(had)]
+        assert set(new.terms) <= {0, 1, 2}
+
+    play(cuts, scenario)
+
+
+def test_an_agent_tells_the_term_that_it_follows() -> None:
+    """By it a coordinator that was superseded hears of its successor, even from an agent that found
+    its way back to it."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        line.take_over()
+        await beginning(line)
+        line.cuts = {line.frames: How.RESET}
+        await line.until("another connection", lambda: len(line.office.terms) > 1)
+        assert line.office.terms == [1, 2]
+
+    play({}, scenario)
+
+
+def test_an_agent_that_leaves_orders_unanswered_is_given_up() -> None:
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        for number in range(10_001):
+            line.office.orders.durable_done(number)
+        assert line.office.is_left
+        assert line.office.peers.agents == {}
+
+    play({}, scenario)

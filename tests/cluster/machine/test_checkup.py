@@ -1,0 +1,299 @@
+"""Which nodes get roles: judged before the first epoch, at a later join, and while they wait."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Inventory
+from deadpool_megatron.preflight.facts import HostFacts, Link
+from deadpool_megatron.preflight.judge import Standing
+from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
+
+GOOD = HostFacts(
+    "host",
+    versions={"torch": "2.13.0"},
+    shm_bytes=10**12,
+    shm_free_bytes=10**12,
+    memory_bytes=10**12,
+)
+OTHER = dataclasses.replace(GOOD, versions={"torch": "2.12.0"})
+FEW_FILES = dataclasses.replace(GOOD, open_files=256)
+
+
+def joined(node: int, facts: HostFacts | None = GOOD, **more: Any) -> ev.NodeJoined:
+    return ev.NodeJoined(node, f"a{node}", 1000 + node, f"node{node}", facts=facts, **more)
+
+
+def come(rig: Rig, **facts: HostFacts) -> None:
+    """All nodes join and say hello; those of ``facts`` (n0, n1, ...) are not as the others."""
+    total = rig.config.nodes + rig.config.spares
+    rig.feed(ev.StoreReady("store", 1))
+    rig.feed(*(joined(node, facts.get(f"n{node}", GOOD)) for node in range(total)))
+    actions = rig.last
+    rig.hello(*range(total))
+    rig.last = [*actions, *rig.last]
+
+
+def standing(rig: Rig, node: int) -> Standing:
+    return rig.state.nodes[node].judged.standing
+
+
+def check_only(rig: Rig) -> Rig:
+    rig.config = dataclasses.replace(rig.config, check_only=True)
+    rig.machine._config = rig.config
+    return rig
+
+
+def test_good_nodes_keep_their_numbers_and_nothing_is_said_of_them() -> None:
+    rig = Rig(nodes=2, spares=1)
+    come(rig)
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+    assert not rig.emitted(Kind.NODE_JUDGED)
+
+
+def test_a_node_that_is_not_fit_is_left_out_and_a_spare_takes_its_place() -> None:
+    rig = Rig(nodes=2, spares=2)
+    come(rig, n1=OTHER)
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+    drop = rig.one(act.DropNode)
+    assert (drop.node, drop.left_out) == (1, True)
+    assert "torch is 2.12.0, on most nodes it is 2.13.0" in drop.cause
+    (judged,) = rig.emitted(Kind.NODE_JUDGED)
+    assert (judged.node, judged.data["standing"]) == (1, "left out")
+    rig.feed(joined(1))
+    assert rig.one(act.DropNode).cause.startswith("left out: ")
+
+
+def test_a_weak_node_waits_as_the_last_spare() -> None:
+    rig = Rig(nodes=2, spares=2)
+    come(rig, n0=FEW_FILES, n2=FEW_FILES)
+    assert nodes_of(rig.pending) == {0: 3, 1: 1}
+    rig.journal()
+    assert rig.state.avoid == {0, 2}
+    assert standing(rig, 0) is Standing.WEAK
+
+
+def test_a_weak_node_trains_where_no_good_one_is_left() -> None:
+    rig = Rig(nodes=3, spares=1)
+    come(rig, n0=FEW_FILES, n1=FEW_FILES)
+    assert nodes_of(rig.pending) == {0: 3, 1: 1, 2: 2}
+    alone = Rig(nodes=2, spares=1)
+    come(alone, n0=FEW_FILES, n1=FEW_FILES, n2=FEW_FILES)
+    assert nodes_of(alone.pending) == {0: 0, 1: 1}
+
+
+def test_a_good_spare_goes_to_the_place_of_a_node_left_out_before_that_of_a_weak_one() -> None:
+    rig = Rig(nodes=3, spares=1)
+    come(rig, n0=FEW_FILES, n2=OTHER)
+    assert nodes_of(rig.pending) == {0: 0, 1: 1, 2: 3}
+
+
+def test_too_few_fit_nodes_end_the_run_at_once_naming_them() -> None:
+    rig = Rig(nodes=2, spares=0)
+    come(rig, n1=OTHER)
+    finish = rig.of(act.Finish)[0]
+    assert finish.exit_status == 75, "another job may have other nodes"
+    assert finish.reason.startswith("not enough nodes: 1 are good, --nodes is 2 (node 1: left out")
+
+
+def test_without_facts_or_with_the_check_off_nobody_is_judged() -> None:
+    rig = Rig(nodes=2, spares=0, check="off")
+    come(rig, n1=OTHER)
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+    silent = Rig(nodes=2, spares=0)
+    silent.gather()
+    assert nodes_of(silent.pending) == {0: 0, 1: 1}
+
+
+def test_shared_memory_that_the_settings_ask_for() -> None:
+    rig = Rig(nodes=1, spares=1, shm_gb=50.0)
+    come(rig, n0=dataclasses.replace(GOOD, shm_free_bytes=10**9))
+    assert nodes_of(rig.pending) == {0: 1}
+    assert "1.0 GB free, 50.0 GB are needed" in rig.one(act.DropNode).cause
+
+
+# Later.
+
+
+def test_a_node_that_joins_later_is_held_against_the_run() -> None:
+    rig = Rig(nodes=2, spares=0)
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.feed(joined(5, OTHER))
+    assert (rig.one(act.DropNode).node, rig.one(act.DropNode).left_out) == (5, True)
+    assert not rig.of(act.StartMembers)
+    rig.feed(joined(6, FEW_FILES))
+    assert 6 in rig.state.avoid
+    assert rig.of(act.StartMembers)
+    rig.feed(joined(7))
+    assert not rig.emitted(Kind.NODE_JUDGED)
+
+
+def test_who_brings_state_of_the_run_is_not_turned_away() -> None:
+    rig = Rig(nodes=2, spares=0)
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.feed(joined(5, OTHER, found=Inventory(5, 1)))
+    assert rig.of(act.Welcome)
+
+
+def test_a_spare_that_has_become_unfit_is_left_out_before_it_gets_a_role() -> None:
+    rig = Rig(nodes=2, spares=2)
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.warm(2, 3)
+    down = dataclasses.replace(GOOD, interface="ib0", interface_up=False)
+    rig.feed(ev.FactsTold(2, down))
+    assert rig.one(act.DropNode).node == 2
+    rig.feed(ev.NodeLost(1, "gone"))
+    rig.closed(g(0))
+    assert nodes_of(rig.pending) == {0: 0, 1: 3}
+
+
+def test_a_spare_becomes_weak_and_good_again() -> None:
+    rig = Rig(nodes=1, spares=2, shm_gb=50.0)
+    come(rig)
+    rig.journal()
+    # Its copies take their room by now: that is not held against it.
+    rig.feed(ev.FactsTold(1, dataclasses.replace(FEW_FILES, shm_free_bytes=10**9)))
+    assert rig.state.avoid == {1}
+    rig.feed(ev.FactsTold(1, GOOD))
+    assert rig.state.avoid == frozenset()
+    rig.feed(ev.FactsTold(0, OTHER))
+    assert not rig.of(act.DropNode), "a node that trains is not judged"
+
+
+def test_after_a_takeover_the_nodes_agree_again() -> None:
+    rig = Rig(nodes=2, spares=0)
+    come(rig)
+    rig.journal()
+    record = rig.record
+    rig.state = rig.machine.resume(record, None, rig.now)
+    members = {"members": {0: 0}, "incarnations": {0: 0}, "epoch": 1, "restored": {0: 1}}
+    rig.feed(ev.StoreReady("store", 1), *(joined(node, **members) for node in (0, 1)))
+    assert rig.state.phase is Phase.RUNNING
+    rig.feed(joined(5, OTHER))
+    assert rig.one(act.DropNode).left_out
+
+
+# Links.
+
+
+def answers(rig: Rig, slow: dict[int, float] | None = None, broken: tuple[int, ...] = ()) -> int:
+    """All nodes answer what they were asked last; how many were asked."""
+    probes = [a for a in rig.last if isinstance(a, act.Probe)]
+    slow = slow or {}
+
+    def link(node: int, peer: int, bulk: bool) -> Link:
+        if {node, peer} & set(broken):
+            return Link(peer, "no answer in time")
+        rate = min(slow.get(node, 1e9), slow.get(peer, 1e9)) if bulk else None
+        return Link(peer, "", 1e-4, 0.0, rate)
+
+    told = []
+    for probe in probes:
+        links = tuple(link(probe.node, peer, probe.bulk) for peer, _, _ in probe.peers)
+        told.append(ev.Probed(probe.node, probe.number, links))
+    rig.feed(*told)
+    return len(probes)
+
+
+def measured(rig: Rig, **how: Any) -> None:
+    come(rig)
+    while answers(rig, **how):
+        pass
+
+
+def test_all_links_are_tried_then_their_speed_one_at_a_time() -> None:
+    rig = Rig(nodes=3, spares=1, check="links")
+    come(rig)
+    first = rig.of(act.Probe)
+    assert [(p.node, len(p.peers), p.bulk) for p in first] == [(n, 3, False) for n in range(4)]
+    assert first[0].peers[0] == (1, "a1", 1001)
+    assert rig.state.phase is Phase.GATHERING
+    assert "links of nodes [0, 1, 2, 3]" in rig.state.waiting_for()
+    answers(rig)
+    turn = rig.of(act.Probe)
+    assert turn
+    assert all(p.bulk and len(p.peers) == 1 for p in turn)
+    assert len({p.node for p in turn}) == len(turn)
+    while answers(rig):
+        pass
+    assert nodes_of(rig.pending) == {0: 0, 1: 1, 2: 2}
+    assert rig.state.agreed is not None
+
+
+def test_the_slow_end_of_a_link_is_weak_not_its_partner() -> None:
+    rig = Rig(nodes=3, spares=2, check="links")
+    measured(rig, slow={1: 2e8})
+    assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 2}
+    assert [n for n in range(5) if standing(rig, n) is not Standing.GOOD] == [1]
+    assert "carries 0.20 GB/s" in rig.state.nodes[1].judged.text
+
+
+def test_a_node_that_cannot_be_reached_is_left_out() -> None:
+    rig = Rig(nodes=2, spares=1, check="links")
+    measured(rig, broken=(0,))
+    assert nodes_of(rig.pending) == {0: 2, 1: 1}
+
+
+def test_who_does_not_answer_is_judged_by_what_is_known() -> None:
+    rig = Rig(nodes=2, spares=1, check="links")
+    come(rig)
+    asked = rig.of(act.Probe)
+    rig.feed(*(ev.Probed(p.node, p.number, (Link(1 - p.node, "", 1e-4),)) for p in asked[:2]))
+    rig.feed(ev.Probed(2, 7, ()))
+    assert rig.emitted(Kind.REFUSED), "nobody asked that"
+    for _ in range(20):
+        rig.tick(rig.settings.connect_seconds)
+        if rig.state.pending:
+            break
+    assert nodes_of(rig.pending) == {0: 0, 1: 1}
+
+
+def test_a_node_lost_meanwhile_is_not_waited_for() -> None:
+    rig = Rig(nodes=2, spares=1, check="links")
+    come(rig)
+    asked = rig.of(act.Probe)
+    rig.feed(ev.Probed(0, 1, ()), ev.Probed(2, 1, ()))
+    assert len(asked) == 3
+    rig.feed(ev.NodeLost(1, "gone"))
+    while answers(rig):
+        pass
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+
+
+def test_at_the_end_of_patience_those_who_came_are_measured() -> None:
+    rig = Rig(nodes=2, spares=1, check="links")
+    rig.feed(ev.StoreReady("store", 1), joined(0), joined(2))
+    rig.hello(0, 2)
+    rig.tick(rig.settings.start_seconds)
+    assert [p.node for p in rig.of(act.Probe)] == [0, 2]
+    while answers(rig):
+        pass
+    assert nodes_of(rig.pending) == {0: 0, 1: 2}
+
+
+# Only to know.
+
+
+@pytest.mark.parametrize("enough", [True, False])
+def test_a_check_ends_with_the_verdict_and_starts_nothing(enough: bool) -> None:
+    rig = check_only(Rig(nodes=2, spares=1))
+    rig.feed(joined(0), joined(1, GOOD if enough else OTHER))
+    rig.tick(rig.settings.connect_seconds)
+    assert rig.state.phase is Phase.GATHERING, "spares are judged, too: they are waited for"
+    rig.tick(rig.settings.start_seconds)
+    assert not rig.of(act.StartMembers, rig.log)
+    assert rig.one(act.Finish).exit_status == (0 if enough else 1)
+    judged = {e.node: e.data["standing"] for e in rig.emitted(Kind.NODE_JUDGED)}
+    assert judged == {0: "good", 1: "good" if enough else "left out", 2: "left out"}

@@ -1,0 +1,89 @@
+"""All that a coordinator that takes over knows of a run stands in the newest record."""
+
+from __future__ import annotations
+
+import json
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.layout.history import NO_LIMIT, History
+from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.machine.rig import Rig, g, killed
+
+
+def written(record: EpochRecord) -> EpochRecord:
+    """The record as it is read from a journal."""
+    return EpochRecord.from_dict(json.loads(json.dumps(record.to_dict())))
+
+
+def lose(rig: Rig, role: int, *left: tuple[int, int]) -> None:
+    """A process dies, and an epoch is opened from what is left."""
+    rig.feed(killed(rig, role))
+    rig.closed(*(g(iteration, lineage) for lineage, iteration in left))
+    rig.journal()
+    rig.restored()
+
+
+def test_one_record_tells_of_a_run_of_many_epochs() -> None:
+    rig = Rig(nodes=2, spares=2, nonfinite="rollback").run()
+    rig.steps(7)
+    lose(rig, 0, (1, 7))
+    rig.steps(9)
+    rig.feed(ev.LossNotFinite(2, 1, 1, 10, "nan"))
+    rig.closed(g(7), g(9, 2))
+    rig.journal()
+    rig.restored()
+    rig.steps(12)
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    rig.closed(g(11, 3))
+    rig.journal()
+    state = rig.machine.resume(written(rig.record), None, rig.now)
+    assert state.kept == rig.state.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
+    assert dict(state.gone) == {1: "node 1: connection closed"}
+    assert state.nonfinite == {10}
+    assert (state.recovery_count, state.steps_recomputed) == (3, 1)
+    assert [(k, f.signature) for k, f in state.failures] == [(12, ("node", "1"))]
+    assert (state.newest, state.epoch, state.ever_ran) == (12, 4, True)
+    rig.restored()
+    rig.steps(13)
+    assert (rig.state.recovery_count, rig.state.steps_recomputed) == (3, 1)
+
+
+def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.feed(ev.NodeLost(2, "connection closed"))
+    note = rig.one(act.NoteGone)
+    assert not rig.of(act.CloseEpoch), "nobody needs the spare: no record follows"
+    state = rig.machine.resume(rig.record, None, rig.now, gone={note.node: note.cause})
+    assert not state.absent({2}), "it is not waited for"
+
+
+def test_agents_that_leave_at_the_end_are_not_noted() -> None:
+    rig = Rig().run()
+    rig.feed(ev.UserStop())
+    rig.feed(ev.NodeLost(0, "connection closed"))
+    assert not rig.of(act.NoteGone)
+
+
+def test_what_grows_with_the_run_is_cut() -> None:
+    lines = {lineage: lineage for lineage in range(1, 5001)}
+    history = History(
+        kept={**lines, 5001: NO_LIMIT},
+        gone=dict.fromkeys(range(100), "x" * 100_000),
+        nonfinite=frozenset(range(100_000)),
+    )
+    text = json.dumps(history.to_dict())
+    assert len(text) < 60_000
+    found = History.from_dict(json.loads(text))
+    assert max(found.kept) == 5001
+    assert max(found.nonfinite) == 99_999
+    assert set(found.gone) == set(history.gone)
+
+
+def test_a_record_of_an_older_version_keeps_what_was_restored() -> None:
+    rig = Rig().run()
+    rig.steps(7)
+    lose(rig, 0, (1, 6))
+    values = rig.record.to_dict()
+    del values["history"]
+    assert EpochRecord.from_dict(values).history.kept == {1: 6, 2: NO_LIMIT}

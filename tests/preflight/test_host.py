@@ -1,0 +1,83 @@
+"""What a host says about itself, and ``deadpool check`` of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight.facts import HostFacts
+
+ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
+
+
+def test_facts_survive_json() -> None:
+    facts = host.read_facts("127.0.0.1")
+    assert HostFacts.from_dict(json.loads(json.dumps(facts.to_dict()))) == facts
+    assert facts.interface == "lo"
+    assert facts.interface_up
+    assert facts.memory_bytes > 0
+    assert {"python", "torch", "megatron-core", "deadpool-megatron"} <= facts.versions.keys()
+
+
+def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: ...'\n")
+    program.chmod(0o755)
+    assert host.count_gpus() == 2
+
+    def hangs(*_: object, **options: float) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", options["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    assert host.count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--shm-gb", "-1"), "--shm-gb must not be negative"),
+        (("--plan", "/nonexistent.yaml"), "--plan /nonexistent.yaml: No such file"),
+        (("--interface", "none0"), "network interface 'none0' has no IPv4 address"),
+    ],
+)
+def test_bad_input(
+    arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_a_plan_says_how_much_memory_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
+    roomy = dataclasses.replace(host.read_facts(""), **ROOMY)
+    monkeypatch.setattr(host, "read_facts", lambda _: roomy)
+    assert cli.main(["check", "--plan", str(plan)]) == 0
+    small = dataclasses.replace(roomy, shm_free_bytes=40 * 10**9)
+    monkeypatch.setattr(host, "read_facts", lambda _: small)
+    assert cli.main(["check", "--plan", str(plan)]) == 1
+    assert "problem: /dev/shm has 40.0 GB free, 50.3 GB are needed" in capsys.readouterr().out
+
+
+def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "--shm-gb", "1e9", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert found["facts"]["versions"]["python"].startswith("3.")
+    assert "1000000000.0 GB are needed" in found["problems"][0]
+
+    cli.main(["check"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[0] == "host"
+    assert any(line.startswith("/dev/shm") for line in lines)
