@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,15 @@ def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Pa
     assert "ended while there was no coordinator" in recovery["cause"]
 
 
-def test_stopped_coordinator_is_replaced(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+def test_stopped_coordinator_is_replaced_by_one_on_another_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Run(tmp_path / "r", spares=0, options=("--port", str(port))) as run:
         run.wait_iteration(5)
-        first = read_json(run.run.coordinator)["pid"]
-        send(first, signal.SIGSTOP)
-        run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first)
+        first = read_json(run.run.coordinator)
+        assert first["port"] == port
+        send(first["pid"], signal.SIGSTOP)
+        run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first["pid"])
         final = run.finish()
     assert final["recoveries"] == []
 
@@ -360,6 +364,17 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
         run.launcher.send_signal(number)
         final = run.wait_end(130)
     assert final["reason"] == "interrupted"
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Also where nobody can end the run in order."""
+    with Run(tmp_path / "r", options=("--deadpool-takeover-seconds", "60")) as run:
+        run.wait_iteration(1)
+        send(read_json(run.run.coordinator)["pid"], signal.SIGSTOP)
+        run.launcher.send_signal(signal.SIGINT)
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+    assert not run.run.final.exists()
 
 
 def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
