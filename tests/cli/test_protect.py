@@ -10,7 +10,7 @@ from immutables import Map
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.control import _rpo_line
-from deadpool_megatron.cli.story import describe_protection
+from deadpool_megatron.cli.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.first_state import Estate, first_state
 from deadpool_megatron.cluster.journal.entries import DirectoryJournal
