@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
@@ -342,6 +343,26 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=2) as run:
+        where = str(run.run.path)
+        run.wait_iteration(3)
+        for part in (("--role", "0"), ("--vault", "0"), ("--coordinator",), ("--agent", "0")):
+            answer = deadpool("kill", where, *part, "--wait", "50")
+            assert answer.returncode == 0, answer.stderr
+            assert ": done: " in answer.stdout
+        answer = deadpool("drain", where, "--node", "1", "--wait", "50")
+        assert answer.stdout == "drain of node 1: done: node 1 has no role\n", answer.stderr
+        refused = deadpool("drain", where, "--node", "0", "--wait", "50")
+        assert refused.returncode == 1
+        assert "node 0 is not connected" in refused.stderr
+        status = json.loads(deadpool("status", where, "--json").stdout)
+        told = [(one["number"], one["verb"], one["stage"]) for one in status["requests"]]
+        assert told == [*((n, "kill", "done") for n in range(1, 5)), (5, "drain", "done")]
+        run.finish()
+
+
+@pytest.mark.slow
 def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path: Path) -> None:
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
@@ -353,7 +374,10 @@ def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_pa
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
         final = run.wait_end()
-    assert [step["iteration"] for step in final["steps"]] == list(range(8, 21))
+    saved = read_json(RunDirectory(first).latest)["generation"][1]
+    assert saved in (6, 7), "at most one iteration before the one that failed"
+    steps = [step["iteration"] for step in final["steps"]]
+    assert steps == list(range(saved, 21)), "what was restored is told once more"
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 20)
 
 

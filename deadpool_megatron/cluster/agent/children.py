@@ -15,6 +15,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
 )
 
+# Opens the log in the child: a file system that hangs must not hold the agent up, and one that is
+# full costs the log only.
+_LOGGED = 'if true >>"$0"; then exec "$@" >>"$0" 2>&1; else exec "$@"; fi'
+
 
 def start_child(
     command: Sequence[str],
@@ -31,20 +35,19 @@ def start_child(
     ``sockets`` are descriptors that it inherits under their numbers. Without a parent-death signal:
     who should have one sets it. For the loop's thread; raises OSError.
     """
-    with open(log, "ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            pass_fds=tuple(sockets),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            process_group=0,
-            env={
-                **os.environ,
-                ENVIRONMENT_DIRECTORY: str(run.path),
-                ENVIRONMENT_RUN_ID: run_id,
-                **environment,
-            },
-        )
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", _LOGGED, str(log), sys.executable, "-m", *command],
+        pass_fds=tuple(sockets),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+        env={
+            **os.environ,
+            ENVIRONMENT_DIRECTORY: str(run.path),
+            ENVIRONMENT_RUN_ID: run_id,
+            **environment,
+        },
+    )
     process.returncode = 0  # reaped by its pid: this object must not try to as well
     return ChildWatch(process.pid, on_end)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
+from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.liveness import (
     ChildWatch,
     Ending,
     FreezeDetector,
-    fatal_line,
-    last_line,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.starter import Starter
@@ -24,6 +24,8 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
 
 _RECEIVE_BYTES = 1 << 16
+# What a log says last is worth waiting for, but not while its file system hangs.
+_WORDS_SECONDS = 1.0
 # What a coordinator that has just started must hear again, newest of each kind.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
@@ -127,7 +129,12 @@ class Member:
     """One member process. ``said`` holds its newest message of each sticky kind."""
 
     def __init__(
-        self, spec: MemberSpec, starter: Starter, settings: Settings, reports: MemberReports
+        self,
+        spec: MemberSpec,
+        starter: Starter,
+        settings: Settings,
+        reports: MemberReports,
+        files: Files,
     ) -> None:
         self.slot = spec.slot
         self.incarnation = spec.incarnation
@@ -135,6 +142,9 @@ class Member:
         self.beat: dict[str, Any] = {}
         self.said: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
+        self.ended = asyncio.Event()  # the process is reaped, and its end was reported
+        self._files = files
+        self._ending: asyncio.Task[None] | None = None
         self._kill_cause = ""
         self._frozen = False
         self._settings = settings
@@ -148,11 +158,6 @@ class Member:
             raise
         self._pipe = FramePipe(started.connection, self._message, self._stream_ended)
         self._freeze = FreezeDetector(started.pid, settings.freeze_seconds, self.started_at)
-
-    @property
-    def ended(self) -> asyncio.Event:
-        """Set when the process is reaped."""
-        return self._watch.ended
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Send one order."""
@@ -205,13 +210,15 @@ class Member:
     def _ended(self, ending: Ending) -> None:
         self._pipe.read_rest()
         self._pipe.close()
-        words = ""
-        if ending.exit_code:
-            words = last_line(self.log)
-        elif ending.signal_name is not None:
-            words = fatal_line(self.log)
-        ordered = bool(self._kill_cause)
-        self._reports.member_ended(self, ending, self._kill_cause or words, ordered)
+        self._ending = asyncio.get_running_loop().create_task(self._report_end(ending))
+
+    async def _report_end(self, ending: Ending) -> None:
+        ordered, cause = bool(self._kill_cause), self._kill_cause
+        if not ordered and ending.exit_code != 0:
+            text = await self._files.tail(self.log, _WORDS_SECONDS)
+            cause = last_words(text) if ending.exit_code else fatal_words(text)
+        self._reports.member_ended(self, ending, cause, ordered)
+        self.ended.set()
 
 
 class Members:
@@ -223,8 +230,10 @@ class Members:
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
+        files: Files,
     ) -> None:
         self._make_spec = make_spec
+        self._files = files
         self._starter = starter
         self._settings = settings
         self._reports = reports
@@ -244,7 +253,7 @@ class Members:
             # A stopped predecessor that woke up would write into its successor's slots.
             raise RuntimeError(f"slot {slot} still has process {old.pid}")
         spec = self._make_spec(slot, incarnation, environment)
-        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports)
+        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports, self._files)
         self.incarnations[slot] = incarnation
 
     def prepare(self, slot: int) -> None:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,14 +25,17 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import (
@@ -41,7 +44,7 @@ from deadpool_megatron.cluster.process.starter import (
     StartError,
     choose_method,
 )
-from deadpool_megatron.cluster.run_directory.cleanup import remove_segments, write_listing
+from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.slots import incarnations
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.inventories import pack_inventory
@@ -63,16 +66,14 @@ class Agent:
     def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
         self._found = found  # in memory, before this agent's first vault
-        self._node = options.node
+        self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
-        self._segments = options.segments
         self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
-        self._closed = 0
+        self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
-        self._boot = ""
         self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
@@ -87,7 +88,9 @@ class Agent:
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
-        self._members = Members(partial(member_spec, self._options), starter, self._settings, self)
+        self._files = FileWorker()
+        spec = partial(member_spec, self._options)
+        self._members = Members(spec, starter, self._settings, self, self._files)
         self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:
             self._standby = StandbyKeeper(
@@ -108,7 +111,7 @@ class Agent:
             self._cut_limit.heard,
         )
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
-        self._stacks = LastStacks(self._link.send, self._seat_of)
+        self._stacks = LastStacks(self._link.send, self._seat_of, self._files)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -117,6 +120,7 @@ class Agent:
             self._options.host,
             report=self._link.send,
             listing_changed=self._write_listing,
+            files=self._files,
         )
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
@@ -190,6 +194,8 @@ class Agent:
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
+        elif kind == "hurt":
+            hurt(message, self._vault.pid, self._members.by_slot)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -279,6 +285,9 @@ class Agent:
         known = 0 if self._record is None else self._record.epoch
         if record.epoch <= max(self._closed, known):
             return
+        if self._standby is not None:
+            info = self._options.info
+            self._standby.place(claim_order(record, info.nodes, info.spares, self._node))
         if self._node not in record.nodes:
             if self._record is not None:
                 self._fence(f"epoch {record.epoch} goes on without this node")
@@ -389,15 +398,8 @@ class Agent:
     def _write_listing(self) -> None:
         members = self._members.by_slot.values()
         listed = {member.slot: (member.pid, member.incarnation) for member in members}
-        path = self._options.run.node(self._node)
-        self._files(partial(write_listing, path, self._vault.pid, listed, self._segments))
-
-    def _files(self, change: Callable[[], None]) -> None:
-        """Change this node's listing; a run directory that is away for a while ends no node."""
-        try:
-            change()
-        except OSError as error:
-            print(f"node {self._node}: its listing is not up to date: {error}", file=sys.stderr)
+        text = listing(self._vault.pid, listed, self._segments)
+        self._files.replace(self._options.run.node(self._node), text)
 
     def _launcher_gone(self) -> None:
         self._link.supersede("the launcher is gone")  # else the run would end for want of nodes
@@ -405,12 +407,12 @@ class Agent:
 
     def _fence(self, why: str, *, keep: bool = False, code: int = EXIT_FENCED) -> None:
         """End at once: nobody counts on this node. ``keep``: its slots may be asked for yet."""
-        if not self._exit_code:
-            print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-            self._exit_code = code
         if self._ending is None:
             for member in self._members.by_slot.values():
                 member.kill(why)
+        if not self._exit_code:
+            self._exit_code = code
+            print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
         self._end(why, not (keep or self._options.keeps_slots))
 
     def _end(self, reason: str, remove: bool) -> None:
@@ -437,7 +439,8 @@ class Agent:
         await self._vault.shut_down(remove)
         if remove:
             remove_segments(self._segments)
-        self._files(self._options.run.node(self._node).unlink)
+        self._files.replace(self._options.run.node(self._node), None)
+        await self._files.close(_FLUSH_SECONDS)
         if self._standby is not None:
             grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
             await self._standby.close(grace)

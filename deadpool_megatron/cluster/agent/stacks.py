@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.agent.members import Member
-from deadpool_megatron.cluster.process.stacks import Asked, Stacks
+from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.stacks import Stacks, ask
 from deadpool_megatron.events import Event, Kind
 
 _ANSWER_SECONDS = 0.5
@@ -15,32 +16,32 @@ _ANSWER_SECONDS = 0.5
 
 class LastStacks:
     """Used from the agent's loop. ``report`` takes a message for the coordinator; ``place(member)``
-    answers (epoch, node, role) for the event.
+    answers (epoch, node, role) for the event; ``files`` reads what members write.
     """
 
     def __init__(
         self,
         report: Callable[[Mapping[str, Any]], None],
         place: Callable[[Member], tuple[int, int, int | None]],
+        files: Files,
     ) -> None:
         self._report = report
         self._place = place
+        self._files = files
         self._asked: dict[Member, asyncio.Task[None]] = {}
 
     def kill(self, member: Member, cause: str) -> None:
         """Ask, report the answer, and kill the member, at the latest half a second from now."""
         if member not in self._asked and not member.ended.is_set():
-            asked = Asked(member.pid, member.log)
-            self._asked[member] = asyncio.create_task(self._take(member, asked, cause))
+            self._asked[member] = asyncio.create_task(self._take(member, cause))
 
     def is_asked(self, member: Member) -> bool:
         """Whether it is being asked, and killed afterwards."""
         return member in self._asked
 
-    async def _take(self, member: Member, asked: Asked, cause: str) -> None:
+    async def _take(self, member: Member, cause: str) -> None:
         try:
-            stacks = await asked.answer(_ANSWER_SECONDS)
-            self._tell(member, stacks)
+            self._tell(member, await ask(member.pid, member.log, self._files, _ANSWER_SECONDS))
         finally:
             member.kill(cause)
             del self._asked[member]

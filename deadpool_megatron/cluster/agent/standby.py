@@ -55,6 +55,7 @@ class StandbyKeeper:
         self._unread = b""
         self._address: tuple[str, int] | None = None
         self._contact = False
+        self._place: int | None = None
         self._was_in_touch = False
         self._closing = False
         self._pause = _RESTART_SECONDS
@@ -104,6 +105,8 @@ class StandbyKeeper:
         os.set_blocking(self._reports, False)
         self._unread = b""
         asyncio.get_running_loop().add_reader(self._reports, self._readable)
+        if self._place is not None:
+            self._tell(f"place {self._place}")
         if self._was_in_touch:  # a takeover, also for one that has only just been started
             self._tell("found")
             if not self._contact:
@@ -123,6 +126,12 @@ class StandbyKeeper:
         )
         process.returncode = 0  # reaped by its pid: this object must not try to as well
         return ChildWatch(process.pid, self._ended)
+
+    def place(self, order: int) -> None:
+        """How many others may claim before it, by the newest record."""
+        if order != self._place:
+            self._place = order
+            self._tell(f"place {order}")
 
     def contact(self, there_is: bool) -> None:
         """Whether the coordinator answers this agent; a standby looks more often while not."""
@@ -188,9 +197,9 @@ class StandbyKeeper:
             if not self._closing:
                 asyncio.get_running_loop().call_later(_RESTART_SECONDS, self.start)
 
-    def _tell(self, word: str) -> None:
+    def _tell(self, line: str) -> None:
         if self._orders >= 0:
             try:
-                os.write(self._orders, f"{word}\n".encode())
+                os.write(self._orders, f"{line}\n".encode())
             except BrokenPipeError:
                 pass  # it has ended; its successor is told at its start

@@ -17,7 +17,9 @@ from typing import Any
 
 from deadpool_megatron.cluster.agent.children import start_child
 from deadpool_megatron.cluster.link.pacing import is_told
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.process.exit_words import last_words
+from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
@@ -35,6 +37,7 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _SHORTAGE_SECONDS = 5.0
+_WORDS_SECONDS = 1.0
 # In a row, in about ten seconds; a vault that came up once counts anew.
 _MOST_FAILED_STARTS = 8
 _BACKLOG = 512
@@ -62,6 +65,7 @@ class VaultKeeper:
         host: str,
         report: Callable[[Mapping[str, Any]], None],
         listing_changed: Callable[[], None],
+        files: Files,
     ) -> None:
         self._node = node
         self._run = run
@@ -70,6 +74,8 @@ class VaultKeeper:
         self._segments = segments
         self._report = report
         self._listing_changed = listing_changed
+        self._files = files
+        self._telling: set[asyncio.Task[None]] = set()
         self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._tcp.bind((host, 0))
         self._tcp.listen(_BACKLOG)
@@ -304,7 +310,15 @@ class VaultKeeper:
         self._ready.clear()
         if self._shutting_down:
             return
-        line = last_line(self._run.log(f"node{self._node}-vault")) if ending.exit_code else ""
+        task = asyncio.get_running_loop().create_task(self._tell_end(ending))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_end(self, ending: Ending) -> None:
+        line = ""
+        if ending.exit_code:
+            log = self._run.log(f"node{self._node}-vault")
+            line = last_words(await self._files.tail(log, _WORDS_SECONDS))
         self._event(Event(Kind.VAULT_LOST, data={"cause": f"{ending}: {line}".rstrip(": ")}))
 
     def _event(self, event: Event) -> None:

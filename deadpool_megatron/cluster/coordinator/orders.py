@@ -23,6 +23,7 @@ Order = (
     | actions.CloseEpoch
     | actions.Pause
     | actions.Dump
+    | actions.Hurt
 )
 
 
@@ -67,6 +68,9 @@ class Orders:
                 }
                 for node in nodes:
                     self.send(node, {**dump, "generation": generation.to_list()})
+            case actions.Hurt(int(node), part, signal, slot, incarnation):
+                hurt = {"t": "hurt", "part": part, "signal": signal}
+                self.send(node, {**hurt, "slot": slot, "incarnation": incarnation})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
 from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.desk import RequestDesk
 from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
-from deadpool_megatron.cluster.coordinator.end_order import EndOrder
 from deadpool_megatron.cluster.coordinator.exports import Exports
 from deadpool_megatron.cluster.coordinator.first_state import first_state
 from deadpool_megatron.cluster.coordinator.looks import Looks
@@ -62,8 +62,7 @@ class Coordinator:
     """See the module text; :meth:`run` is the whole life of it."""
 
     def __init__(self, options: CoordinatorOptions) -> None:
-        self._options = options
-        self._run = options.run
+        self._options, self._run = options, options.run
         self._settings = options.info.settings
         self._journal = options.journal
         self._machine = Machine(machine_config(options), options.planner)
@@ -108,19 +107,17 @@ class Coordinator:
             send=self._orders.send,
             spawn=self._spawn,
         )
-        self._end_order = EndOrder(options, lambda: self._state, self._exports.end_run)
+        sinks = (self.feed, self._spawn, self._step_down)
+        self._desk = RequestDesk(options, lambda: self._state, *sinks)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
-            state=lambda: self._state,
-            status=lambda: (
+            self._desk,
+            lambda: self._state,
+            lambda: (
                 paced.newest()
-                | self._looks.describe(self._state)
-                | {"export": self._exports.status()}
+                | {**self._looks.describe(self._state), "export": self._exports.status()}
             ),
-            feed=self.feed,
-            persist=self._exports.request,
-            dump=self._end_order.take,
         )
 
     @property
@@ -164,6 +161,7 @@ class Coordinator:
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         self._store.start()
+        self._spawn(self._desk.begin())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -198,7 +196,7 @@ class Coordinator:
         try:
             while self._queue:
                 item = self._queue.popleft()
-                before = self._state.phase
+                before, asked = self._state.phase, self._state.requests
                 try:
                     self._state, produced = self._machine.step(self._state, item, time.monotonic())
                 except Exception as error:
@@ -210,8 +208,8 @@ class Coordinator:
                     self._carry_out(action)
                 if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
                     self._store.count_epoch()
-                if before is Phase.GATHERING and self._state.phase is not before:
-                    self._end_order.carry_out()
+                if self._state.requests is not asked:
+                    self._desk.note()
         except Exception as error:
             _fail(error)
         finally:
@@ -229,8 +227,10 @@ class Coordinator:
                 self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
-            case actions.ExportDump():
-                self._exports.export_dump(action)
+            case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
+                self._exports.carry_out(action)
+            case actions.Hurt(None, _, name):
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():
                 self._finish(action)
             case actions.Exit(exit_status):
@@ -307,7 +307,7 @@ class Coordinator:
         self._step_down(why)
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """See :class:`~deadpool_megatron.cluster.coordinator.commands.Commands`."""
+        """See commands.Commands."""
         return await self._commands.answer(message)
 
     # Reports.

@@ -13,13 +13,15 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up, newest_record
+from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
@@ -34,14 +36,14 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     read_json,
 )
-from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.framing import WireError
 from deadpool_megatron.wire.readiness import readable
 from deadpool_megatron.wire.tls import contexts
 
 # With a coordinator that is in touch with our agent, looks are only to keep up.
-_CALM_BEATS = 4
+_CALM_BEATS = 8
+_GLANCE_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,9 @@ class StandbyOptions:
 
 
 class Standby:
-    """See the module text. Standard input: ``lost`` or ``found``, a line for each change of the
-    agent's connection; at its end (the agent is gone) the standby ends.
+    """See the module text. Standard input, a line for each change: ``lost`` or ``found``, of the
+    agent's connection, and ``place N``: how many others claim before this one. At its end (the
+    agent is gone) the standby ends.
     """
 
     def __init__(self, options: StandbyOptions, journal: Journal) -> None:
@@ -67,17 +70,20 @@ class Standby:
         self._journal = journal
         settings = options.info.settings
         self._rhythm = Rhythm.of(settings)
+        info = options.info
         self._succession = Succession(
             self._rhythm,
             settings.takeover_seconds,
             time.monotonic(),
-            ended=options.info.ended_term,
+            ended=info.ended_term,
         )
-        self._record: EpochRecord | None = None
+        self._place = claim_order(None, info.nodes, info.spares, options.node)
+        self._result = _Result(options.run.final)
         self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
         self._trouble = ""
+        self._unread = b""
         self.was_in_touch = False  # whether the agent was ever connected to a coordinator
 
     def watch(self) -> tuple[Term, socket.socket] | None:
@@ -87,9 +93,9 @@ class Standby:
         os.set_blocking(0, False)
         while True:
             try:
-                if self._options.run.final.exists():
-                    kept = bool(read_json(self._options.run.final).get("slots_kept", False))
-                    self._report({"over": True, "kept": kept})
+                # An agent that is in touch is told of the end by the coordinator.
+                if self._lost and (result := self._result.look()) is not None:
+                    self._report({"over": True, "kept": bool(result.get("slots_kept", False))})
                     return None
                 self._look()
                 claimed = self._consider()
@@ -103,10 +109,10 @@ class Standby:
 
     def _look(self) -> None:
         at = time.monotonic()
-        self._term = newest_term(self._journal)
+        self._term = newest_term(self._journal, self._term)
         beat = self._journal.last_beat()
         number = 0 if self._term is None else self._term.number
-        self._succession.look(number, beat, at)
+        self._succession.look(number, beat, at, time.monotonic())
         self._trouble = ""
         address = None if self._term is None else list(self._term.address)
         self._report({"term": number, "beat": beat, "at": at, "address": address})
@@ -117,13 +123,11 @@ class Standby:
             if not self._succession.is_stale(time.monotonic()):
                 return None
             refused = self._nobody_listens(self._term.address)
-        self._record = newest_record(self._journal, self._record)
-        order = claim_order(self._record, info.nodes, info.spares, self._options.node)
         now = time.monotonic()
-        if not self._succession.may_claim(order, refused, now, in_touch=not self._lost):
+        if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
         # All that takes its time comes before the claim: from there on a sign of life is awaited.
-        self.estate = look_up(self._options.run, self._journal, self._record)
+        self.estate = look_up(self._options.run, self._journal, self.estate.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -160,10 +164,13 @@ class Standby:
         if not readable(0, calm * self._rhythm.beat):
             return True
         said = os.read(0, 4096)
-        if said:
-            words = said.split()
-            self._lost = words[-1] == b"lost"
-            self.was_in_touch = self.was_in_touch or b"found" in words
+        *lines, self._unread = (self._unread + said).split(b"\n")
+        for word in lines:
+            if word.startswith(b"place "):
+                self._place = int(word.removeprefix(b"place "))
+            else:
+                self._lost = word == b"lost"
+                self.was_in_touch = self.was_in_touch or not self._lost
         return bool(said)
 
     def _complain(self, text: str) -> None:
@@ -176,3 +183,28 @@ class Standby:
             os.write(self._options.report_fd, (json.dumps(line) + "\n").encode())
         except BrokenPipeError:
             pass  # the agent is gone; standard input says so next
+
+
+class _Result:
+    """The result of the run, once it is over. Read in a thread: the run directory may hang, while
+    the journal is somewhere else.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self._final = final
+        self._found: Mapping[str, Any] | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self) -> Mapping[str, Any] | None:
+        """Returns it, or None as long as it is not known to be there."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._read, daemon=True)
+            self._thread.start()
+        self._thread.join(_GLANCE_SECONDS)
+        return self._found
+
+    def _read(self) -> None:
+        # Gone with its directory, or half written by a host that died.
+        with contextlib.suppress(OSError, ValueError):
+            if self._final.exists():
+                self._found = read_json(self._final)

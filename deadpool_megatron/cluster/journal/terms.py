@@ -63,10 +63,12 @@ class Term:
         )
 
 
-def newest_term(journal: Journal) -> Term | None:
-    """The term that holds now. Raises JournalError."""
-    found = journal.newest(_KIND)
-    return None if found is None else Term.from_dict(*found)
+def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
+    """The term that holds now; read only if it is not ``known``. Raises JournalError."""
+    numbers = journal.numbers(_KIND)
+    if not numbers or (known is not None and known.number == numbers[-1]):
+        return known
+    return Term.from_dict(numbers[-1], journal.read(_KIND, numbers[-1]))
 
 
 def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:
@@ -125,7 +127,8 @@ class Succession:
 
     ``order``: see :func:`claim_order`; each place further back waits one ``beat`` x 2 longer, so
     that mostly only one claims. Terms up to ``ended`` (0: there were none) have no coordinator any
-    more: the next one is claimed as soon as its turn has come.
+    more: the next one is claimed as soon as its turn has come. What could not be looked at proves
+    nothing: after a journal that hung or failed everything counts anew.
     """
 
     def __init__(
@@ -136,12 +139,16 @@ class Succession:
         self._silence_seconds = silence_seconds
         self._mark: tuple[int, str] = (0, "")
         self._changed_at = now
+        self._seen_at = now
 
-    def look(self, term: int, beat: str, now: float) -> None:
-        """What the journal said, in a look that was begun at ``now``."""
+    def look(self, term: int, beat: str, began: float, ended: float) -> None:
+        """What the journal said, in a look from ``began`` to ``ended``."""
+        blind_seconds, self._seen_at = ended - self._seen_at, ended
         if (term, beat) != self._mark:
             self._mark = (term, beat)
-            self._changed_at = now
+            self._changed_at = began
+        if blind_seconds > 3 * self._rhythm.stall:
+            self._changed_at = ended
 
     def is_stale(self, now: float) -> bool:
         """Whether it is time to knock at the coordinator's door."""

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.wanted import WHY
 from deadpool_megatron.cluster.machine import (
     bugs,
     checkup,
@@ -24,17 +23,18 @@ from deadpool_megatron.cluster.machine import (
     nonfinite,
     pausing,
     plans,
+    requests,
     takeover,
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.roster import MemberStatus, NodeState
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Config,
     Failure,
-    LastWords,
     Phase,
     State,
     Turn,
@@ -42,7 +42,7 @@ from deadpool_megatron.cluster.machine.state import (
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
+from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
 
 NOBODY: Mapping[int, str] = {}
@@ -84,20 +84,19 @@ class Machine:
         last: EpochRecord,
         durable: Restore | None,
         now: float,
-        wanted: ProtectionPlan | None = None,
         *,
         gone: Mapping[int, str] = NOBODY,
     ) -> State:
         """The state of a coordinator that takes over a run: ``last`` is the newest record,
-        ``durable`` the checkpoint that was made valid last, ``wanted`` a plan that was asked for
-        and that no record has yet, ``gone`` the nodes that were given up since the record.
+        ``durable`` the checkpoint that was made valid last, ``gone`` the nodes that were
+        given up since the record.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
         something has happened to it (see machine_takeover).
         """
         begun, found = self.start(now), history.as_found(last, gone)
-        plan = wanted or last.protection
+        plan = last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
@@ -113,7 +112,6 @@ class Machine:
             ever_ran=last.restore.kind == "memory",
             durable=durable or begun.durable,
             protection=plan,
-            protection_why=WHY if wanted is not None and plan == wanted else "",
             **found,
         )
 
@@ -121,6 +119,8 @@ class Machine:
         """Handle one input. Inputs that are stale or make no sense change nothing."""
         turn = Turn(self._config, self._planner, state, now)
         _handle(turn, event)
+        if turn.state.requests:
+            requests.settle(turn)
         return turn.state, turn.actions
 
 
@@ -163,10 +163,19 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.set(durable=found)
+        case ev.Asked():
+            requests.take(turn, event)
+        case ev.RequestsFound():
+            requests.found(turn, event)
+        case ev.Exported():
+            requests.exported(turn, event)
+        case ev.VaultLost(node):
+            requests.vault_lost(turn, node)
         case ev.DrainRequested(node):
             _drain(turn, node)
         case ev.ProtectionRequested():
-            plans.take_request(turn, event)
+            if why := plans.take_request(turn, event):
+                turn.refuse(f"protection {plan_in_words(event.plan)}", why)
             pausing.consider_pause(turn)
         case ev.JournalWritten(epoch):
             _journal_written(turn, epoch)

@@ -23,13 +23,13 @@ from deadpool_megatron.cluster.machine.actions import (
 )
 from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_held, finish
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Failure,
-    LastWords,
     Phase,
     State,
     Turn,

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
+from deadpool_megatron.cluster.process.exit_words import last_words
+from deadpool_megatron.cluster.process.file_worker import read
 
-_TAIL_BYTES = 32768
+TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)
@@ -122,20 +123,4 @@ class FreezeDetector:
 
 def last_line(log: Path) -> str:
     """What a log says about the end of its process; see :func:`.exit_words.last_words`."""
-    return last_words(_tail(log))
-
-
-def fatal_line(log: Path) -> str:
-    """The error that made a process end itself by a signal; see :func:`.exit_words.fatal_words`."""
-    return fatal_words(_tail(log))
-
-
-def _tail(log: Path) -> str:
-    """The end of a log, from somewhere in a line. Empty without a log."""
-    try:
-        with open(log, "rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
+    return last_words(read(log, -TAIL_BYTES, TAIL_BYTES))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.files import Files
 
 ASK = signal.SIGUSR2
 _LOOK_SECONDS = 0.02
@@ -55,44 +56,29 @@ def read_stacks(text: str) -> Stacks:
     return Stacks(tuple(threads[-1][:_MOST_FRAMES]), len(threads))
 
 
-class Asked:
-    """A process that has been asked; :meth:`answer` waits for what it writes.
+async def ask(pid: int, log: Path, files: Files, limit_seconds: float) -> Stacks:
+    """Ask a process for its stacks; returns them, or why they are missing after the limit.
 
-    The signal is sent at once, so that what the process is told next does not change the answer.
+    ``log``: what the process writes to, through ``files``. The signal goes out as soon as the size
+    of the log is known, so that what the process is told next does not change the answer.
     """
-
-    def __init__(self, pid: int, log: Path) -> None:
-        self._log = log
-        self._missing = _why_it_cannot(pid)
-        self._start = log.stat().st_size if log.exists() else 0
-        if not self._missing:
+    before = ""
+    try:
+        async with asyncio.timeout(limit_seconds):
+            start = await files.size(log, limit_seconds)
+            if missing := _why_it_cannot(pid):
+                return Stacks(missing=missing)
             posix.kill(pid, ASK)
-
-    async def answer(self, limit_seconds: float) -> Stacks:
-        """The stacks, or why they are missing after ``limit_seconds``."""
-        if self._missing:
-            return Stacks(missing=self._missing)
-        before = ""
-        try:
-            async with asyncio.timeout(limit_seconds):
-                while True:
-                    await asyncio.sleep(_LOOK_SECONDS)
-                    text = self._written()
-                    if text == before and "Current thread" in text:
-                        break
-                    before = text
-        except TimeoutError:
-            if not before:
-                return Stacks(missing=f"it wrote no stacks within {limit_seconds:g} s")
-        return read_stacks(before)
-
-    def _written(self) -> str:
-        try:
-            with open(self._log, "rb") as file:
-                file.seek(self._start)
-                return file.read(_MOST_BYTES).decode(errors="replace")
-        except OSError:
-            return ""
+            while True:
+                await asyncio.sleep(_LOOK_SECONDS)
+                text = await files.read(log, start, _MOST_BYTES, limit_seconds)
+                if text == before and "Current thread" in text:
+                    break
+                before = text
+    except TimeoutError:
+        if not before:
+            return Stacks(missing=f"it wrote no stacks within {limit_seconds:g} s")
+    return read_stacks(before)
 
 
 def _why_it_cannot(pid: int) -> str:

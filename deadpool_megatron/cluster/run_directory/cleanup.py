@@ -86,26 +86,23 @@ def is_held(run_id: str) -> bool:
     return False
 
 
-def write_listing(
-    path: Path, vault: int, members: Mapping[int, tuple[int, int]], segments: Path
-) -> None:
-    """The processes of the calling agent's node; ``members``: slot -> (pid, incarnation).
+def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) -> str:
+    """Returns the text of the file that lists the processes of the calling agent's node.
 
-    Fail points and clean-up read it, so it is rewritten whenever a process starts or ends.
+    ``members``: slot -> (pid, incarnation). Fail points and clean-up read it, so it is
+    rewritten whenever a process starts or ends.
     """
     pids = [os.getpid(), vault, *(pid for pid, _ in members.values())]
-    write_json(
-        path,
-        {
-            "agent": os.getpid(),
-            "vault": vault,
-            "members": {str(slot): pid for slot, (pid, _) in members.items()},
-            "segment_dir": str(segments),
-            "slots": {str(slot): incarnation for slot, (_, incarnation) in members.items()},
-            "hostname": socket.gethostname(),
-            "started": {str(pid): posix.start_time(pid) for pid in pids},
-        },
-    )
+    values = {
+        "agent": os.getpid(),
+        "vault": vault,
+        "members": {str(slot): pid for slot, (pid, _) in members.items()},
+        "segment_dir": str(segments),
+        "slots": {str(slot): incarnation for slot, (_, incarnation) in members.items()},
+        "hostname": socket.gethostname(),
+        "started": {str(pid): posix.start_time(pid) for pid in pids},
+    }
+    return json.dumps(values, indent=1) + "\n"
 
 
 def remove_segments(directory: Path) -> None:

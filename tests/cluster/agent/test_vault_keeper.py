@@ -18,6 +18,7 @@ from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
+from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -78,7 +79,7 @@ def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
     run.create(info)
     segments.mkdir()
     made = VaultKeeper(
-        0, run, info, segments, "127.0.0.1", report=lambda _: None, listing_changed=lambda: None
+        0, run, info, segments, "127.0.0.1", lambda _: None, lambda: None, DirectFiles()
     )
     yield made
     made._tcp.close()

@@ -32,6 +32,21 @@ def test_a_term_has_one_holder(tmp_path: Path) -> None:
     assert Term.from_dict(1, first.to_dict()) == first
 
 
+def test_a_term_that_is_known_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of standbys look again and again."""
+    journal = DirectoryJournal(tmp_path)
+    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    read, number = journal.read, list[int]()
+    monkeypatch.setattr(journal, "read", lambda kind, n: number.append(n) or read(kind, n))
+    assert newest_term(journal) == first
+    assert newest_term(journal, first) is first
+    second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
+    assert newest_term(journal, first) == second
+    assert number == [1, 2]
+
+
 def record(training: int, spares: int) -> EpochRecord:
     nodes = {n: NodeAddress("h", 1, f"d{n}", n >= training) for n in range(training + spares)}
     seats = {n: Seat(n, 0, 0) for n in range(training)}
@@ -59,7 +74,7 @@ def test_before_the_first_record_spares_get_time_to_start() -> None:
 
 def test_first_term_is_claimed_when_the_turn_has_come() -> None:
     succession = Succession(RHYTHM, 3.0, now=10.0)
-    succession.look(0, "", 10.0)
+    succession.look(0, "", 10.0, 10.0)
     assert succession.may_claim(0, refused=False, now=10.0)
     assert not succession.may_claim(2, refused=False, now=11.9)
     assert succession.may_claim(2, refused=False, now=12.0)
@@ -78,8 +93,8 @@ def test_terms_that_have_ended_are_not_waited_for() -> None:
 
 def test_silence_is_waited_for_unless_nobody_listens() -> None:
     succession = Succession(RHYTHM, 3.0, now=0.0)
-    succession.look(1, "1 1", 5.0)
-    succession.look(1, "1 1", 6.0)
+    succession.look(1, "1 1", 5.0, 5.0)
+    succession.look(1, "1 1", 6.0, 6.0)
     assert not succession.is_stale(6.4)
     assert not succession.may_claim(0, refused=True, now=6.4)
     assert succession.is_stale(6.5)
@@ -92,16 +107,16 @@ def test_silence_is_waited_for_unless_nobody_listens() -> None:
 
 def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
     succession = Succession(RHYTHM, 3.0, now=0.0)
-    succession.look(1, "1 1", 0.0)
-    succession.look(2, "1 1", 2.9)
+    succession.look(1, "1 1", 0.0, 0.0)
+    succession.look(2, "1 1", 2.9, 2.9)
     assert not succession.may_claim(0, refused=True, now=4.3)
-    succession.look(2, "2 1", 4.4)
+    succession.look(2, "2 1", 4.4, 4.4)
     assert not succession.may_claim(0, refused=False, now=7.3)
 
 
 def test_who_still_hears_the_coordinator_lets_the_others_go_first() -> None:
     succession = Succession(RHYTHM, 3.0, now=0.0)
-    succession.look(1, "1 1", 0.0)
+    succession.look(1, "1 1", 0.0, 0.0)
     assert succession.may_claim(2, refused=False, now=5.0)
     assert not succession.may_claim(0, refused=False, now=5.9, in_touch=True)
     assert succession.may_claim(0, refused=False, now=6.0, in_touch=True)
@@ -112,3 +127,14 @@ def test_coordinator_that_is_alone_is_taken_for_gone_before_anybody_is_fenced() 
     settings = Settings()
     rhythm = Rhythm.of(settings)
     assert rhythm.alone + rhythm.beat + rhythm.stall + rhythm.beat < settings.fence_seconds
+
+
+def test_what_could_not_be_looked_at_proves_nothing() -> None:
+    """A journal that hung or failed for everybody: the coordinator could not show itself either."""
+    for began, ended in ((10.0, 70.0), (70.0, 70.0)):  # one look that hung; looks that failed
+        succession = Succession(RHYTHM, 3.0, now=0.0)
+        succession.look(1, "1 1", 9.0, 9.0)
+        succession.look(1, "1 1", began, ended)
+        assert not succession.is_stale(71.0)
+        assert not succession.may_claim(0, refused=False, now=72.9)
+        assert succession.may_claim(0, refused=False, now=73.0)

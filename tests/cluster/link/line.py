@@ -161,6 +161,7 @@ class Line:
         self.cuts = dict(cuts)
         self.frames = 0
         self.office = Office(self, 1)
+        self._offices = {1: self.office}
         self.obeyed: list[dict[str, Any]] = []
         self.numbers = itertools.count(1)
         self.link = CoordinatorLink(
@@ -177,7 +178,7 @@ class Line:
     def take_over(self) -> Office:
         """Another coordinator is the newest; the old one does not know it yet."""
         self._term += 1
-        self.office = Office(self, self._term)
+        self.office = self._offices[self._term] = Office(self, self._term)
         return self.office
 
     async def live(self, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -201,10 +202,11 @@ class Line:
     async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
         """Instead of a connection over a network."""
         del tls
-        assert address[1] == self._term
         readers = [asyncio.StreamReader(), asyncio.StreamReader()]
         connection = _Connection(self, readers)
-        task = asyncio.create_task(self._serve(self.office, readers[1], _Writer(connection, 1)))
+        task = asyncio.create_task(
+            self._serve(self._offices[address[1]], readers[1], _Writer(connection, 1))
+        )
         self._serving.add(task)
         return readers[0], _Writer(connection, 0)
 

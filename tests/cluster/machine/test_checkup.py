@@ -242,7 +242,11 @@ def test_the_slow_end_of_a_link_is_weak_not_its_partner() -> None:
 
 def test_a_node_that_cannot_be_reached_is_left_out() -> None:
     rig = Rig(nodes=2, spares=1, check="links")
-    measured(rig, broken=(0,))
+    come(rig)
+    answers(rig, broken=(0,))
+    assert {p.node for p in rig.of(act.Probe)} == {1, 2}, "its speed is not asked for"
+    while answers(rig, broken=(0,)):
+        pass
     assert nodes_of(rig.pending) == {0: 2, 1: 1}
 
 

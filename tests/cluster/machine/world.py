@@ -31,6 +31,7 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.preflight.facts import Link
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.nodes import Member, Node
@@ -51,7 +52,7 @@ class World:
         if parity_group:
             scheme = {"protection": "parity", "parity_group": parity_group}
         scheme["persist_directory"] = "/exports"
-        settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
+        settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
         self.config = Config(nodes, spares, nproc, settings, "/dump")
         self.machine = Machine(self.config, plan)
         self.now = 0.0
@@ -114,7 +115,9 @@ class World:
                 assert set(roles.values()) <= set(self.state.nodes)
                 assert self.state.phase is Phase.DUMPING
                 self.exporting = restore.generation
-            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
+            case (
+                act.Welcome(node) | act.StartMembers(node) | act.KillMember(node) | act.Probe(node)
+            ):
                 if node in self.nodes:
                     self.nodes[node].orders.append(action)
             case act.DropNode(node):
@@ -378,6 +381,10 @@ class World:
                         ]
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
+            case act.Probe(_, number, peers, bulk):
+                rate = 1e9 if bulk else None
+                links = tuple(Link(peer, "", 1e-4, 0.0, rate) for peer, _, _ in peers)
+                here.reports.append(ev.Probed(node, number, links))
             case act.Dump(_, _, generation):
                 here.reports.append(ev.Dumped(node, generation))
 

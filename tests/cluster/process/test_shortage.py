@@ -15,6 +15,7 @@ import pytest
 from deadpool_megatron.cluster.agent.members import Members
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 from deadpool_megatron.cluster.process import posix, shortage
+from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
@@ -96,7 +97,7 @@ def members(starter: Starter) -> Members:
     def spec(slot: int, incarnation: int, _: object) -> MemberSpec:
         return MemberSpec(0, slot, incarnation, (), {}, Path(os.devnull), Path())
 
-    return Members(spec, starter, Settings(), Reports())
+    return Members(spec, starter, Settings(), Reports(), DirectFiles())
 
 
 def test_member_starts_after_a_moment_without_processes_or_descriptors(
@@ -163,7 +164,7 @@ def test_standby_is_started_as_soon_as_that_is_possible(
             "run",
             tmp_path / "log",
             on_look=lambda *_: looks.set(),
-            on_over=lambda: None,
+            on_over=lambda kept: None,
         )
         before = set(Path("/proc/self/fd").iterdir())
         short.left = 3

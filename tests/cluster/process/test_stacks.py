@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deadpool_megatron.cluster.process.stacks import Asked, Stacks, read_stacks
+from deadpool_megatron.cluster.process import stacks
+from deadpool_megatron.cluster.process.files import DirectFiles
+from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
 
 _STANDS = """
 import threading, time
@@ -49,10 +51,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
 
 
 def ask(pid: int, log: Path) -> Stacks:
-    async def answer() -> Stacks:
-        return await Asked(pid, log).answer(30.0)
-
-    return asyncio.run(answer())
+    return asyncio.run(stacks.ask(pid, log, DirectFiles(), 30.0))
 
 
 def test_main_thread_innermost_frame_first(tmp_path: Path) -> None:

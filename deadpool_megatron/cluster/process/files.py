@@ -1,0 +1,208 @@
+"""File operations on the run directory, which may hang for as long as a network file system does.
+
+An agent that hung with them could neither beat nor fence its node, and with a second thread it
+could not fork members. So a process beside it does them, one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cluster.process import file_worker, posix
+from deadpool_megatron.cluster.process.liveness import TAIL_BYTES, ChildWatch, Ending
+
+_PIECE_BYTES = 1 << 16
+
+
+class Files(ABC):
+    """What an agent does with files that are not in its host's memory. For one loop."""
+
+    @abstractmethod
+    async def size(self, path: Path, limit_seconds: float) -> int:
+        """Returns the bytes of a file; 0 without one. Raises TimeoutError."""
+
+    @abstractmethod
+    async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
+        """Returns what a file holds from ``start`` on (negative: so far from its end), at most
+        ``nbytes``; empty without a file. Raises TimeoutError.
+        """
+
+    async def tail(self, path: Path, limit_seconds: float) -> str:
+        """Returns the end of a log, from somewhere in a line; empty when there is none, or when it
+        is not had within the limit.
+        """
+        try:
+            return await self.read(path, -TAIL_BYTES, TAIL_BYTES, limit_seconds)
+        except TimeoutError:
+            return ""
+
+    @abstractmethod
+    def replace(self, path: Path, text: str | None) -> None:
+        """Have a file hold this text, or (None) be gone, as soon as that is possible. Of several
+        texts for one path the newest counts.
+        """
+
+    @abstractmethod
+    async def close(self, limit_seconds: float) -> None:
+        """Wait until everything is done, or until the limit is over."""
+
+
+class DirectFiles(Files):
+    """Does everything at once, in the calling loop."""
+
+    async def size(self, path: Path, limit_seconds: float) -> int:
+        """See :class:`Files`."""
+        return file_worker.size(path)
+
+    async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
+        """See :class:`Files`."""
+        return file_worker.read(path, start, nbytes)
+
+    def replace(self, path: Path, text: str | None) -> None:
+        """See :class:`Files`. Raises OSError."""
+        file_worker.replace(path, text)
+
+    async def close(self, limit_seconds: float) -> None:
+        """Nothing is waiting."""
+
+
+class FileWorker(Files):
+    """Has a process do it. One request is under way at a time; what is to be read goes first."""
+
+    def __init__(self) -> None:
+        self._readings: deque[tuple[dict[str, Any], asyncio.Future[str]]] = deque()
+        self._writings: dict[Path, str | None] = {}
+        self._current: asyncio.Future[str] | None = None
+        self._watch: ChildWatch | None = None
+        self._requests = self._answers = -1
+        self._unread = b""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def size(self, path: Path, limit_seconds: float) -> int:
+        """See :class:`Files`."""
+        text = await self._reading({"do": "size", "path": str(path)}, limit_seconds)
+        return int(text or 0)
+
+    async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
+        """See :class:`Files`."""
+        request = {"do": "read", "path": str(path), "start": start, "nbytes": nbytes}
+        return await self._reading(request, limit_seconds)
+
+    async def _reading(self, request: dict[str, Any], limit_seconds: float) -> str:
+        text = asyncio.get_running_loop().create_future()
+        self._readings.append((request, text))
+        self._next()
+        return await asyncio.wait_for(text, limit_seconds)
+
+    def replace(self, path: Path, text: str | None) -> None:
+        """See :class:`Files`. What fails is said on standard error."""
+        self._writings[path] = text
+        self._next()
+
+    async def close(self, limit_seconds: float) -> None:
+        """See :class:`Files`; ends the process, which may hang in what it is doing."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), limit_seconds)
+        except TimeoutError:
+            names = ", ".join(str(path) for path in self._writings) or "what is under way"
+            print(f"not written within {limit_seconds:g} s: {names}", file=sys.stderr)
+        self._readings.clear()
+        self._writings.clear()
+        if self._watch is not None:
+            self._watch.kill()
+            with contextlib.suppress(TimeoutError):  # the kernel may hold it: it dies later
+                await asyncio.wait_for(self._watch.ended.wait(), limit_seconds)
+
+    def _next(self) -> None:
+        """Begin with the next request, unless one is under way."""
+        while self._current is None and (self._readings or self._writings):
+            if self._readings:
+                request, done = self._readings.popleft()
+                if done.done():
+                    continue  # nobody waits for it any more
+            else:
+                path = next(iter(self._writings))
+                text = self._writings.pop(path)
+                request = {"do": "replace", "path": str(path), "text": text}
+                done = asyncio.get_running_loop().create_future()
+            self._current = done
+            self._idle.clear()
+            try:
+                self._ask(request)
+            except OSError as error:
+                self._answered("", f"{request['path']}: {error}")
+        if self._current is None:
+            self._idle.set()
+
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        if self._watch is None:
+            self._start()
+        # It reads, as nothing is under way: this does not block.
+        os.write(self._requests, json.dumps(request).encode() + b"\n")
+
+    def _start(self) -> None:
+        pipes: list[int] = []
+        parent = os.getpid()
+        try:
+            pipes += os.pipe()
+            pipes += os.pipe()
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", file_worker.__file__],
+                stdin=pipes[0],
+                stdout=pipes[3],
+                preexec_fn=lambda: posix.die_with_parent(parent),
+                process_group=0,
+            )
+            process.returncode = 0  # reaped by its pid: this object must not try to as well
+            self._watch = ChildWatch(process.pid, self._ended)
+        except OSError:
+            for handle in pipes:
+                os.close(handle)
+            raise
+        os.close(pipes[0])
+        os.close(pipes[3])
+        self._requests, self._answers, self._unread = pipes[1], pipes[2], b""
+        os.set_blocking(self._answers, False)
+        asyncio.get_running_loop().add_reader(self._answers, self._readable)
+
+    def _readable(self) -> None:
+        try:
+            piece = os.read(self._answers, _PIECE_BYTES)
+        except BlockingIOError:
+            return
+        if not piece:
+            asyncio.get_running_loop().remove_reader(self._answers)
+            return  # the process has ended, of which its watch tells
+        *lines, self._unread = (self._unread + piece).split(b"\n")
+        for line in lines:
+            answer = json.loads(line)
+            self._answered(str(answer["text"]), str(answer["error"]))
+            self._next()
+
+    def _answered(self, text: str, error: str) -> None:
+        done, self._current = self._current, None
+        if error:
+            print(f"not done: {error}", file=sys.stderr)
+        if done is not None and not done.done():
+            done.set_result(text)
+
+    def _ended(self, ending: Ending) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._answers)
+        os.close(self._requests)
+        os.close(self._answers)
+        self._watch = None
+        if self._current is not None:
+            self._answered("", f"the process that does file operations {ending}")
+        self._next()
