@@ -73,7 +73,6 @@ class World:
         self.exporting: Generation | None = None
         self.block_layouts: dict[int, RoleLayout] = {}
         self.placements: dict[int, ParityPlacement] = {}
-        self.feed(ev.StoreReady("store", 1))
         for node in range(nodes + spares):
             self.join(node)
 
@@ -239,13 +238,11 @@ class World:
         self.feed(ev.JournalWritten(record.epoch))
         return True
 
-    def restart_coordinator(
-        self, *, landed: bool, received: int = 0, has_store: bool = True
-    ) -> None:
+    def restart_coordinator(self, *, landed: bool, received: int = 0) -> None:
         """It is killed, and a new one reads the journal. Agents join again, say what they run, and
         repeat what their members said. ``landed``: the record being written had become durable.
         ``received``: so many orders had reached each agent, which still obeys them; the other ones
-        are lost. ``has_store``: its store serves at once."""
+        are lost."""
         if self.state.phase in LAST_PHASES or self.finished is not None:
             return
         if landed:
@@ -272,15 +269,6 @@ class World:
             unheard = [r for r in here.reports if not isinstance(r, ev.NodeJoined)]
             here.orders, here.reports = deque(kept), deque([here.join(node), *unheard])
             here.moved = True
-        if has_store:
-            self.start_store()
-
-    def start_store(self) -> bool:
-        """The store process serves, if it did not before."""
-        if self.state.store is not None:
-            return False
-        self.feed(ev.StoreReady("store", 1))
-        return True
 
     def take_over_quietly(self) -> None:
         """Nothing but the coordinator fails: nobody notices."""
@@ -290,7 +278,7 @@ class World:
         if self.state.phase is not Phase.RUNNING or self.state.suspicion or to_pause:
             return
         epoch = self.state.epoch
-        self.restart_coordinator(landed=True, has_store=False)
+        self.restart_coordinator(landed=True)
         self.train()
         self.settle()
         if self.state.phase is Phase.GATHERING:  # for a spare that was lost before
@@ -628,7 +616,6 @@ class World:
 
     def _moves(self) -> Iterable[Callable[[], bool]]:
         yield self.hear_last_words
-        yield self.start_store
         yield self.write_journal
         for node in list(self.nodes):
             yield lambda node=node: node in self.nodes and self.obey(node)  # type: ignore[misc]
