@@ -83,10 +83,10 @@ def test_first_term_is_claimed_when_the_turn_has_come() -> None:
 def test_terms_that_have_ended_are_not_waited_for() -> None:
     """Of an earlier start of the run, all of whose processes have ended."""
     succession = Succession(RHYTHM, 3.0, now=10.0, ended=4)
-    succession.look(4, "4 17", 10.0)
+    succession.look(4, "4 17", 10.0, 10.0)
     assert succession.may_claim(0, refused=False, now=10.0)
     assert not succession.may_claim(1, refused=False, now=10.9)
-    succession.look(5, "4 17", 10.5)
+    succession.look(5, "4 17", 10.5, 10.5)
     assert not succession.may_claim(0, refused=False, now=13.4)
     assert succession.may_claim(0, refused=False, now=13.5)
 
