@@ -17,6 +17,12 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from deadpool_megatron.cluster.run_directory.bounds import (
+    EXPORT_PREFIX,
+    OutsideError,
+    check_save,
+    is_checkpoint,
+)
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     RunDirectory,
@@ -86,6 +92,7 @@ def make_valid(
     ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
     """
     try:
+        check_save(temporary, final)
         if temporary == final:
             _sync(final)  # its writer has synced the files
             _note(run, _SAVED, final)
@@ -106,6 +113,8 @@ def make_valid(
                 shutil.rmtree(leftover, ignore_errors=True)
         if _newest_in(run.latest) <= restore.generation.iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
+    except OutsideError as error:
+        raise DurableError(str(error)) from error
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
@@ -148,7 +157,7 @@ def publish_export(
             following.replace(tracker)
         if _newest_in(run.latest) < iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
-        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
+        for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
@@ -157,7 +166,7 @@ def publish_export(
 
 def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
     """Where an export is written until it is whole."""
-    return directory / f"{_EXPORT_PREFIX}{run_id}-{name}"
+    return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -186,7 +195,7 @@ def remember_and_prune(
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
             doomed = unfinished_export(path.parent, run_id, path.name)
-            if path.is_dir():
+            if is_checkpoint(path) and path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
         left = [path for path in listed if path not in gone]
@@ -201,7 +210,6 @@ _EXPORTED = "exported"
 # What either may remove as a whole: a checkpoint, whole or unfinished.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
 _TRACKER = "latest_checkpointed_iteration.txt"
-_EXPORT_PREFIX = ".export-"
 
 
 def _note(run: RunDirectory, who: str, final: Path) -> None:
