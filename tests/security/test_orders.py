@@ -26,7 +26,7 @@ RUN = "0123abcd"
 )
 def test_an_export_is_written_and_removed_under_its_own_name_only(directory: str) -> None:
     with pytest.raises(OutsideError):
-        bounds.export_directory_of(directory, RUN, "1.1")
+        bounds.export_directory(directory, f".export-{RUN}-1.1")
 
 
 @pytest.mark.parametrize("name", ["../1", "1", "*", "1.1/../..", "", "1.1\n"])

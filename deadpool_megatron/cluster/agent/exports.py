@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.machine.exporting import unfinished_export
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.run_directory.bounds import (
     OutsideError,
-    export_directory_of,
+    export_directory,
     export_name,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -68,7 +69,8 @@ class NodeExports:
         try:
             export_name(name)
             if "directory" in message:
-                export_directory_of(str(message["directory"]), self._info.run_id, name)
+                unfinished = unfinished_export(Path("/"), self._info.run_id, name)
+                export_directory(str(message["directory"]), unfinished.name)
         except OutsideError as error:
             self._tell(name, "failed", text=f"the order was refused: {error}")
             return

@@ -17,12 +17,8 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cluster.run_directory.bounds import (
-    EXPORT_PREFIX,
-    OutsideError,
-    check_save,
-    is_checkpoint,
-)
+from deadpool_megatron.cluster.machine.exporting import EXPORT_PREFIX, unfinished_export
+from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     RunDirectory,
@@ -162,11 +158,6 @@ def publish_export(
             shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
-
-
-def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
-    """Where an export is written until it is whole."""
-    return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
-EXPORT_PREFIX = ".export-"
 _EXPORT_NAME = re.compile(r"\d{1,9}\.\d{1,9}")
 _GENERATION = re.compile(r"\d+-\d+")
 _CHECKPOINT = re.compile(r"iter_\d+")
@@ -30,12 +29,12 @@ def export_name(name: str) -> str:
     return name
 
 
-def export_directory_of(directory: str, run_id: str, name: str) -> Path:
-    """Where an export is written until it is whole; the user may have named any directory to have
-    it in. Raises OutsideError."""
+def export_directory(directory: str, name: str) -> Path:
+    """Where an export is written until it is whole, under this name of a directory; the user may
+    have named any other one to have it in. Raises OutsideError."""
     path = Path(directory)
-    if not path.is_absolute() or path.name != f"{EXPORT_PREFIX}{run_id}-{export_name(name)}":
-        raise OutsideError(f"{directory!r} is not where this run writes export {name}")
+    if not path.is_absolute() or path.name != name:
+        raise OutsideError(f"{directory!r} is not where this run writes {name}")
     return path
 
 
