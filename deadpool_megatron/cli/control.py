@@ -160,6 +160,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
         kind = "spare" if known["spare"] else "node "
         protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
         lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
+        lines += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
     for failure in status["failures"]:
         kind = in_words(failure["kind"])
         lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
-from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
 
@@ -130,28 +133,41 @@ def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> 
         run.check_result(12)
 
 
-def test_killed_store_is_replaced_before_the_next_epoch(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+def test_coordinator_killed_while_members_meet(tmp_path: Path) -> None:
+    """The agents say again what their members wrote and want: the epoch stays open."""
+    faults = [{"id": "c", "point": "coordinator.store", "match": {"epoch": 1}, "nth": 2}]
+    with Run(tmp_path / "r", "--iterations", "12", faults=faults) as run:
+        final = run.check_result(12)
+        assert "all agents are back, epoch 1 stays open" in _texts(run)
+    assert final["recoveries"] == []
+
+
+def test_nothing_listens_but_on_the_given_address(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(2)
-        first = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000001.json"))
-        (store,) = _children(read_json(run.run.coordinator)["pid"])
-        send(store)
-        run.wait_for("a new store", lambda: len(_served(run)) == 2)
-        send(run.listing(0)["members"]["0"])
-        run.wait_event(Kind.EPOCH_OPENED, 2)
-        second = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000002.json"))
-        assert first.store_port != second.store_port
-        assert deadpool("stop", str(run.run.path)).returncode == 0
-        run.wait_end(130)
+        pids = cleanup.run_processes(run.run, run.run.read_run().run_id)
+        listening = _listening(pids)
+        run.finish()
+    assert len(listening) == 4, "the coordinator, and a vault for each node"
+    assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
-def _children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
-def _served(run: Run) -> list[str]:
-    return [text for text in _texts(run) if text.startswith("store process serves")]
+def _listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Addresses and ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(str(handle.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
 
 
 def _texts(run: Run) -> list[str]:

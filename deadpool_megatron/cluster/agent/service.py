@@ -31,6 +31,7 @@ from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
@@ -46,7 +47,6 @@ from deadpool_megatron.cluster.process.starter import (
 )
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.slots import incarnations
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
 from deadpool_megatron.vault.errors import VaultError
@@ -56,8 +56,6 @@ EXIT_FENCED = 69
 # Of an agent whose host is not fit for the run: to come again would not help.
 EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
-# Events that results are made of; a coordinator drops those that it has already.
-_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class Agent:
@@ -110,6 +108,7 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._store = StoreRelay(self._link.send)
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._link.send, self._seat_of, self._files)
         self._vault = VaultKeeper(
@@ -185,6 +184,8 @@ class Agent:
             self._order_close(int(message["epoch"]), str(message["cause"]))
         elif kind == "record":
             self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
+        elif kind == "store":
+            self._store.from_coordinator(message)
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
@@ -212,6 +213,7 @@ class Agent:
                 self._reporter.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
+        self._store.repeat()
         told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
@@ -259,8 +261,8 @@ class Agent:
             self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
-        self._closed = epoch
-        self._inventory = None
+        self._closed, self._inventory = epoch, None
+        self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
@@ -298,6 +300,7 @@ class Agent:
             return
         failpoints.hit("agent.record", epoch=record.epoch)
         self._record = self._shown = record
+        self._store.enter(record.epoch)
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
@@ -331,11 +334,8 @@ class Agent:
             self._members.prepare(member.slot)
         elif kind == "drained":
             self._drained.set()
-        elif kind == "event":
-            event = {"node": self._node, **message["event"]}
-            self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
-            return
-        self._reporter.said(member, message)
+        take = self._store.from_member if kind == "store" else self._reporter.said
+        take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""

@@ -105,6 +105,12 @@ class Orders:
         """Give an order to one agent, if it is there."""
         self._peers.order(node, message)
 
+    def send_frame(self, node: int, frame: bytes) -> None:
+        """Send one agent what it asks for again after each welcome."""
+        peer = self._peers.agents.get(node)
+        if peer is not None and peer.welcomed and not peer.dropped:
+            peer.send_frame(frame)
+
     def _announce(self, record: EpochRecord) -> None:
         before = None if self._teller is None else self._teller.record
         self._teller = RecordTeller(record, before)

@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.results import Results
 from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
 from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
@@ -44,9 +44,7 @@ from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers, join_credit_seconds
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.process import posix, run_to_end
-from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory.cleanup import clean_run
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
@@ -93,6 +91,9 @@ class Coordinator:
         )
         self._orders = Orders(options, self._peers)
         self._looks = Looks(self._settings, self._peers)
+        self._store = CoordinatorStore(
+            self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
+        )
         self._durable = DurableRequests(
             options,
             state=lambda: self._state,
@@ -134,13 +135,6 @@ class Coordinator:
             loop.add_signal_handler(number, self._user_stop, "interrupted")
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
-        self._store = StoreKeeper(
-            self._options.host,
-            self._run.log("store"),
-            self._store_ready,
-            self._store_lost,
-            self._spawn,
-        )
         living = asyncio.create_task(self._sign.run())
         options, settings = self._options, self._settings
         lock = Lock(
@@ -164,7 +158,6 @@ class Coordinator:
         term = self._options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
-        self._store.start()
         self._spawn(self._desk.begin())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
@@ -180,7 +173,6 @@ class Coordinator:
             self._sign.close()
             for task in self._tasks:
                 task.cancel()
-            self._store.close()
             door.close()
             self._chronicle.close()
             if self._launcher_lost:
@@ -203,7 +195,7 @@ class Coordinator:
         try:
             while self._queue:
                 item = self._queue.popleft()
-                before, asked = self._state.phase, self._state.requests
+                asked = self._state.requests
                 try:
                     self._state, produced = self._machine.step(self._state, item, time.monotonic())
                 except Exception as error:
@@ -213,8 +205,6 @@ class Coordinator:
                     continue
                 for action in produced:
                     self._carry_out(action)
-                if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
-                    self._store.count_epoch()
                 if self._state.requests is not asked:
                     self._desk.note()
         except Exception as error:
@@ -287,6 +277,8 @@ class Coordinator:
         event: Event | None = None
         if message["t"] == "export":
             self._exports.heard(peer.node, message)
+        elif message["t"] == "store":
+            self._store.heard(peer.node, message)
         elif message["t"] == "event":
             event = Event.from_dict(message["event"])
         elif message["t"] == "member":
@@ -406,15 +398,6 @@ class Coordinator:
         asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
         self._launcher_lost = True
         self._end(130)  # without a result: the run can be started again on its slots
-
-    def _store_ready(self, port: int) -> None:
-        data = {"level": "info", "text": f"store process serves on port {port}"}
-        self._emit(Event(Kind.LOG, self._epoch, data=data))
-        self.feed(inputs.StoreReady(self._options.host, port))
-
-    def _store_lost(self, ending: Ending) -> None:
-        data = {"level": "warning", "text": f"store process {ending}; starting another"}
-        self._emit(Event(Kind.LOG, self._epoch, data=data))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""

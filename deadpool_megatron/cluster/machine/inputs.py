@@ -86,14 +86,6 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class StoreReady:
-    """The store process of the communicators listens here (again, when it was restarted)."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
 class OfMember:
     """Base of inputs about one member: a process by node, local slot and incarnation."""
 
@@ -382,7 +374,6 @@ Input = (
     | FactsTold
     | Probed
     | NodeLost
-    | StoreReady
     | MemberHello
     | MemberWarm
     | MemberRegistered

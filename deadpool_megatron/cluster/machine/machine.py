@@ -144,8 +144,6 @@ def _handle(turn: Turn, event: ev.Input) -> None:
                 turn.set(returning=turn.state.returning | {node})
             moves.lose_node(turn, node, failure, silent_seconds=silent)
             deadlines.check_gathered(turn)
-        case ev.StoreReady(host, port):
-            _store_ready(turn, (host, port))
         case ev.RolesHung():
             _roles_hung(turn, event)
         case ev.NodeInventory():
@@ -239,24 +237,6 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         moves.decide(turn)
     deadlines.check_gathered(turn)
     pausing.consider_pause(turn)
-
-
-def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
-    turn.set(store=store)
-    state = turn.state
-    moved = Failure(
-        "the store of the communicators was restarted", FailureKind.STORE_LOST, ("store",)
-    )
-    record = state.pending if state.phase is Phase.DECIDING else state.record
-    if (
-        record is not None
-        and (record.store_host, record.store_port) != store
-        # Once an epoch runs, nothing touches the store any more.
-        and state.phase in (Phase.OPENING, Phase.DECIDING)
-    ):
-        moves.close(turn, moved)
-    deadlines.check_gathered(turn)
-    moves.check_closed(turn)
 
 
 def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:

@@ -189,7 +189,6 @@ class State:
     gone: Map[int, str] = field(default_factory=Map)
     members: Roster = field(default_factory=Roster)
     layouts: Map[int, RoleLayout] = field(default_factory=Map)
-    store: tuple[str, int] | None = None
     kept: Mapping[int, int] = field(default_factory=dict)
     inventories: Map[int, Inventory] = field(default_factory=Map)
     found: Map[int, Inventory] = field(default_factory=Map)
@@ -280,8 +279,6 @@ class State:
                 return "nodes and members to start"
             case Phase.CLOSING:
                 members = sorted(self.members.killed)
-                if self.store is None and not self.awaited and not members:
-                    return "the store process of the communicators to start"
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
                 back = f", or nodes {sorted(self.returning)} with their slots"
