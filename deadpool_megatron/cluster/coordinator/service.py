@@ -40,8 +40,7 @@ from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.cluster.link import reports
-from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
-from deadpool_megatron.cluster.link.peers import AgentPeer, Peers, join_credit_seconds
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import Phase
@@ -86,12 +85,7 @@ class Coordinator:
         self._exit_status: int | None = None
         self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._peers = Peers(
-            self._settings.connect_seconds,
-            self,
-            join_credit_seconds=join_credit_seconds(self._settings),
-            acknowledge_seconds=acknowledge_seconds(self._settings),
-        )
+        self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
         self._looks = Looks(self._settings, self._peers)
         self._durable = DurableRequests(

@@ -122,7 +122,7 @@ class Office:
     def __init__(self, line: Line, term: int) -> None:
         info = SimpleNamespace(settings=line.settings, nodes=1, spares=0, world_size=1)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
-        self.peers = Peers(line.settings.connect_seconds, self)
+        self.peers = Peers(line.settings, self, term)
         self.orders = Orders(options, self.peers)
         self.said: list[Any] = []
         self.is_left = False
@@ -179,6 +179,12 @@ class Line:
         """Another coordinator is the newest; the old one does not know it yet."""
         self._term += 1
         self.office = self._offices[self._term] = Office(self, self._term)
+        return self.office
+
+    def go_back(self) -> Office:
+        """The first coordinator is named as the newest again."""
+        self._term = 1
+        self.office = self._offices[1]
         return self.office
 
     async def live(self, scenario: Callable[[], Awaitable[None]]) -> None:
