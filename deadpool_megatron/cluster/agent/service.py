@@ -25,6 +25,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
@@ -279,7 +280,7 @@ class Agent:
             for member in self._members.by_slot.values()
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
-        await wait_drained(seated, epoch, self._drained, self._settings.close_seconds)
+        await wait_drained(seated, epoch, self._drained, CloseLimits.of(self._settings))
 
     async def _adopt(self, record: EpochRecord) -> None:
         known = 0 if self._record is None else self._record.epoch

@@ -44,7 +44,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import Phase
-from deadpool_megatron.cluster.process import posix, run_to_end
+from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory.cleanup import clean_run
 from deadpool_megatron.cluster.run_directory.directory import write_json
@@ -438,6 +438,10 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     posix.set_process_name("dp-coordinator")
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    info = options.info
+    needed = descriptors.needed_by_coordinator(info.nodes + info.spares, info.world_size)
+    if complaint := descriptors.raise_limit(needed):
+        print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     # Inventories and records are millions of objects without a cycle among them: at the usual
     # threshold most of the time of a decision goes into looking for one.
     gc.set_threshold(_GARBAGE_OBJECTS)

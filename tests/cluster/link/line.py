@@ -40,7 +40,9 @@ class _Selector(selectors.SelectSelector):
         return []
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time jumps to the next timer when nothing is left to do."""
+
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
@@ -248,6 +250,6 @@ def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -
         await line.live(lambda: scenario(line))
         return line
 
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=_Loop) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         patch.setattr(agent_link, "connect_stream", nothing)
         return runner.run(run())
