@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
@@ -23,6 +26,10 @@ class CommandError(Exception):
 
 class RunNotReachable(CommandError):
     """There is no coordinator to talk to."""
+
+
+class Refused(CommandError):
+    """The coordinator does not take the request; why."""
 
 
 def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -46,15 +53,25 @@ def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
 
 
 def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
-    """Send one command to the run's coordinator.
+    """Send one command to the run's coordinator: to the one that has said where it listens, and if
+    that does not answer to the one that the journal names.
 
     Raises RunNotReachable when there is none, CommandError when it declines.
     """
     info = run.read_run()
-    address = coordinator_address(run)
-    if address is None:
-        raise RunNotReachable(f"{run.path} has no coordinator yet")
-    return ask_at(address, run, info.run_id, message, info.settings)
+    told, failure = coordinator_address(run), RunNotReachable(f"{run.path} has no coordinator yet")
+    if told is not None:
+        try:
+            return ask_at(told, run, info.run_id, message, info.settings)
+        except RunNotReachable as error:
+            failure = error
+    try:
+        term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+    except JournalError:
+        raise failure from None
+    if term is None or term.address == told or run.final.exists():
+        raise failure
+    return ask_at(term.address, run, info.run_id, message, info.settings)
 
 
 def ask_at(
@@ -79,6 +96,8 @@ def ask_at(
             f" --run-dir {run.path}, goes on from what is in memory, 'deadpool clean {run.path}'"
             " removes it"
         ) from error
+    if "refused" in answer:
+        raise Refused(str(answer["refused"]))
     if not answer.get("ok"):
         raise CommandError(str(answer.get("error", "the coordinator declined")))
     return answer

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import socket
-import time
 from typing import Any
 
+from deadpool_megatron.cli.asking import add_wait, final_line, request
 from deadpool_megatron.cli.common import (
     CommandError,
     RunNotReachable,
@@ -18,19 +15,15 @@ from deadpool_megatron.cli.common import (
     raw,
 )
 from deadpool_megatron.cluster.failures import in_words
-from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
-from deadpool_megatron.layout.records import EpochRecord
 
-# A coordinator that took over may not have heard of an order; it is repeated this often.
-_REPEAT_SECONDS = 5.0
 _KILL_EXAMPLES = """\
 examples:
   deadpool kill RUN --node 1                 SIGKILL everything on node 1, agent first
   deadpool kill RUN --role 3                 SIGKILL the process that plays role 3
   deadpool kill RUN --role 0 --signal STOP   freeze it instead
+  deadpool kill RUN --vault 2 --wait 60      SIGKILL a vault, until it is replaced
 """
 
 
@@ -57,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
     drain = subparsers.add_parser("drain", help="move a node's roles to a spare, then let it go")
     add_run_directory(drain)
     drain.add_argument("--node", type=int, required=True, metavar="N")
+    add_wait(drain)
 
     protect = raw(
         subparsers.add_parser(
@@ -69,6 +63,7 @@ def add_parser(subparsers: Any) -> None:
     protect.add_argument("--scheme", choices=("buddy", "parity", "local", "recompute"))
     protect.add_argument("--group", type=int, metavar="K", help="parity: roles that share blocks")
     protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
+    add_wait(protect)
 
     kill = raw(
         subparsers.add_parser("kill", help="hurt a run, to see it recover", epilog=_KILL_EXAMPLES)
@@ -77,7 +72,11 @@ def add_parser(subparsers: Any) -> None:
     target = kill.add_mutually_exclusive_group(required=True)
     target.add_argument("--node", type=int, metavar="N", help="all processes of a node")
     target.add_argument("--role", type=int, metavar="R", help="the process that plays a role")
-    kill.add_argument("--signal", choices=("KILL", "STOP", "SEGV"), default="KILL")
+    target.add_argument("--vault", type=int, metavar="N", help="the vault of a node")
+    target.add_argument("--agent", type=int, metavar="N", help="the agent of a node")
+    target.add_argument("--coordinator", action="store_true", help="the coordinator")
+    kill.add_argument("--signal", choices=SIGNALS, default="KILL")
+    add_wait(kill)
 
     stop = subparsers.add_parser("stop", help="end a run in order (exit status 130)")
     add_run_directory(stop)
@@ -94,12 +93,7 @@ def add_parser(subparsers: Any) -> None:
         " configured it trains on and writes a last checkpoint before the dump, for half that time"
         " at most",
     )
-    stop.add_argument(
-        "--wait",
-        type=float,
-        metavar="SECONDS",
-        help="until the run is over; the order is repeated meanwhile",
-    )
+    add_wait(stop)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -144,10 +138,7 @@ def _final(run: RunDirectory) -> dict[str, Any]:
 
 def _lines(status: dict[str, Any]) -> list[str]:
     if status["phase"] == "over":
-        why = f": {status['reason']}" if status["reason"] else ""
-        return [
-            f"over, exit status {status['exit_status']}{why}; {status['iterations']} iterations"
-        ]
+        return [final_line(status)]
     waits = f", waits for {status['waiting_for']}" if status["waiting_for"] else ""
     lines = [
         f"epoch {status['epoch']}, {status['phase']}{waits}; iteration {status['iteration']};"
@@ -169,6 +160,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
         kind = "spare" if known["spare"] else "node "
         protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
         lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
+        lines += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
     for failure in status["failures"]:
         kind = in_words(failure["kind"])
         lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")
@@ -180,6 +172,7 @@ def _lines(status: dict[str, Any]) -> list[str]:
             f"  node {node} is slow: {slow['seconds']:.3f} s of its own per iteration, its peers"
             f" {slow['peer_seconds']:.3f} s"
         )
+    lines += [_request_line(values) for values in status["requests"]]
     lines += _export_lines(status["export"])
     if status["aside"]:
         lines.append(f"  put aside, used only when no other spare is left: {status['aside']}")
@@ -188,6 +181,12 @@ def _lines(status: dict[str, Any]) -> list[str]:
     if status["diverged"]:
         lines.append("  A REPLAYED ITERATION GAVE OTHER NUMBERS THAN THE FIRST TIME")
     return lines
+
+
+def _request_line(values: dict[str, Any]) -> str:
+    known = Request.from_dict(values)
+    why = f": {known.why}" if known.why else ""
+    return f"  request {known.number}, {known.in_words()}: {known.stage}{why}"
 
 
 def _export_lines(export: dict[str, Any]) -> list[str]:
@@ -214,9 +213,8 @@ def _rpo_line(known: dict[str, Any]) -> str:
 
 
 def _drain(args: argparse.Namespace) -> int:
-    ask(RunDirectory(args.run_dir), {"command": "drain", "node": args.node})
-    print(f"node {args.node} leaves as soon as a spare can take its roles")
-    return 0
+    told = f"node {args.node} leaves as soon as a spare can take its roles"
+    return request(args, Verb.DRAIN, lambda _: told, node=args.node)
 
 
 def _protect(args: argparse.Namespace) -> int:
@@ -224,86 +222,25 @@ def _protect(args: argparse.Namespace) -> int:
         raise CommandError("nothing to change: give --scheme, --every or both")
     if args.group is not None and args.scheme != "parity":
         raise CommandError("--group belongs to --scheme parity")
+
+    def taken(known: Request) -> str:
+        return f"from the next protected iteration on: {known.what['words']}"
+
     wish = {"scheme": args.scheme, "group": args.group, "every": args.every}
-    answer = ask(RunDirectory(args.run_dir), {"command": "protect", **wish})
-    print(f"from the next protected iteration on: {answer['plan']}")
-    return 0
+    return request(args, Verb.PROTECT, taken, **wish)
 
 
 def _stop(args: argparse.Namespace) -> int:
-    run = RunDirectory(args.run_dir)
-    began = time.monotonic()
     if args.within is not None and not (args.dump and args.within > 0):
         raise CommandError("--within needs --dump, and seconds above 0")
-    if args.wait is None:
-        _order_stop(run, args.dump, args.within)
-        print("the run ends")
-        return 0
-    limit = began + args.wait
-    while not run.final.exists():
-        try:
-            left = args.within and max(0.0, args.within - (time.monotonic() - began))
-            _order_stop(run, args.dump, left)
-        except RunNotReachable:
-            pass  # a standby takes over, and may not have heard of the order
-        again = time.monotonic() + _REPEAT_SECONDS
-        while not run.final.exists() and time.monotonic() < min(again, limit):
-            time.sleep(0.1)
-        if time.monotonic() >= limit and not run.final.exists():
-            raise CommandError(f"the run in {run.path} did not end within {args.wait:g} s")
-    print(_lines(_final(run))[0])
-    return 0
-
-
-def _order_stop(run: RunDirectory, dump: bool, seconds: float | None) -> None:
-    """``seconds``: how long the run may take to end, None to end at once."""
-    how = "deadpool stop --dump" if dump else "deadpool stop"
-    order = {"command": "dump" if dump else "stop", "reason": f"stopped by '{how}'"}
-    ask(run, order if seconds is None else {**order, "seconds": seconds})
+    how = "deadpool stop --dump" if args.dump else "deadpool stop"
+    what = {"dump": args.dump, "reason": f"stopped by '{how}'"}
+    return request(args, Verb.STOP, lambda _: "the run ends", within=args.within, **what)
 
 
 def _kill(args: argparse.Namespace) -> int:
-    run = RunDirectory(args.run_dir)
-    run.read_run()
-    listings = run.node_listings()
-    if not listings:
-        raise CommandError(f"no node of {run.path} is alive")
-    node, slot = (args.node, None) if args.role is None else _seat_of(run, args.role)
-    if node not in listings:
-        known = ", ".join(map(str, sorted(listings)))
-        raise CommandError(f"node {node} is not alive (alive: {known})")
-    listing = listings[node]
-    if listing["hostname"] != socket.gethostname():
-        raise CommandError(f"node {node} is host {listing['hostname']}: run this command there")
-    members = {int(k): int(pid) for k, pid in listing["members"].items()}
-    number = signal.Signals[f"SIG{args.signal}"]
-    if slot is None:
-        agent, others = int(listing["agent"]), [int(listing["vault"]), *members.values()]
-        # The agent first: it must not see its children die and report them. Nor must they outlive
-        # it, or they look as if it had died alone; only a KILL reaches who is stopped.
-        first = signal.SIGSTOP if number == signal.SIGKILL else number
-        last = [(agent, number)] if first != number else []
-        orders = [(agent, first), *((pid, number) for pid in others), *last]
-    else:
-        orders = [(members[slot], number)]
-    for pid, each in orders:
-        ticks = listing["started"].get(str(pid))
-        if ticks is not None and posix.is_alive(pid, int(ticks)):
-            os.kill(pid, each)
-    what = f"node {node}" if slot is None else f"role {args.role} (node {node} slot {slot})"
-    print(f"SIG{args.signal} sent to {what}")
-    return 0
-
-
-def _seat_of(run: RunDirectory, role: int) -> tuple[int, int]:
-    info = run.read_run()
-    try:
-        newest = open_journal(info.settings, info.run_id, run.journal).newest("epoch")
-    except JournalError as error:
-        raise CommandError(str(error)) from error
-    if newest is None:
-        raise CommandError("no roles have been given yet")
-    seats = EpochRecord.from_dict(newest[1]).seats
-    if role not in seats:
-        raise CommandError(f"there is no role {role} (there are 0 to {len(seats) - 1})")
-    return seats[role].node, seats[role].slot
+    numbers = {part: getattr(args, part) for part in PARTS if part != "coordinator"}
+    given = {part: number for part, number in numbers.items() if number is not None}
+    part, number = next(iter(given.items()), ("coordinator", None))
+    what = {"part": part, "number": number, "signal": args.signal}
+    return request(args, Verb.KILL, Request.in_words, **what)

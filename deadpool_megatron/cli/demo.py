@@ -21,11 +21,10 @@ from typing import Any, NoReturn
 
 from deadpool_megatron.cli import plot
 from deadpool_megatron.cli.compare import Comparison, compare_results, describe
+from deadpool_megatron.cli.live import Display, RunFailedError, make_display, watch_run
 from deadpool_megatron.cli.results import PHASES, Recovery, ResultError, RunResult, read_result
-from deadpool_megatron.cli.screen import Screen, make_screen
 from deadpool_megatron.cli.story import Story
 from deadpool_megatron.cli.tables import table
-from deadpool_megatron.cli.watch import Narrator, RunFailedError, watch_run
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 
@@ -83,7 +82,7 @@ def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
 
 
 def run_once(
-    screen: Screen, base: Path, name: str, iterations: int, fault: dict[str, Any] | None = None
+    display: Display, base: Path, name: str, iterations: int, fault: dict[str, Any] | None = None
 ) -> DemoRun:
     """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
     directory = base / name
@@ -95,14 +94,12 @@ def run_once(
         plan.write_text(json.dumps([fault], indent=1))
         environment[FAULTS_VARIABLE] = str(plan)
         fired = base / f"{plan.name}.fired" / fault["id"]
-    narrator = Narrator(screen, fired)
     command = launch_command(directory, iterations)
     began = time.monotonic()
-    screen.begin(iterations)
-    screen.status("starting: loading torch and Megatron")
     try:
-        with screen:
-            watch_run(command, environment, directory, narrator, silence_seconds=_SILENCE_SECONDS)
+        story = watch_run(
+            command, environment, directory, display, silence_seconds=_SILENCE_SECONDS
+        )
         result = read_result(directory)
     except RunFailedError as error:
         status = 2 if error.status == 2 else 1
@@ -113,9 +110,9 @@ def run_once(
         directory=directory,
         command=command,
         seconds=time.monotonic() - began,
-        story=narrator.story,
+        story=story,
         result=result,
-        struck_at=narrator.struck_at,
+        struck_at=fired.stat().st_mtime if fired is not None and fired.exists() else None,
     )
 
 
@@ -213,7 +210,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool demo``."""
-    screen = make_screen()
+    display = make_display()
     try:
         _check(args)
         base = _base_directory(args)
@@ -224,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     # A demo that is told to end takes its run along, whichever way it is told.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = _both_runs(screen, base, args.iterations)
+        outcome = _both_runs(display, base, args.iterations)
         identical = outcome.comparison.identical
         _write_files(outcome, args)
     except DemoError as error:
@@ -234,11 +231,13 @@ def run(args: argparse.Namespace) -> int:
         print(f"\ndeadpool demo: interrupted; the runs are kept in {base}", file=sys.stderr)
         return 130
     if kept or not identical:
-        screen.say(f"The runs are kept in {base}; try: deadpool report {outcome.struck.directory}")
+        display.line(
+            f"The runs are kept in {base}; try: deadpool report {outcome.struck.directory}"
+        )
     else:
         shutil.rmtree(base)
     for line in summary_lines(outcome):
-        screen.say(line)
+        display.line(line)
     return 0 if identical else 1
 
 
@@ -246,19 +245,19 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _both_runs(screen: Screen, base: Path, iterations: int) -> Outcome:
+def _both_runs(display: Display, base: Path, iterations: int) -> Outcome:
     strike = iterations // 2 + 1
     roles = NODES * NPROC_PER_NODE
-    screen.say(
+    display.line(
         f"A small GPT in {roles} processes, tensor 2 x pipeline 2 x data 2, on {NODES} nodes of"
         f" {NPROC_PER_NODE} and {SPARES} spare node.\n\n1. Undisturbed, {iterations} steps"
     )
-    undisturbed = run_once(screen, base, "undisturbed", iterations)
-    screen.say(
+    undisturbed = run_once(display, base, "undisturbed", iterations)
+    display.line(
         "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
         f" {strike}"
     )
-    struck = run_once(screen, base, "struck", iterations, kill_in_backward(strike))
+    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike))
     return judge(undisturbed, struck, strike)
 
 

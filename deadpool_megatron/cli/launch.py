@@ -60,7 +60,7 @@ class LaunchOptions:
     modules: tuple[str, ...]
     refill: int
     say: Callable[[str], None]
-    look: Callable[[], None]
+    look: Callable[[], object]
     numbers: tuple[int, ...]
     restarted: bool = False
 

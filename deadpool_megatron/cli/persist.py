@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cli.asking import add_wait, request
+from deadpool_megatron.cli.common import add_run_directory, raw
+from deadpool_megatron.cluster.journal.requests import Request, Verb
 
-_LOOK_SECONDS = 0.5
 _EXAMPLES = """\
 examples:
   deadpool persist RUN                        into --deadpool-persist-directory, or RUN/exports
@@ -33,28 +32,14 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "directory", type=Path, nargs="?", metavar="TO", help="a directory that all nodes share"
     )
-    parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="until it is written; fails if it is not"
-    )
+    add_wait(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
-    directory = RunDirectory(args.run_dir)
     wanted = "" if args.directory is None else str(args.directory.absolute())
-    answer = ask(directory, {"command": "persist", "directory": wanted})
-    if args.wait is None:
-        print(f"a checkpoint will be written to {answer['directory']}: see 'deadpool status'")
-        return 0
-    limit = time.monotonic() + args.wait
-    while (export := ask(directory, {"command": "status"})["status"]["export"])["asked"]:
-        if time.monotonic() > limit:
-            now = export["now"]
-            stage = f"{now['step']} iteration {now['iteration']}" if now else "not begun yet"
-            raise CommandError(f"no checkpoint within {args.wait:g} s ({stage}); it goes on")
-        time.sleep(_LOOK_SECONDS)
-    last = export["last"]
-    if last["error"]:
-        raise CommandError(f"no checkpoint of iteration {last['iteration']}: {last['error']}")
-    print(f"iteration {last['iteration']} is in {last['path']}")
-    return 0
+
+    def taken(known: Request) -> str:
+        return f"a {known.in_words()} will be written: see 'deadpool status'"
+
+    return request(args, Verb.PERSIST, taken, directory=wanted)

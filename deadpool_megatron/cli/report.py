@@ -10,6 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.narration import (
+    describe_cause,
+    describe_coordinator,
+    describe_loss,
+    describe_protection,
+    describe_seats,
+    describe_slowness,
+    describe_stack,
+)
 from deadpool_megatron.cli.results import (
     PHASES,
     ResultError,
@@ -17,19 +26,8 @@ from deadpool_megatron.cli.results import (
     decimal,
     read_result,
 )
-from deadpool_megatron.cli.story import (
-    Failure,
-    Story,
-    describe_coordinator,
-    describe_loss,
-    describe_protection,
-    describe_seats,
-    describe_slowness,
-    describe_stack,
-    summary,
-)
+from deadpool_megatron.cli.story import Failure, Story, summary
 from deadpool_megatron.cli.tables import count, seconds, size, table
-from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind, event_files, take_events
 
@@ -124,9 +122,8 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
         if recovery.seconds is not None:
             facts.append(("took", f"{recovery.seconds:.3f} s until the next step was finished"))
         facts.append(("exposed", f"{failure.exposure:.3f} s without all copies in memory"))
-    cause = failure.cause or "cause not recorded"
-    kind = f"{in_words(failure.kind)}: " if failure.kind else ""
-    return [f"{what} {failure.number}: {kind}{cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+    cause = describe_cause({"kind": failure.kind, "cause": failure.cause})
+    return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
 
 
 def _describe_progress(failure: Failure, story: Story) -> str:

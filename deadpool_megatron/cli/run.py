@@ -12,8 +12,8 @@ from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import checks, scripts
 from deadpool_megatron.cli.common import CommandError, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
+from deadpool_megatron.cli.live import Follower, make_display
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
-from deadpool_megatron.cli.progress import Progress, make_display
 from deadpool_megatron.cli.restarting import begin, hold, restart_of
 from deadpool_megatron.cli.resuming import resume_point
 from deadpool_megatron.cli.sizes import add_size, make_info
@@ -110,12 +110,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     scripts.announce(args.command, os.environ)
     lock = hold(directory)
-    display = make_display(args.quiet)
+    display = make_display(quiet=args.quiet)
     if restart is not None:
         display.line(begin(directory, restart))
-    progress = Progress(directory, display)
+    follower = Follower(directory, display)
     if restart is not None:
-        progress.skip()
+        follower.skip()
     launcher = Launcher(
         LaunchOptions(
             run=directory,
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
             modules=modules,
             refill=args.refill,
             say=display.line,
-            look=progress.look,
+            look=follower.look,
             numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
             restarted=restart is not None,
         )
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         status = launcher.run()
     finally:
-        progress.close()
+        follower.close()
         os.close(lock)
     _say_result(directory, status, launcher.trouble)
     return status

@@ -6,13 +6,12 @@ import itertools
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from deadpool_megatron.cli.numbers import StepTable
 from deadpool_megatron.cli.results import Recovery
-from deadpool_megatron.cli.tables import count
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -256,75 +255,6 @@ def _member_phase(event: Event) -> MemberPhase:
         start=event.wall_seconds - seconds,
         end=event.wall_seconds,
     )
-
-
-def describe_loss(event: Event) -> str:
-    """``node 0 (agent gone)``, ``node 2 slot 1 (signal 9)``: what was lost and how."""
-    what = f"node {event.node}"
-    if event.kind is Kind.VAULT_LOST:
-        what = f"vault of node {event.node}"
-    elif event.kind is Kind.MEMBER_LOST:
-        what = f"node {event.node} slot {event.data.get('slot', '?')}"
-        if event.role is not None:
-            what += f" with role {event.role}"
-    how = [str(event.data["cause"])] if event.data.get("cause") else []
-    if event.data.get("signal") is not None:
-        how.append(f"signal {event.data['signal']}")
-    elif event.data.get("exit_code") is not None:
-        how.append(f"exit status {event.data['exit_code']}")
-    return f"{what} ({', '.join(how)})" if how else what
-
-
-# Enough to see which call it is, and who made it.
-_SHOWN_FRAMES = 4
-
-
-def describe_stack(event: Event) -> str:
-    """``role 3 (node 1 slot 0): step (loop.py:12) < train (loop.py:80) ... in LOG``."""
-    who = f"node {event.node} slot {event.data.get('slot', '?')}"
-    who = who if event.role is None else f"role {event.role} ({who})"
-    if event.data.get("missing"):
-        return f"{who}: none, {event.data['missing']}"
-    frames = [str(frame) for frame in event.data.get("frames", ())]
-    more = " < ..." if len(frames) > _SHOWN_FRAMES else ""
-    shown = " < ".join(frames[:_SHOWN_FRAMES])
-    return f"{who}: {shown}{more} (all threads in logs/{event.data.get('log')})"
-
-
-def describe_slowness(event: Event) -> str:
-    """``node 2 was slow: 0.310 s of its own per iteration, its peers 0.102 s (role 2)``."""
-    what = "is as fast as its peers again" if event.data.get("over") else "is slow"
-    own, peers = float(event.data["seconds"]), float(event.data["peer_seconds"])
-    times = f"{own:.3f} s of its own per iteration, its peers {peers:.3f} s"
-    return f"node {event.node} {what}: {times} (role {event.role})"
-
-
-def describe_protection(event: Event) -> str:
-    """``buddy; every 3 iterations from epoch 2 on (why); RPO: at most 5 iterations``."""
-    data = event.data
-    why = f" ({data.get('why')})" if data.get("old") else ""
-    rpo = f"RPO: at most {count(data.get('most_lost'), 'iteration')}"
-    return f"{data.get('new')} from epoch {event.epoch} on{why}; {rpo}"
-
-
-def describe_coordinator(event: Event) -> str:
-    """``term 2 on host b7 (node 5)``."""
-    beside = "" if event.node is None else f" (node {event.node})"
-    return f"term {event.data.get('term')} on host {event.data.get('hostname')}{beside}"
-
-
-def describe_seats(changes: Mapping[int, tuple[object, object]]) -> str:
-    """``role 0: node 0 slot 0 -> node 4 slot 0; ...`` for ``seats_changed`` of a recovery."""
-    return "; ".join(
-        f"role {role}: {_seat(old)} -> {_seat(new)}" for role, (old, new) in sorted(changes.items())
-    )
-
-
-def _seat(value: object) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
-        node, slot, incarnation = value
-        return f"node {node} slot {slot}" + (f" #{incarnation}" if incarnation else "")
-    return str(value)
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

@@ -31,7 +31,6 @@ class FailureKind(StrEnum):
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
     DRAINED = "drained"
-    STORE_LOST = "store-lost"  # the process in which communicators meet
     COORDINATOR = "coordinator"  # the coordinator was replaced
     RESTART = "restart"  # all processes had ended, and were started again
 
@@ -51,7 +50,6 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.CORRUPT_STATE: "state was damaged",
     FailureKind.BUG: "the same failure twice at one step",
     FailureKind.DRAINED: "planned",
-    FailureKind.STORE_LOST: "the store was lost",
     FailureKind.COORDINATOR: "the coordinator was replaced",
     FailureKind.RESTART: "all processes were started again",
 }

@@ -6,6 +6,7 @@ from .communicators import Communicators
 from .errors import CommunicatorFault, EpochClosed
 from .group import ReconfigurableGroup
 from .inner import Fabric, GroupSpec, InnerGroup
+from .store import EpochStore
 
 
 def is_detached(group: object) -> bool:
@@ -17,6 +18,7 @@ __all__ = [
     "CommunicatorFault",
     "Communicators",
     "EpochClosed",
+    "EpochStore",
     "Fabric",
     "GroupSpec",
     "InnerGroup",

@@ -72,6 +72,7 @@ class Communicators:
         self._attaching: Epoch | None = None
         self._closed_up_to = -1
         self._store: Store | None = None
+        self._given_store: Store | None = None
         self._drained = False
 
     # -- installation --------------------------------------------------------------------------
@@ -157,9 +158,8 @@ class Communicators:
         """Connect all groups to their peers; returns after a barrier over WORLD.
 
         ``rank`` is the role; groups that were built for another one are renumbered if both have
-        groups of the same shape. ``store`` must be a client of its own for this call: a connection
-        attempt that is left behind may block in it. It is kept for groups made later, and not
-        touched otherwise.
+        groups of the same shape. ``store`` is kept for groups made later, and not touched
+        otherwise.
 
         Raises EpochClosed if the epoch was or gets closed, CommunicatorFault naming what was
         waited for after ``deadline_seconds``, ValueError if renumbering is impossible.
@@ -178,7 +178,7 @@ class Communicators:
         try:
             if too_late:
                 raise EpochClosed(epoch, "attach")
-            made = self._connect_all(new, PrefixStore(f"e{epoch}", store), deadline_seconds)
+            made = self._connect_all(new, store, deadline_seconds)
         except BaseException:
             new.close()
             self._become(new, {}, drained=True)
@@ -210,7 +210,7 @@ class Communicators:
         with self._lock:
             self._current = None
         self._set_all(lambda group: DetachedGroup(group.spec()))
-        self._store = None
+        self._store = self._given_store = None
         self._drained = False
         if old is not None:
             if not old.closed:
@@ -333,7 +333,9 @@ class Communicators:
         self, epoch: Epoch, store: Store, deadline_seconds: float
     ) -> dict[ReconfigurableGroup, InnerGroup]:
         self._roster.start_epoch()
-        self._store = store
+        prefixed = self._store = PrefixStore(f"e{epoch.number}", store)
+        # Through the prefix torch calls one that is written in Python, but does not keep it.
+        self._given_store = store
         if self._kind == "fake-nccl":
             from .stream_order import enter_stream_order
 
@@ -345,7 +347,7 @@ class Communicators:
             for group in self._roster.in_attach_order():
                 epoch.check("attach")
                 activity.description = group.description
-                made[group] = self._connect(epoch, group, store)
+                made[group] = self._connect(epoch, group, prefixed)
             world = self._roster.world()
             activity.description = f"{world.description} (barrier)"
             epoch.check("attach")

@@ -6,15 +6,13 @@ import gc
 import os
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch._C._distributed_c10d import TCPStore
 
 from deadpool_megatron.cluster.member.link import MemberLink
-from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
+from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks import extras as megatron_extras
 from deadpool_megatron.hooks.bases import BaseKeeper, owners_of
@@ -48,9 +46,6 @@ from deadpool_megatron.state import extras as extras_codec
 from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
 
-# One attempt to reach the store: short enough to notice a close, long enough for a crowd.
-_STORE_ATTEMPT_SECONDS = 5.0
-_STORE_PAUSE_SECONDS = 0.05
 # A device gets at least this long to show that it is idle, however late it is asked.
 _LEAST_SYNCHRONISE_SECONDS = 0.1
 
@@ -97,7 +92,6 @@ class EpochEntry(Stages):
         self._dimensions: tuple[DimensionHook, ...] = ()
         self._late: dict[str, object] = {}
         self._pristine = b""
-        self._store: tuple[str, int, TCPStore] | None = None
 
     @property
     def loop(self) -> ProtectedLoop:
@@ -126,37 +120,6 @@ class EpochEntry(Stages):
         """Whether there are groups and a loop for :attr:`role`."""
         return self._loop is not None
 
-    def connect_store(self, record: EpochRecord, *, only_once: bool = False) -> TCPStore:
-        """The client of the record's store; kept, because connecting in a crowd takes seconds.
-
-        Raises EpochClosed when the epoch is closed meanwhile, CommunicatorFault after
-        ``rebuild_seconds``, or with ``only_once`` after one attempt of some seconds.
-        """
-        if self._store is not None and self._store[:2] == (record.store_host, record.store_port):
-            return self._store[2]
-        limit = time.monotonic() + (0.0 if only_once else self._settings.rebuild_seconds)
-        attempt = min(_STORE_ATTEMPT_SECONDS, self._settings.close_seconds / 2)
-        while True:
-            if self._link.closed_epoch >= record.epoch:
-                raise EpochClosed(record.epoch, "connecting to the store")
-            try:
-                store = TCPStore(
-                    record.store_host,
-                    record.store_port,
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=timedelta(seconds=attempt),
-                )
-                break
-            except RuntimeError as error:
-                if time.monotonic() > limit:
-                    place = f"store {record.store_host}:{record.store_port}"
-                    raise CommunicatorFault(place, "connect", str(error)) from error
-                time.sleep(_STORE_PAUSE_SECONDS)
-        store.set_timeout(timedelta(seconds=self._settings.rebuild_seconds))
-        self._store = (record.store_host, record.store_port, store)
-        return store
-
     def warm_up(self) -> None:
         """One iteration without peers, so that kernels, allocator and schedules are warm.
 
@@ -182,14 +145,10 @@ class EpochEntry(Stages):
             print(f"built for role {built_for}, takes role {role} in place", flush=True)
 
     def rebuild(self, record: EpochRecord, role: int) -> None:
-        """Connect every group of the epoch through the store that the record names."""
-        store = self.connect_store(record)
-        # A connection attempt that is left behind may block in its client: then take a new one.
-        self._store = None
-        self._communicators.attach(
-            record.epoch, store, role, deadline_seconds=self._settings.rebuild_seconds
-        )
-        self._store = (record.store_host, record.store_port, store)
+        """Connect every group of the epoch."""
+        limit = self._settings.rebuild_seconds
+        store = EpochStore(self._link.store, record.epoch, limit)
+        self._communicators.attach(record.epoch, store, role, deadline_seconds=limit)
         if record.restore.kind == "initial":
             self._make_loop()
 

@@ -165,11 +165,6 @@ class Session:
                 role = entry.program.provisional_role(role)
             entry.build_detached(role, self._world_size)
             entry.warm_up()
-        try:
-            # The store of an epoch that has outlived its coordinator is gone: do not insist.
-            entry.connect_store(record, only_once=True)
-        except (CommunicatorFault, EpochClosed):
-            pass  # only saves time; the record that brings a seat names the store of then
         reports.section = "parked"
         self._link.send(
             {

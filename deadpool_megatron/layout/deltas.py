@@ -69,7 +69,6 @@ def change(base: EpochRecord | None, record: EpochRecord) -> dict[str, Any]:
         },
         "lost": sorted(node for node in nodes if node not in record.nodes),
         "restore": restore,
-        "store": [record.store_host, record.store_port],
         "replicas": record.replicas,
         "emitted_up_to": record.emitted_up_to,
         "fewer_copies": sorted(record.fewer_copies),
@@ -95,7 +94,6 @@ def apply(
     seats.update(_from_blocks(changed["seats"]))
     for text, (host, port, domain, spare) in changed["nodes"].items():
         nodes[int(text)] = NodeAddress(str(host), int(port), str(domain), bool(spare))
-    host, port = changed["store"]
     return EpochRecord(
         epoch=int(changed["epoch"]),
         seats=dict(sorted(seats.items())),
@@ -107,8 +105,6 @@ def apply(
                 "recipes": {role: entry[1] for role, entry in sources.items() if len(entry) > 1},
             }
         ),
-        store_host=str(host),
-        store_port=int(port),
         replicas=int(changed["replicas"]),
         emitted_up_to=int(changed["emitted_up_to"]),
         fewer_copies=frozenset(changed["fewer_copies"]),

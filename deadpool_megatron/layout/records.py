@@ -377,18 +377,15 @@ class EpochRecord:
 
     ``seats``: role -> member. ``nodes``: all live nodes, spares too. ``fewer_copies``: roles that
     may pass the commit gate with fewer copies than wanted, because no eligible node is left.
-    ``emitted_up_to``: last iteration whose log lines have been accepted. ``store``: address of the
-    store process in which the communicators of this epoch meet. ``replicas``: lost nodes that the
-    protection survives; ``protection``: how. ``history``: of the run so far, for a coordinator that
-    takes over; agents are not told it.
+    ``emitted_up_to``: last iteration whose log lines have been accepted. ``replicas``: lost nodes
+    that the protection survives; ``protection``: how. ``history``: of the run so far, for a
+    coordinator that takes over; agents are not told it.
     """
 
     epoch: int
     seats: Mapping[int, Seat]
     nodes: Mapping[int, NodeAddress]
     restore: Restore
-    store_host: str
-    store_port: int
     replicas: int = 1
     emitted_up_to: int = 0
     fewer_copies: frozenset[int] = frozenset()
@@ -403,7 +400,6 @@ class EpochRecord:
             "seats": {str(role): seat.to_list() for role, seat in self.seats.items()},
             "nodes": {str(node): address.to_dict() for node, address in self.nodes.items()},
             "restore": self.restore.to_dict(),
-            "store": [self.store_host, self.store_port],
             "replicas": self.replicas,
             "emitted_up_to": self.emitted_up_to,
             "fewer_copies": sorted(self.fewer_copies),
@@ -417,7 +413,6 @@ class EpochRecord:
         """Inverse of :meth:`to_dict`. A record without a plan is one of 0.3, which only copied; one
         without a history (0.4) keeps what was restored.
         """
-        host, port = values["store"]
         plan, history = values.get("protection"), values.get("history")
         epoch, found = int(values["epoch"]), Generation.from_list(values["restore"]["generation"])
         line = {found.lineage: found.iteration} if values["restore"]["kind"] == "memory" else {}
@@ -429,8 +424,6 @@ class EpochRecord:
                 for node, address in values["nodes"].items()
             },
             restore=Restore.from_dict(values["restore"]),
-            store_host=str(host),
-            store_port=int(port),
             replicas=int(values["replicas"]),
             emitted_up_to=int(values["emitted_up_to"]),
             fewer_copies=frozenset(values["fewer_copies"]),

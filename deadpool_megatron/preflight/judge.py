@@ -100,7 +100,9 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fin
     if facts is None:
         return []
     found = problems(facts, needs)
-    for name in sorted(agreed.versions.keys() | facts.versions.keys()):
+    # Mostly they are equal, and there may be thousands of nodes.
+    differ = facts.versions != agreed.versions
+    for name in sorted(agreed.versions.keys() | facts.versions.keys()) if differ else ():
         here, common = facts.versions.get(name, ""), agreed.versions.get(name, "")
         if here != common:
             standing = Standing.WEAK if name in _MAY_DIFFER else Standing.LEFT_OUT

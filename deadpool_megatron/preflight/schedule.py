@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.preflight.facts import Link
 
 Pair = tuple[int, int]
@@ -29,19 +28,19 @@ class Checkup:
     links: Mapping[int, tuple[Link, ...]] = field(default_factory=dict)
 
 
-def buddy_pairs(nodes: int, total: int, domains: Mapping[int, str]) -> list[Pair]:
-    """Returns each training node with the node that would hold its copies.
+def first_pairs(nodes: Iterable[int]) -> list[Pair]:
+    """Returns each node with the next one, and with the one half the ring away.
 
-    Nodes 0 to ``nodes`` - 1 train, those up to ``total`` - 1 are spares; ``domains`` names the live
-    ones. Without a model no data-parallel groups are known, so all training nodes count as peers.
+    With three nodes or more each has two partners: a slow link has two ends, and the end that is
+    quick with another partner is not the weak one.
     """
-    seats = {node: node for node in range(nodes) if node in domains}
-    spares = [node for node in range(nodes, total) if node in domains]
-    placement = CopyPlacement(seats, domains, spares, replicas=1)
+    ring = sorted(nodes)
     pairs = set()
-    for node in seats:
-        for buddy in placement.buddies(node, (node,)):
-            pairs.add((min(node, buddy), max(node, buddy)))
+    for distance in (1, len(ring) // 2):
+        for place, node in enumerate(ring):
+            peer = ring[(place + distance) % len(ring)]
+            if peer != node:
+                pairs.add((min(node, peer), max(node, peer)))
     return sorted(pairs)
 
 
@@ -49,10 +48,8 @@ def second_look(
     doubtful: Sequence[int], nodes: Iterable[int], measured: Iterable[Pair]
 ) -> list[Pair]:
     """Returns each doubtful node with another partner than before, one that is not doubtful if
-    possible.
-
-    A slow link has two ends: the end that is slow with a good partner too is the weak one. Doubtful
-    nodes are dealt out to the partners one after another; where all are doubtful, to each other.
+    possible. They are dealt out to the partners one after another; where all are doubtful, to each
+    other.
     """
     known = {frozenset(pair) for pair in measured}
     everyone = sorted(nodes)

@@ -17,6 +17,7 @@ from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
 
 THREADS = 64
+FIRST_BYTES = 256 << 10
 PIECE_BYTES = 4 << 20
 MOST_BYTES = 256 << 20
 MOST_SECONDS = 1.0
@@ -80,14 +81,17 @@ def _echo(channel: Channel, node: int) -> tuple[float, float]:
 
 
 def _receive(channel: Channel) -> float:
-    """Returns bytes per second, from the first request to the last byte."""
-    room, taken = memoryview(bytearray(PIECE_BYTES)), 0
+    """Returns bytes per second, from the first request to the last byte. In pieces that grow, so
+    that a very slow link is found out in time as well.
+    """
+    room, taken, nbytes = memoryview(bytearray(PIECE_BYTES)), 0, FIRST_BYTES
     began = time.monotonic()
     while taken < MOST_BYTES and time.monotonic() - began < MOST_SECONDS:
-        channel.send({"t": "probe", "nbytes": PIECE_BYTES})
+        channel.send({"t": "probe", "nbytes": nbytes})
         channel.receive()
-        channel.receive_bulk(room)
-        taken += PIECE_BYTES
+        channel.receive_bulk(room[:nbytes])
+        taken += nbytes
+        nbytes = min(2 * nbytes, PIECE_BYTES)
     return taken / max(time.monotonic() - began, 1e-9)
 
 

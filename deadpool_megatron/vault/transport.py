@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.records import RecordSocket, send_bulk
 from deadpool_megatron.wire.tls import Tls
 
 # No single step of a stranger's handshake may take longer than this.
@@ -115,7 +116,7 @@ class SocketChannel(Channel):
             self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
             if isinstance(self._socket, ssl.SSLSocket):
                 self._socket.do_handshake()
-            auth.accept(self._socket, self._secret, self._realm)
+            self._socket = auth.accept(self._socket, self._secret, self._realm)
             self._socket.settimeout(self._deadline_seconds)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -125,14 +126,14 @@ class SocketChannel(Channel):
         return framing.receive(self._socket)
 
     def send_bulk(self, view: memoryview) -> None:
-        self._socket.sendall(view)
+        send_bulk(self._socket, view)
 
     def receive_bulk(self, target: memoryview) -> None:
         framing.receive_into(self._socket, target)
 
     def readable(self, seconds: float) -> bool:
-        if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
-            return True  # decrypted already: the descriptor knows nothing of it
+        if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():
+            return True  # taken already: the descriptor knows nothing of it
         poll = select.poll()
         try:
             poll.register(self._socket, select.POLLIN)
@@ -207,6 +208,8 @@ class TcpTransport(Transport):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if self._tls is not None:
             connection = self._tls.wrap(connection, accepted=True)
+        else:
+            connection = RecordSocket.of(connection)
         return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
 
     def close(self) -> None:

@@ -1,29 +1,31 @@
 """Mutual challenge-response with the run secret, before any other message of a TCP connection.
 
 Each side proves that it knows the secret without sending it: HMAC-SHA256 over a direction label,
-the realm (the run, and which of its services is meant), and the nonces of both sides. So a recorded
-answer, one reflected to its sender, and one got from another service are useless. The run secret is
-made by the launcher (file ``secret`` in the run directory, mode 0600) or given in
-``DEADPOOL_SECRET``.
+the realm (the run, and which of its services is meant), the address that was dialled, and the
+nonces of both sides. So a recorded answer, one reflected to its sender, one got from another
+service and one relayed from another address are useless. The run secret is made by the launcher
+(file ``secret`` in the run directory, mode 0600) or given in ``DEADPOOL_SECRET``.
 
-Nothing behind the handshake is authenticated or encrypted by it; where somebody may sit between two
-nodes, that takes TLS (:mod:`~deadpool_megatron.wire.tls`).
+What follows passes in records with keys from the same secret and nonces
+(:mod:`~deadpool_megatron.wire.records`), or under TLS (:mod:`~deadpool_megatron.wire.tls`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import hmac
+import ipaddress
 import os
 import re
 import secrets
 import socket
+import ssl
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import ownership
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.records import Direction, RecordReader, RecordSocket, RecordWriter
 from deadpool_megatron.wire.tls import Tls
 
 ENVIRONMENT_NAME = "DEADPOOL_SECRET"
@@ -31,6 +33,9 @@ ENVIRONMENT_NAME = "DEADPOOL_SECRET"
 _HANDSHAKE_BYTES = 4096
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _LEAST_SECRET_BYTES = 16
+_MOST_ADDRESS_CHARACTERS = 80
+# Set to 1 on the nodes whose addresses others see as different ones (NAT, services of a cluster).
+TRANSLATED = "DEADPOOL_TRANSLATED_ADDRESSES"
 
 
 class AuthenticationError(WireError):
@@ -81,10 +86,6 @@ def _checked(secret: bytes, place: str) -> bytes:
     return secret
 
 
-def _proof(secret: bytes, label: str, realm: str, ours: str, theirs: str) -> str:
-    return hmac.new(secret, f"{label}|{realm}|{ours}|{theirs}".encode(), "sha256").hexdigest()
-
-
 def _nonce_of(message: dict[str, Any]) -> str:
     """The other side's nonce; anything but 16 bytes in hexadecimal is refused."""
     nonce = message.get("nonce")
@@ -93,43 +94,78 @@ def _nonce_of(message: dict[str, Any]) -> str:
     return nonce
 
 
-class Handshake:
-    """The three messages as pure data, shared by the blocking and the asyncio form."""
+def address_of(name: Any) -> str:
+    """``ADDRESS:PORT`` of what a socket calls itself or its peer, written in one way only; empty
+    for sockets that have no address."""
+    if not isinstance(name, tuple):
+        return ""
+    address = ipaddress.ip_address(str(name[0]).partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return f"{mapped or address}:{name[1]}"
 
-    def __init__(self, secret: bytes, realm: str) -> None:
+
+class Handshake:
+    """The three messages as pure data, shared by the blocking and the asyncio form.
+
+    ``address``: of the accepting end, as the connecting side has dialled it, or as the accepting
+    side knows it. So a proof is of no use to somebody who has it made for himself and relays it.
+    """
+
+    def __init__(self, secret: bytes, realm: str, address: str) -> None:
         self._secret = secret
         self._realm = realm
+        self._address = address
         self._nonce = secrets.token_hex(16)
         self._peer_nonce = ""
+        self._nonces = ""  # that of the connecting side first
 
     def hello(self) -> dict[str, Any]:
         """First message, of the connecting side."""
-        return {"t": "hello", "run": self._realm, "nonce": self._nonce}
+        return {"t": "hello", "run": self._realm, "nonce": self._nonce, "to": self._address}
 
     def challenge(self, hello: dict[str, Any]) -> dict[str, Any]:
         """Second message, of the accepting side: its nonce and its proof."""
         if hello.get("t") != "hello" or hello.get("run") != self._realm:
             raise AuthenticationError("peer belongs to another run")
         self._peer_nonce = _nonce_of(hello)
-        proof = _proof(self._secret, "accept", self._realm, self._nonce, self._peer_nonce)
-        return {"t": "challenge", "nonce": self._nonce, "proof": proof}
+        dialled = str(hello.get("to", ""))[:_MOST_ADDRESS_CHARACTERS]
+        if dialled != self._address:
+            if os.environ.get(TRANSLATED) != "1":
+                raise AuthenticationError(
+                    f"peer wanted {dialled!r}, this is {self._address}: somebody relays it, or"
+                    f" addresses are translated between the nodes (then set {TRANSLATED}=1)"
+                )
+            self._address = dialled
+        self._nonces = f"{self._peer_nonce}|{self._nonce}"
+        return {"t": "challenge", "nonce": self._nonce, "proof": self._proof("accept")}
 
     def answer(self, challenge: dict[str, Any]) -> dict[str, Any]:
         """Third message, of the connecting side, after it has checked the other's proof."""
         self._peer_nonce = _nonce_of(challenge)
+        self._nonces = f"{self._nonce}|{self._peer_nonce}"
         self._check(challenge, "challenge", "accept")
-        proof = _proof(self._secret, "connect", self._realm, self._nonce, self._peer_nonce)
-        return {"t": "answer", "proof": proof}
+        return {"t": "answer", "proof": self._proof("connect")}
 
     def verify(self, answer: dict[str, Any]) -> None:
         """The accepting side's check of the third message."""
         self._check(answer, "answer", "connect")
 
+    def direction(self, label: str) -> Direction:
+        """The records that the side of this label ("connect" or "accept") sends from now on."""
+        return Direction(self._digest(f"records of {label}"))
+
+    def _digest(self, label: str) -> bytes:
+        text = f"{label}|{self._realm}|{self._address}|{self._nonces}"
+        return hmac.digest(self._secret, text.encode(errors="replace"), "sha256")
+
+    def _proof(self, label: str) -> str:
+        return self._digest(label).hex()
+
     def _check(self, message: dict[str, Any], kind: str, label: str) -> None:
-        wanted = _proof(self._secret, label, self._realm, self._peer_nonce, self._nonce)
         # As bytes: text that is not ASCII cannot be compared in constant time.
         given = str(message.get("proof", "")).encode(errors="replace")
-        if message.get("t") != kind or not hmac.compare_digest(wanted.encode(), given):
+        wanted = self._proof(label).encode()
+        if message.get("t") != kind or not hmac.compare_digest(wanted, given):
             raise AuthenticationError("peer does not know the run secret")
 
 
@@ -150,41 +186,53 @@ def connect(
         if tls is not None:
             connection = tls.wrap(connection, accepted=False)
             connection.do_handshake()
-        handshake = Handshake(secret, realm)
+        else:
+            connection = RecordSocket.of(connection)
+        handshake = Handshake(secret, realm, address_of(connection.getpeername()))
         framing.send(connection, handshake.hello())
         framing.send(connection, handshake.answer(framing.receive(connection, _HANDSHAKE_BYTES)))
+        if isinstance(connection, RecordSocket):
+            connection.begin(handshake.direction("connect"), handshake.direction("accept"))
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def accept(connection: socket.socket, secret: bytes, realm: str) -> None:
-    """Authenticate a connection just accepted; the caller has set its timeout."""
-    handshake = Handshake(secret, realm)
+def accept(connection: socket.socket, secret: bytes, realm: str) -> socket.socket:
+    """Authenticate a connection just accepted; the caller has set its timeout. Returns the socket
+    to go on with: without TLS, one that speaks in records.
+    """
+    handshake = Handshake(secret, realm, address_of(connection.getsockname()))
     framing.send(connection, handshake.challenge(framing.receive(connection, _HANDSHAKE_BYTES)))
     handshake.verify(framing.receive(connection, _HANDSHAKE_BYTES))
+    if isinstance(connection, ssl.SSLSocket):
+        return connection
+    records = connection if isinstance(connection, RecordSocket) else RecordSocket.of(connection)
+    records.begin(handshake.direction("accept"), handshake.direction("connect"))
+    return records
 
 
 async def connect_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, realm: str
+    reader: RecordReader, writer: RecordWriter, secret: bytes, realm: str
 ) -> None:
     """Asyncio form of the connecting side; the caller bounds the time."""
-    handshake = Handshake(secret, realm)
+    handshake = Handshake(secret, realm, address_of(writer.get_extra_info("peername")))
     writer.write(framing.encode(handshake.hello()))
     challenge = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.answer(challenge)))
+    _begin(reader, writer, handshake, "connect", "accept")
     await writer.drain()
 
 
 async def accept_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, realm: str
+    reader: RecordReader, writer: RecordWriter, secret: bytes, realm: str
 ) -> None:
     """Asyncio form of the accepting side; the caller bounds the time.
 
     Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
     """
-    handshake = Handshake(secret, realm)
+    handshake = Handshake(secret, realm, address_of(writer.get_extra_info("sockname")))
     hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.challenge(hello)))
     await writer.drain()
@@ -193,3 +241,12 @@ async def accept_stream(
     except ConnectionClosed as error:
         raise AuthenticationError("peer left without an answer") from error
     handshake.verify(answer)
+    _begin(reader, writer, handshake, "accept", "connect")
+
+
+def _begin(
+    reader: RecordReader, writer: RecordWriter, handshake: Handshake, ours: str, theirs: str
+) -> None:
+    if writer.get_extra_info("ssl_object") is None:
+        reader.begin(handshake.direction(theirs))
+        writer.begin(handshake.direction(ours))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.settings import Settings, SettingsError, flag_name
+from deadpool_megatron.wire.records import RecordReader, RecordWriter
 
 
 class TlsError(SettingsError):
@@ -48,22 +49,28 @@ def contexts(settings: Settings) -> Tls | None:
 
 async def open_stream(
     address: tuple[str, int], tls: Tls | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> tuple[RecordReader, RecordWriter]:
     """Connect, with TLS where there is any; the caller bounds the time."""
-    return await asyncio.open_connection(*address, ssl=tls.client if tls else None)
+    loop = asyncio.get_running_loop()
+    reader = RecordReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.create_connection(
+        lambda: protocol, *address, ssl=tls.client if tls else None
+    )
+    return reader, RecordWriter(transport, protocol, reader, loop)
 
 
 async def accepted_stream(
     connection: socket.socket, tls: Tls | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+) -> tuple[RecordReader, RecordWriter]:
     """Streams of a connection just accepted; the caller bounds the time."""
     loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
+    reader = RecordReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol, connection, ssl=tls.server if tls else None
     )
-    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+    return reader, RecordWriter(transport, protocol, reader, loop)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from typing import Any
 from measuring import machine_facts, write_facts
 
 from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
-from deadpool_megatron.cli.screen import PlainScreen
+from deadpool_megatron.cli.live import PlainDisplay
 from deadpool_megatron.cli.story import summary
 
 KINDS = {"node killed": "node", "process killed": "self"}
@@ -28,17 +28,17 @@ KINDS = {"node killed": "node", "process killed": "self"}
 
 def measure(repeats: int, iterations: int, base: Path) -> dict[str, Any]:
     """All runs. Raises DemoError when one fails."""
-    screen = PlainScreen(sys.stderr)
-    screen.say("undisturbed run")
-    undisturbed = run_once(screen, base, "undisturbed", iterations)
+    display = PlainDisplay(sys.stderr)
+    display.line("undisturbed run")
+    undisturbed = run_once(display, base, "undisturbed", iterations)
     outcomes: dict[str, list[Outcome]] = {kind: [] for kind in KINDS}
     for repeat in range(1, repeats + 1):
         for kind, target in KINDS.items():
-            screen.say(f"{kind}, {repeat} of {repeats}")
+            display.line(f"{kind}, {repeat} of {repeats}")
             # Another iteration each time, so that no phase of a cycle is favoured.
             strike = 4 + repeat % (iterations - 5)
             name = f"{target}-{repeat}"
-            struck = run_once(screen, base, name, iterations, kill_in_backward(strike, target))
+            struck = run_once(display, base, name, iterations, kill_in_backward(strike, target))
             outcomes[kind].append(judge(undisturbed, struck, strike))
     return {kind: facts_of(found) for kind, found in outcomes.items()}
 

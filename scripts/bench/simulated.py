@@ -33,8 +33,9 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.seats import SeatTable
-from deadpool_megatron.wire.auth import Handshake
+from deadpool_megatron.wire.auth import Handshake, address_of
 from deadpool_megatron.wire.framing import FrameBuffer, encode
+from deadpool_megatron.wire.records import Direction, Opener
 
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
@@ -148,6 +149,8 @@ class Agent(asyncio.Protocol):
         self._cluster = cluster
         self._transport: asyncio.Transport | None = None
         self._handshake: Handshake | None = None
+        self._sending: Direction | None = None
+        self._opener: Opener | None = None
         self._frames = FrameBuffer()
         self._number = 0
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
@@ -199,7 +202,9 @@ class Agent(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._frames = FrameBuffer()
-        self._handshake = Handshake(self._cluster.secret, self._cluster.run_id)
+        self._sending, self._opener = None, None
+        address = address_of(transport.get_extra_info("peername"))
+        self._handshake = Handshake(self._cluster.secret, self._cluster.run_id, address)
         transport.write(encode(self._handshake.hello()))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -213,12 +218,12 @@ class Agent(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._cluster.bytes_received += len(data)
-        for message in self._frames.feed(data):
+        for message in self._frames.feed(data if self._opener is None else self._opener.feed(data)):
             self._on_message(message)
 
     def _write(self, data: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data)
+            self._transport.write(data if self._sending is None else self._sending.seal(data))
 
     def _report(self, message: Mapping[str, Any]) -> None:
         self._number += 1
@@ -245,6 +250,9 @@ class Agent(asyncio.Protocol):
         elif kind == "challenge":
             assert self._handshake is not None
             self._write(encode(self._handshake.answer(message)))
+            # The coordinator says nothing more before it has heard of this node.
+            self._sending = self._handshake.direction("connect")
+            self._opener = Opener(self._handshake.direction("accept"))
             self._write(encode(self._join()))
         elif kind == "welcome":
             self._welcome(message)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pty
 import sys
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import pytest
 import synthetic_run
 
 from deadpool_megatron.cli import demo
-from deadpool_megatron.cli.screen import PlainScreen
-from deadpool_megatron.cli.watch import Narrator, RunFailedError, watch_run
+from deadpool_megatron.cli.live import PlainDisplay, RunFailedError, watch_run
 
 SYNTHETIC = Path(synthetic_run.__file__)
 
@@ -47,13 +45,13 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("bit-identical: yes")
     assert lines[-2] == "steps recomputed: 1"
-    live = [line for line in lines if line.lstrip().startswith("+")]
-    assert "SIGKILL to every process of the node" in live[0]
-    told = [line.split()[2] for line in live[1:]]
-    phases = [name for name in told if name in demo.PHASES]
-    assert phases == list(synthetic_run.PHASES)
-    assert told[0] == "lost"
-    assert told[-1] == "training"
+    (again,) = (n for n, line in enumerate(lines) if line.startswith("2. The same again"))
+    live = [line.split(" s  ", 1)[1] for line in lines[again + 1 :] if " s  " in line]
+    first, last = live.index("lost connection of its agent closed"), live.index(recovered(live))
+    assert last - first <= 9, "a failure in ten lines"
+    assert "epoch 1 closed: node 0 lost: connection of its agent closed" in live[first:last]
+    for phase, seconds in synthetic_run.PHASES.items():
+        assert f"{phase} {seconds:.2f}" in recovered(live) or seconds < 0.005
     facts = json.loads(facts_file.read_text())
     assert facts["bit_identical"] is True
     assert facts["killed_in_iteration"] == 7
@@ -61,6 +59,11 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     assert facts["kill_to_next_step_seconds"] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["facts.json", "picture.png"]
+
+
+def recovered(lines: list[str]) -> str:
+    (line,) = (line for line in lines if line.startswith("recovered in 0.90 s"))
+    return line
 
 
 def test_other_numbers_are_said_and_kept(
@@ -92,7 +95,7 @@ def test_a_silent_run_is_interrupted_and_may_clean_up(
     directory = tmp_path / "run"
     command = demo.launch_command(directory, 12)
     with pytest.raises(RunFailedError, match="no news from the run for"):
-        watch_run(command, os.environ, directory, Narrator(PlainScreen()), silence_seconds=2.0)
+        watch_run(command, os.environ, directory, PlainDisplay(), silence_seconds=2.0)
     assert (directory / "interrupted").exists()
 
 
@@ -111,31 +114,3 @@ def test_bad_arguments_are_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_a_terminal_gets_a_progress_bar() -> None:
-    program = (
-        "from deadpool_megatron.cli.screen import make_screen\n"
-        "screen = make_screen()\n"
-        "screen.begin(4)\n"
-        "screen.step(4, 1.25)\n"
-        "screen.say('a line')\n"
-        "screen.end()\n"
-    )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ["TERM"] = "xterm"
-        os.execv(sys.executable, [sys.executable, "-c", program])
-    shown = b""
-    while True:
-        try:
-            found = os.read(terminal, 4096)
-        except OSError:  # Linux answers EIO when the other side is closed
-            break
-        if not found:
-            break
-        shown += found
-    os.close(terminal)
-    assert os.waitpid(pid, 0)[1] == 0
-    for part in ("━", "4/4", "loss 1.2500", "a line"):
-        assert part in shown.decode()

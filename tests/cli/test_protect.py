@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from immutables import Map
 
 from deadpool_megatron import cli
 from deadpool_megatron.cli.control import _rpo_line
-from deadpool_megatron.cli.story import describe_protection
+from deadpool_megatron.cli.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.first_state import Estate, first_state
-from deadpool_megatron.cluster.journal.entries import DirectoryJournal
-from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.roster import NodeState
 from deadpool_megatron.cluster.machine.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 
@@ -42,80 +39,39 @@ def test_bad_input(
 
 
 class Desk:
-    """The commands of a coordinator that has ``nodes`` connected; what it feeds its machine."""
+    """The commands of a coordinator that has ``nodes`` connected."""
 
-    def __init__(self, nodes: int, settings: Settings, directory: Path) -> None:
+    def __init__(self, nodes: int, settings: Settings) -> None:
         machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
         known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
         self.state: State = machine.start(0.0).changed({"nodes": Map(known)})
-        self.fed: list[inputs.Input] = []
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)
         self.commands._state = lambda: self.state
-        self.commands._feed = self.fed.append
-        self.commands._journal = self.journal = DirectoryJournal(directory)
 
-    def ask(self, **wish: object) -> dict[str, object]:
-        return asyncio.run(self.commands.answer({"command": "protect", **wish}))
+    def ask(self, **wish: object) -> dict[str, Any] | str:
+        return self.commands._what(Verb.PROTECT, wish)
 
 
-def test_what_is_not_named_stays(tmp_path: Path) -> None:
-    desk = Desk(4, Settings(cadence="3"), tmp_path)
-    assert desk.ask(scheme="parity", group=2) == {
-        "ok": True,
-        "plan": "parity(2); every 3 iterations",
-    }
-    assert desk.ask(every=5)["plan"] == "buddy; every 5 iterations"
-    plans = [item.plan for item in desk.fed if isinstance(item, inputs.ProtectionRequested)]
-    assert [(one.rules[0].scheme.group, one.every) for one in plans] == [(2, 3), (0, 5)]
+def test_what_is_not_named_stays() -> None:
+    desk = Desk(4, Settings(cadence="3"))
+    found = desk.ask(scheme="parity", group=2)
+    assert isinstance(found, dict)
+    assert found["words"] == "parity(2); every 3 iterations"
+    wanted = ProtectionPlan.from_dict(found["plan"])
+    assert (wanted.rules[0].scheme.group, wanted.every) == (2, 3)
+    found = desk.ask(every=5)
+    assert isinstance(found, dict)
+    assert found["words"] == "buddy; every 5 iterations"
 
 
-@pytest.mark.parametrize(("records", "is_kept"), [(1, True), (2, False)])
-def test_the_next_coordinator_knows_what_was_asked_for(
-    records: int, is_kept: bool, tmp_path: Path
-) -> None:
-    """Unless an epoch has come since then: it has the plan, or a later one."""
-    desk = Desk(4, Settings(), tmp_path)
-    desk.state = desk.state.changed({"epoch": 1})
-    assert desk.ask(every=5)["ok"]
-    for epoch in range(1, records + 1):
-        restore = Restore("initial", Generation(0, 0))
-        record = EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
-        desk.journal.write("epoch", epoch, record.to_dict())
-    machine = Machine(Config(4, 0, 1, Settings(), "/dump"), plan)
-    state = first_state(machine, DirectoryJournal(tmp_path), Estate(), 0.0)
-    assert state.protection.every == (5 if is_kept else 1)
-    assert bool(state.protection_why) == is_kept
-
-
-def taken_over(desk: Desk, tmp_path: Path, *, restarted: bool = False) -> State:
-    """What the next coordinator begins with, after one record."""
-    restore = Restore("initial", Generation(0, 0))
-    record = EpochRecord(1, {0: Seat(0, 0, 0)}, {}, restore, "store", 1)
-    desk.journal.write("epoch", 1, record.to_dict())
-    config = Config(4, 0, 1, desk.commands._info.settings, "/dump", restarted=restarted)
-    return first_state(Machine(config, plan), DirectoryJournal(tmp_path), Estate(), 0.0)
-
-
-def test_a_run_that_is_started_again_has_the_protection_of_its_command(tmp_path: Path) -> None:
-    """Also its coordinators after the first one."""
-    desk = Desk(4, Settings(), tmp_path)
-    desk.state = desk.state.changed({"epoch": 1})
-    assert desk.ask(scheme="parity", group=2)["ok"]
-    asked = uniform("parity", Settings(), 1, 2)
-    assert taken_over(desk, tmp_path).protection == asked
-    assert taken_over(desk, tmp_path, restarted=True).protection == ProtectionPlan()
-    assert taken_over(desk, tmp_path).protection == ProtectionPlan()
-
-
-def test_refused_at_once_with_the_reason(tmp_path: Path) -> None:
-    desk = Desk(2, Settings(), tmp_path)
-    assert "attach 1 more" in str(desk.ask(scheme="parity")["error"])
-    assert "start the run with" in str(desk.ask(scheme="recompute")["error"])
-    assert "not between 1 and 1000" in str(desk.ask(every=0)["error"])
-    assert "by buddy already" in str(desk.ask(every=1)["error"])
-    assert desk.fed == []
+def test_refused_at_once_with_the_reason() -> None:
+    desk = Desk(2, Settings())
+    assert "attach 1 more" in str(desk.ask(scheme="parity"))
+    assert "start the run with" in str(desk.ask(scheme="recompute"))
+    assert "not between 1 and 1000" in str(desk.ask(every=0))
+    assert "by buddy already" in str(desk.ask(every=1))
     with pytest.raises(ValueError, match="no-such"):
         desk.ask(scheme="no-such")
 

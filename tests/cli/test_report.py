@@ -11,7 +11,8 @@ import pytest
 from synthetic_run import events_of, write_run
 
 from deadpool_megatron.cli import report
-from deadpool_megatron.cli.story import Story, describe_loss, summary
+from deadpool_megatron.cli.narration import describe_loss
+from deadpool_megatron.cli.story import Story, summary
 from deadpool_megatron.events import Event, EventLog, Kind
 
 

@@ -34,14 +34,14 @@ def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
     assert deadpool("status", "--verdict", str(tmp_path / "second")).returncode == 0
 
 
-def test_a_run_that_does_not_end_in_time_is_said_so(tmp_path: Path) -> None:
+def test_a_stop_that_nobody_takes_is_said_so(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "r")
     run.create(
         RunInfo("0123abcd", 1, 1, 0, 1, ("train.py",), Settings(), str(tmp_path / "shm"))
     )  # and no coordinator, ever
     late = deadpool("stop", "--wait", "0.3", str(run.path))
     assert late.returncode == 2
-    assert "did not end within 0.3 s" in late.stderr
+    assert "no coordinator took the request within 0.3 s" in late.stderr
 
 
 def test_agent_says_which_node_it_must_be_told(tmp_path: Path) -> None:

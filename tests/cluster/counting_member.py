@@ -23,6 +23,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.cluster.member.store import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
@@ -144,6 +145,7 @@ class Counting:
         assert self.role is not None
         self.section = "load"
         failpoints.hit("member.restore")
+        self.meet(record)
         layout = self.layout()
         self.vault.register(layout, record.epoch)
         self.link.send({"t": "registered", "layout": layout.to_dict()})
@@ -197,6 +199,17 @@ class Counting:
             # Reported for certain before this iteration was sealed, and with other numbers.
             self.report_step(self.iteration - 1)
         self.lockstep.put(self.role, self.epoch, self.iteration)
+
+    def meet(self, record: EpochRecord) -> None:
+        """As communicators do: everybody tells everybody, through the store."""
+        keys = [f"world/{role}" for role in record.seats]
+        try:
+            self.link.store.set(self.epoch, f"world/{self.role}", b"address")
+            self.link.store.wait(self.epoch, keys, self.link.settings.rebuild_seconds)
+        except StoreError:
+            if self.link.closed_epoch < self.epoch:
+                raise
+            raise EpochLeft from None
 
     def seal(self) -> None:
         """Write the present state as a generation and pass the commit gate."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
-from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
 
@@ -129,28 +133,41 @@ def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> 
         run.check_result(12)
 
 
-def test_killed_store_is_replaced_before_the_next_epoch(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+def test_coordinator_killed_while_members_meet(tmp_path: Path) -> None:
+    """The agents say again what their members wrote and want: the epoch stays open."""
+    faults = [{"id": "c", "point": "coordinator.store", "match": {"epoch": 1}, "nth": 2}]
+    with Run(tmp_path / "r", "--iterations", "12", faults=faults) as run:
+        final = run.check_result(12)
+        assert "all agents are back, epoch 1 stays open" in _texts(run)
+    assert final["recoveries"] == []
+
+
+def test_nothing_listens_but_on_the_given_address(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nproc=2) as run:
         run.wait_iteration(2)
-        first = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000001.json"))
-        (store,) = _children(read_json(run.run.coordinator)["pid"])
-        send(store)
-        run.wait_for("a new store", lambda: len(_served(run)) == 2)
-        send(run.listing(0)["members"]["0"])
-        run.wait_event(Kind.EPOCH_OPENED, 2)
-        second = EpochRecord.from_dict(read_json(run.run.journal / "epoch-00000002.json"))
-        assert first.store_port != second.store_port
-        assert deadpool("stop", str(run.run.path)).returncode == 0
-        run.wait_end(130)
+        pids = cleanup.run_processes(run.run, run.run.read_run().run_id)
+        listening = _listening(pids)
+        run.finish()
+    assert len(listening) == 4, "the coordinator, and a vault for each node"
+    assert {address for address, _ in listening} == {"127.0.0.1"}
 
 
-def _children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
-
-
-def _served(run: Run) -> list[str]:
-    return [text for text in _texts(run) if text.startswith("store process serves")]
+def _listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Addresses and ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(str(handle.readlink()).removeprefix("socket:[").removesuffix("]"))
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, port = fields[1].split(":")
+                words = [bytes.fromhex(address[i : i + 8])[::-1] for i in range(0, len(address), 8)]
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
 
 
 def _texts(run: Run) -> list[str]:
@@ -300,6 +317,26 @@ def test_failing_command_ends_the_run_with_its_last_line(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=2) as run:
+        where = str(run.run.path)
+        run.wait_iteration(3)
+        for part in (("--role", "0"), ("--vault", "0"), ("--coordinator",), ("--agent", "0")):
+            answer = deadpool("kill", where, *part, "--wait", "50")
+            assert answer.returncode == 0, answer.stderr
+            assert ": done: " in answer.stdout
+        answer = deadpool("drain", where, "--node", "1", "--wait", "50")
+        assert answer.stdout == "drain of node 1: done: node 1 has no role\n", answer.stderr
+        refused = deadpool("drain", where, "--node", "0", "--wait", "50")
+        assert refused.returncode == 1
+        assert "node 0 is not connected" in refused.stderr
+        status = json.loads(deadpool("status", where, "--json").stdout)
+        told = [(one["number"], one["verb"], one["stage"]) for one in status["requests"]]
+        assert told == [*((n, "kill", "done") for n in range(1, 5)), (5, "drain", "done")]
+        run.finish()
+
+
+@pytest.mark.slow
 def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path: Path) -> None:
     first = tmp_path / "first"
     with Run(first, "--iterations", "20", "--misbehave", "fail", spares=0) as run:
@@ -311,7 +348,10 @@ def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_pa
     again = ("--resume", str(first))
     with Run(tmp_path / "second", "--iterations", "20", spares=0, options=again) as run:
         final = run.wait_end()
-    assert [step["iteration"] for step in final["steps"]] == list(range(8, 21))
+    saved = read_json(RunDirectory(first).latest)["generation"][1]
+    assert saved in (6, 7), "at most one iteration before the one that failed"
+    steps = [step["iteration"] for step in final["steps"]]
+    assert steps == list(range(saved, 21)), "what was restored is told once more"
     assert final["roles"]["1"]["sha256"] == expected_sha256(1, 20)
 
 

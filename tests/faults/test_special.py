@@ -62,6 +62,13 @@ def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
     assert max(recomputed(outcome)) <= 1
 
 
+def test_the_coordinator_dies_while_communicators_meet(tmp_path: Path) -> None:
+    """In a recovery, with half of the addresses told: the same epoch goes on with the next one."""
+    second = fault("second", "coordinator.store", when_epoch=2, nth=4)
+    outcome = strike(tmp_path, [FIRST, second], spares=1)
+    assert [event.epoch for event in outcome.of_kind("epoch-opened")] == [1, 2]
+
+
 @FULL
 def test_the_waiting_spare_dies(tmp_path: Path) -> None:
     early = fault("early", "step.begin", when_role=1, when_iteration=2, target="node", nodes=[4])

@@ -172,9 +172,6 @@ class FakeEntry:
     def warm_up(self) -> None:
         self._stage("warm-up")
 
-    def connect_store(self, record: EpochRecord, *, only_once: bool = False) -> None:
-        self._stage("store")
-
     def adopt(self, record: EpochRecord, role: int) -> None:
         self._stage("adopt")
         self.role = role
@@ -257,7 +254,7 @@ class Rig:
         kind = "initial" if generation is None else "memory"
         restore = Restore(kind, generation or Generation(epoch, 0), boundary)
         seats = {0: seat, 1: ELSEWHERE}
-        made = EpochRecord(epoch, seats, {}, restore, "127.0.0.1", 1, emitted_up_to=emitted_up_to)
+        made = EpochRecord(epoch, seats, {}, restore, emitted_up_to=emitted_up_to)
         self.order("record", record=made.to_dict())
 
     def close(self, epoch: int) -> None:

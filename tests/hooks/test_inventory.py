@@ -259,7 +259,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
     loop.scaler.update(True)
     loop.scaler.update(True)
     restore = Restore("durable", Generation(4, 6), path="somewhere")
-    record = EpochRecord(4, {0: Seat(0, 0, 0)}, {}, restore, "127.0.0.1", 1)
+    record = EpochRecord(4, {0: Seat(0, 0, 0)}, {}, restore)
     entry.restore(record, 0)
     assert loop.model.local_tokens_per_expert.tolist() == [0, 0]
     assert loop.model.expert_bias.tolist() == [7, 7]

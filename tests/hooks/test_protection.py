@@ -40,7 +40,7 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
     rig = make()
     rig.protection.enter(EPOCH)
     restore = Restore("durable", generation(6), "save", "somewhere")
-    Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore, "127.0.0.1", 1), 0)
+    Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore), 0)
     rig.step(7)
     first = rig.vault.filled[0]
     assert {name for name in first.filled if "@" in name} == {"extras@save"}

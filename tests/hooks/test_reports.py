@@ -24,7 +24,7 @@ class Link:
 
 def reports_of(link: Link) -> Reports:
     reports = Reports(link, lambda epoch: None)  # type: ignore[arg-type]
-    reports.record = EpochRecord(1, {}, {}, Restore("initial", Generation(1, 0)), "", 0)
+    reports.record = EpochRecord(1, {}, {}, Restore("initial", Generation(1, 0)))
     return reports
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.comms import CommunicatorFault
 from deadpool_megatron.hooks.entry import EpochEntry
 from deadpool_megatron.hooks.session import EXIT_UNCLEAN
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
@@ -79,21 +78,11 @@ def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
     assert rig.expect("drained") == drained(1)
     rig.record(2, ELSEWHERE)
     rig.expect("warm")
-    assert rig.entry.calls == ["build", "warm-up", "store", "store"]
+    assert rig.entry.calls == ["build", "warm-up"]
     rig.close(2)
     rig.expect("drained")
     rig.record(3)
     rig.expect("done")
-    assert rig.end() is None
-
-
-def test_a_spare_does_without_the_store(rig: Rig) -> None:
-    def unreachable() -> None:
-        raise CommunicatorFault("store", "connect", "refused")
-
-    rig.entry.acts["store"] = unreachable
-    rig.record(1, ELSEWHERE)
-    rig.expect("warm")
     assert rig.end() is None
 
 
@@ -239,7 +228,7 @@ def test_builds_anew_only_when_the_role_changes() -> None:
 
     def record(kind: str) -> EpochRecord:
         restore = Restore(kind, Generation(1, 0))
-        return EpochRecord(2, {0: SEAT, 1: ELSEWHERE}, {}, restore, "127.0.0.1", 1)
+        return EpochRecord(2, {0: SEAT, 1: ELSEWHERE}, {}, restore)
 
     entry = Entry()
     entry.adopt(record("memory"), 1)

@@ -30,8 +30,6 @@ def record(seats: dict[int, int], replicas: int, spares: int) -> EpochRecord:
         seats={role: Seat(node, role, 0) for role, node in seats.items()},
         nodes={node: NodeAddress("", 1, f"rack{node}", node >= 100) for node in nodes},
         restore=Restore("initial", Generation(1, 0)),
-        store_host="",
-        store_port=0,
         replicas=replicas,
     )
 

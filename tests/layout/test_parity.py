@@ -65,8 +65,6 @@ def record(
             if node not in gone
         },
         restore=Restore("initial", Generation(1, 0)),
-        store_host="h",
-        store_port=1,
         replicas=parities,
         protection=plan(size),
     )

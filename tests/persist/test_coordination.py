@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
-from deadpool_megatron.cluster.machine.inputs import DurableValid
+from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
@@ -198,19 +198,17 @@ def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> 
     world = World(tmp_path)
     world.exports.tick()
     assert world.orders() == [], "without an interval nothing is due"
-    assert world.exports.request("")["directory"] == str(world.run.exports)
-    assert "still under way" in world.exports.request("")["error"]
+    world.exports.request(5, str(world.run.exports))
     world.exports.tick()
     assert world.orders() == TAKE
     world.hear(0, "failed", text="take: too late: the slot was overwritten")
     assert world.orders() == DROP
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 4
+    assert not world.fed, "it is tried again"
     world.hear(0, "failed", text="no room")
-    assert not world.exports.status()["asked"]
     assert world.exports.status()["last"]["error"] == "node 0: no room"
-    world.state.phase = Phase.CLOSING
-    assert "ask again" in world.exports.request("")["error"]
+    assert world.fed == [Exported(5, 4, "", "node 0: no room")]
     world.work()
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.machine.actions import ExportDump
-from deadpool_megatron.cluster.machine.inputs import DumpExported, DumpRequested, DurableValid
+from deadpool_megatron.cluster.machine.inputs import (
+    DumpExported,
+    DumpRequested,
+    DurableValid,
+    Exported,
+)
 from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
@@ -49,7 +54,10 @@ def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     assert world.orders() == TAKE
     assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
-    assert "exports once more itself" in world.exports.request("")["error"]
+    world.exports.request(5, str(tmp_path))
+    why = "the run is about to end, and exports once more itself"
+    assert world.fed == [Exported(5, 0, "", why)]
+    world.fed.clear()
     path = finished(world, 2)
     assert told(world) == [DurableValid(2, path), DUMP]
     assert Path(path).is_dir()
@@ -208,20 +216,21 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
 
 def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=40)
-    assert world.exports.request(str(tmp_path / "elsewhere"))["ok"]
+    world.exports.request(5, str(tmp_path / "elsewhere"))
     world.exports.tick()
     world.exports.end_run(WHY, 100.0)
     world.taken(2)
     world.written()
     world.exports.tick()
     world.work()
-    assert told(world) == [DurableValid(2, str(tmp_path / "elsewhere" / "iter_0000002"))]
+    elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
+    assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
     world.state.newest = 2
     world.sent.clear()
     world.exports.tick()
     assert world.orders() == TAKE
     path = finished(world, 4)
-    assert told(world)[1:] == [DurableValid(4, path), DUMP]
+    assert told(world)[2:] == [DurableValid(4, path), DUMP]
 
 
 G7 = Generation(1, 7)

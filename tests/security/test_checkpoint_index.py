@@ -8,7 +8,7 @@ import pickletools
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.cli import checkpoint_files, main
@@ -35,6 +35,7 @@ def calling(module: str, name: str, argument: str) -> bytes:
     return pickle.PROTO + b"\x04" + called + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
+@settings(deadline=None)
 @given(st.sampled_from(_MODULES), _names)
 @example("torch.distributed.checkpoint.filesystem", "os.system")
 @example("torch.distributed.checkpoint.metadata", "os.system")
@@ -48,7 +49,7 @@ def test_only_whole_names_of_the_list_are_let_in(module: str, name: str) -> None
         return
     try:
         found = reader.find_class(module, name)
-    except (pickle.UnpicklingError, AttributeError):
+    except (pickle.UnpicklingError, AttributeError, ValueError):
         return
     assert module == "torch"
     assert type(found).__name__ in ("dtype", "layout", "memory_format")

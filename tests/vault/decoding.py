@@ -72,7 +72,7 @@ class Vaults:
             inventories = {node: state.inventory() for node, state in self.states.items()}
             restore = plan(inventories, seats, self.coded.data)
         addresses = {node: NodeAddress("fake", node, f"rack{node}") for node in self.nodes}
-        record = EpochRecord(2, seats, addresses, restore, "", 0)
+        record = EpochRecord(2, seats, addresses, restore)
         for state in self.states.values():
             state.adopt(record)
         return record

@@ -42,8 +42,6 @@ RECORD = EpochRecord(
     seats={role: Seat(role, 0, 0) for role in (0, 1)},
     nodes={n: NodeAddress("fake", n, f"rack{n}") for n in (0, 1)},
     restore=Restore("initial", Generation(EPOCH, 0)),
-    store_host="",
-    store_port=0,
     replicas=1,
 )
 

@@ -391,8 +391,6 @@ class Cluster:
                 for n, a in addresses.items()
             },
             restore=restore or Restore("initial", Generation(epoch, 0)),
-            store_host="127.0.0.1",
-            store_port=1,
             replicas=replicas,
             fewer_copies=fewer,
         )

@@ -46,8 +46,6 @@ class Bench:
             seats={role: Seat(role, 0, 0) for role in range(k)},
             nodes={n: NodeAddress("h", 1, f"rack{n}", n >= k) for n in range(k + parities)},
             restore=Restore("initial", Generation(1, 0)),
-            store_host="h",
-            store_port=1,
             replicas=parities,
             protection=ProtectionPlan((Rule("shard", ANY, scheme),)),
         )

@@ -126,8 +126,6 @@ class Nodes:
             seats={0: Seat(0, 0, 0)},
             nodes={n: NodeAddress("fake", n, f"rack{n}", n > 0) for n in range(len(self.vaults))},
             restore=Restore("initial", Generation(1, 0)),
-            store_host="",
-            store_port=0,
             replicas=self._replicas,
         )
 

@@ -168,8 +168,6 @@ class Uncovered:
             seats={role: Seat(role, 0, 0) for role in (0, 1)},
             nodes={n: NodeAddress("h", 1, rack, n > 1) for n, rack in racks.items()},
             restore=restore,
-            store_host="h",
-            store_port=1,
             protection=ProtectionPlan((Rule(ANY, ANY, scheme),)),
         )
         self.state.adopt(record)

@@ -28,8 +28,6 @@ def record(
         seats={role: Seat(role, 0, 0) for role in range(roles)},
         nodes={n: NodeAddress("h", 1, f"rack{n}", n >= roles) for n in range(nodes)},
         restore=Restore("initial", Generation(1, 0)),
-        store_host="h",
-        store_port=1,
         replicas=replicas,
         fewer_copies=fewer,
     )

@@ -64,8 +64,6 @@ def record(epoch: int, restore: Restore) -> EpochRecord:
         seats={role: Seat(role, 0, 0) for role in range(2)},
         nodes={n: NodeAddress("fake", n, f"rack{n}") for n in range(2)},
         restore=restore,
-        store_host="",
-        store_port=0,
     )
 
 

@@ -57,8 +57,6 @@ class Keeper:
             seats={kept: Seat(kept, 0, 0)},
             nodes={n: NodeAddress("h", n, f"rack{n}", n == 2) for n in (kept, 2)},
             restore=restore,
-            store_host="",
-            store_port=0,
         )
         self.state.adopt(record)
 

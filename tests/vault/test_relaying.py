@@ -35,8 +35,6 @@ def opened(directory: Path) -> VaultState:
             seats={0: Seat(0, 0, 0)},
             nodes={n: NodeAddress("fake", n, f"rack{n}", n > 0) for n in range(3)},
             restore=Restore("initial", Generation(1, 0)),
-            store_host="",
-            store_port=0,
             replicas=2,
         )
     )

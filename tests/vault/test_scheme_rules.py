@@ -293,8 +293,6 @@ class Nodes:
             seats=self.seats,
             nodes={n: NodeAddress("fake", n, domains[n], n not in used) for n in self.live},
             restore=restore,
-            store_host="",
-            store_port=0,
             replicas=self.replicas,
             fewer_copies=missing_copies(at, domains, set(self.live) - used, self.replicas),
             protection=self.plan,

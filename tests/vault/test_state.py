@@ -43,8 +43,6 @@ def state(tmp_path: Path) -> VaultState:
             seats={0: Seat(0, 0, 0)},
             nodes={n: NodeAddress("h", 1, f"rack{n}", n > 0) for n in range(2)},
             restore=Restore("initial", Generation(1, 0)),
-            store_host="h",
-            store_port=1,
             replicas=1,
         )
     )

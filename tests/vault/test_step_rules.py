@@ -77,8 +77,6 @@ def record(every: int = EVERY, restore: Restore | None = None) -> EpochRecord:
         seats={0: Seat(0, 0, 0), 1: Seat(1, 0, 0)},
         nodes={node: NodeAddress("h", 1, f"rack{node}", False) for node in range(2)},
         restore=restore or Restore("initial", g(0)),
-        store_host="h",
-        store_port=1,
         protection=plan,
     )
 

@@ -145,7 +145,9 @@ def test_strangers_garbage_and_oversized_frames(tmp_path: Path) -> None:
         with pytest.raises(framing.WireError):
             auth.connect(address, b"wrong" * 8, realm_of(RUN_ID), 5)
         with socket.create_connection(address, 5) as liar:
-            framing.send(liar, {"t": "hello", "run": realm_of(RUN_ID), "nonce": "0" * 32})
+            to = f"{address[0]}:{address[1]}"
+            hello = {"t": "hello", "run": realm_of(RUN_ID), "nonce": "0" * 32, "to": to}
+            framing.send(liar, hello)
             framing.receive(liar)
             framing.send(liar, {"t": "answer", "proof": "0" * 64})
             assert is_cut(liar)

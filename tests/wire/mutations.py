@@ -34,7 +34,7 @@ def recorded_handshake(address: tuple[str, int], secret: bytes, realm: str) -> l
     tapped.settimeout(20)
     tapped.connect(address)
     with tapped:
-        handshake = auth.Handshake(secret, realm)
+        handshake = auth.Handshake(secret, realm, auth.address_of(tapped.getpeername()))
         hello = framing.encode(handshake.hello())
         tapped.sendall(hello)
         answer = framing.encode(handshake.answer(framing.receive(tapped)))

@@ -60,8 +60,11 @@ def test_the_environment_comes_first_and_a_line_end_does_not_count(
         load_secret(tmp_path / "elsewhere")
 
 
+ADDRESS = "10.0.0.1:29400"
+
+
 def sides(realm: str = "run") -> tuple[Handshake, Handshake]:
-    return Handshake(SECRET, realm), Handshake(SECRET, realm)
+    return Handshake(SECRET, realm, ADDRESS), Handshake(SECRET, realm, ADDRESS)
 
 
 def test_both_sides_prove_themselves() -> None:
@@ -88,7 +91,7 @@ def test_a_recorded_conversation_cannot_be_played_again() -> None:
 def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
     """A stranger who knows nothing answers with what it was given."""
     _, accepting = sides()
-    challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32})
+    challenge = accepting.challenge({"t": "hello", "run": "run", "nonce": "0" * 32, "to": ADDRESS})
     for stolen in ({"t": "answer", "proof": challenge["proof"]}, challenge):
         with pytest.raises(AuthenticationError):
             accepting.verify(stolen)
@@ -96,7 +99,9 @@ def test_a_proof_sent_back_to_its_maker_is_worth_nothing() -> None:
     connecting, _ = sides()
     hello = connecting.hello()
     _, other = sides()
-    mirrored = other.challenge({"t": "hello", "run": "run", "nonce": challenge["nonce"]})
+    mirrored = other.challenge(
+        {"t": "hello", "run": "run", "nonce": challenge["nonce"], "to": ADDRESS}
+    )
     with pytest.raises(AuthenticationError):
         accepting.verify({"t": "answer", "proof": mirrored["proof"]})
     with pytest.raises(AuthenticationError):

@@ -15,6 +15,7 @@ from deadpool_megatron.vault.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.tls import open_stream
 from tests.vault.harness import RUN_ID, cluster, wait_until
 from tests.wire.visitors import SECONDS, SECRET, Recorder
 
@@ -44,7 +45,7 @@ def behind(
 
 
 async def enter(address: Address) -> asyncio.StreamWriter:
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await open_stream(address, None)
     await connect_stream(reader, writer, SECRET, "run")
     assert await framing.read_frame(reader) == {"t": "welcome"}
     return writer

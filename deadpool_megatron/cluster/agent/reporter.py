@@ -8,18 +8,28 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.agent.members import Member, Members
+from deadpool_megatron.events import Kind
+
+# Events that results are made of; a coordinator drops those that it has already.
+_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class MemberReporter:
-    """Used from the agent's loop. ``send`` takes a report for the coordinator."""
+    """Used from the agent's loop. ``send`` takes a report for the coordinator; see
+    :meth:`CoordinatorLink.send`.
+    """
 
-    def __init__(self, node: int, members: Members, send: Callable[[Mapping[str, Any]], None]):
+    def __init__(self, node: int, members: Members, send: Callable[..., None]):
         self._node = node
         self._members = members
         self._send = send
 
     def said(self, member: Member, message: Mapping[str, Any]) -> None:
-        """A member's message, with its seat."""
+        """A member's message, with its seat; an event with its node."""
+        if message.get("t") == "event":
+            event = {"node": self._node, **message["event"]}
+            self._send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
+            return
         seat = {"slot": member.slot, "incarnation": member.incarnation}
         self._send({"t": "member", **seat, "m": message})
 

@@ -25,12 +25,14 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
+from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.stacks import LastStacks
 from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
@@ -46,7 +48,6 @@ from deadpool_megatron.cluster.process.starter import (
 )
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.cluster.run_directory.slots import incarnations
-from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
 from deadpool_megatron.vault.errors import VaultError
@@ -56,8 +57,6 @@ EXIT_FENCED = 69
 # Of an agent whose host is not fit for the run: to come again would not help.
 EXIT_LEFT_OUT = 68
 _FLUSH_SECONDS = 2.0
-# Events that results are made of; a coordinator drops those that it has already.
-_NUMBERS = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH)
 
 
 class Agent:
@@ -66,16 +65,14 @@ class Agent:
     def __init__(self, options: AgentOptions, found: Inventory | None = None) -> None:
         self._options = options
         self._found = found  # in memory, before this agent's first vault
-        self._node = options.node
+        self._node, self._segments = options.node, options.segments
         self._settings = options.info.settings
-        self._segments = options.segments
         self._records = RecordKeeper()
         self._record: EpochRecord | None = None
         # What members are told; a node that joined late is in no record yet.
         self._shown: EpochRecord | None = None
-        self._closed = 0
+        self._closed, self._boot = 0, ""
         self._inventory: dict[str, Any] | None = None
-        self._boot = ""
         self._own_boot = secrets.token_hex(8)  # pids do not tell agents in containers apart
         self._serving: asyncio.Task[None] | None = None
         self._exit_code = 0
@@ -112,8 +109,9 @@ class Agent:
             self._on_order,
             self._cut_limit.heard,
         )
+        self._store = StoreRelay(self._link.send)
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
-        self._stacks = LastStacks(self._link.send, self._seat_of, self._files)
+        self._stacks = LastStacks(self._node, lambda: self._record, self._link.send, self._files)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -187,6 +185,8 @@ class Agent:
             self._order_close(int(message["epoch"]), str(message["cause"]))
         elif kind == "record":
             self._orders.put_nowait(self._adopt(self._records.take(message["record"])))
+        elif kind == "store":
+            self._store.from_coordinator(message)
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
@@ -197,6 +197,8 @@ class Agent:
             self._exports.order(message)
         elif kind in ("pause", "durable-done"):
             self._members.send_all(message)
+        elif kind == "hurt":
+            hurt(message, self._vault.pid, self._members.by_slot)
         elif kind == "stop":
             self._end(str(message.get("reason", "")), bool(message.get("remove", True)))
         elif kind == "refused":
@@ -212,6 +214,7 @@ class Agent:
                 self._reporter.repeat(lambda: self._closed, within)
                 self._exports.drop()  # the one before knows of no export
             self._boot = boot
+        self._store.repeat()
         told = message.get("record")
         closed = int(message.get("closed", 0))
         if self._record is not None and closed >= self._record.epoch:
@@ -259,8 +262,8 @@ class Agent:
             self._tell_inventory(epoch)
             return
         failpoints.hit("agent.close", epoch=epoch)
-        self._closed = epoch
-        self._inventory = None
+        self._closed, self._inventory = epoch, None
+        self._store.enter(0)
         await self._vault.close_epoch(epoch)
         self._members.send_all({"t": "close", "epoch": epoch, "cause": cause})
         await self._wait_drained(epoch)
@@ -298,6 +301,7 @@ class Agent:
             return
         failpoints.hit("agent.record", epoch=record.epoch)
         self._record = self._shown = record
+        self._store.enter(record.epoch)
         await self._vault.adopt(record)
         self._members.send_all({"t": "record", "record": record.to_dict()})
 
@@ -331,24 +335,13 @@ class Agent:
             self._members.prepare(member.slot)
         elif kind == "drained":
             self._drained.set()
-        elif kind == "event":
-            event = {"node": self._node, **message["event"]}
-            self._link.send({"t": "event", "event": event}, retain=event["kind"] in _NUMBERS)
-            return
-        self._reporter.said(member, message)
+        take = self._store.from_member if kind == "store" else self._reporter.said
+        take(member, message)
 
     def member_frozen(self, member: Member, silent_seconds: float) -> None:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
         self._reporter.frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
-
-    def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
-        """Epoch, node, and the role that the member plays."""
-        if self._record is None:
-            return 0, self._node, None
-        seat = Seat(self._node, member.slot, member.incarnation)
-        role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
-        return self._record.epoch, self._node, role
 
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""

@@ -2,83 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.desk import RequestDesk
+from deadpool_megatron.cluster.coordinator.durable import export_directory
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
-from deadpool_megatron.cluster.journal import wanted
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
-from deadpool_megatron.cluster.machine import inputs, plans
+from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
+from deadpool_megatron.cluster.machine.plans import memory_refusal, refusal
 from deadpool_megatron.cluster.machine.state import State
 from deadpool_megatron.layout import schemes
 
-_KNOWN = ("status", "drain", "stop", "dump", "persist", "info", "attach", "protect")
+_KNOWN = ("status", "info", "attach", *Verb)
 
 
 class Commands:
-    """``state()`` answers the machine's present state, ``status()`` what users see of it; ``feed``
-    takes what a command asks of the machine, ``persist`` where to export to, ``dump`` why the run
-    has to end, and in how many seconds. Used from the coordinator's loop only.
+    """``state()`` answers the machine's present state, ``status()`` what users see of it; the
+    ``desk`` takes requests. Used from the coordinator's loop only.
     """
 
     def __init__(
         self,
         options: CoordinatorOptions,
+        desk: RequestDesk,
         state: Callable[[], State],
         status: Callable[[], dict[str, Any]],
-        feed: Callable[[inputs.Input], None],
-        persist: Callable[[str], dict[str, Any]],
-        dump: Callable[[str, float | None], Awaitable[None]],
     ) -> None:
-        self._persist = persist
-        self._dump = dump
+        self._desk = desk
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
+        self._exports = export_directory(options.info.settings, options.run)
         self._state = state
         self._status = status
-        self._feed = feed
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """``{"ok": True, ...}`` or ``{"ok": False, "error": line}``.
 
         Raises KeyError, TypeError or ValueError for a message that no command of ours sends.
         """
-        match message.get("command"):
+        command = message.get("command")
+        match command:
             case "status":
                 term = {"term": self._term.number, **self._term.to_dict()}
                 return {"ok": True, "status": {**self._status(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
-                return self._attach(str(message.get("hostname", "")))
-            case "stop":
-                reason = str(message.get("reason", "stopped by command"))
-                self._feed(inputs.UserStop(reason))
-                return {"ok": True}
-            case "dump":
-                seconds = message.get("seconds")
-                seconds = None if seconds is None else float(seconds)
-                await self._dump(str(message["reason"]), seconds)
-                return {"ok": True}
-            case "persist":
-                return self._persist(str(message.get("directory", "")))
-            case "drain":
-                return self._drain(int(message["node"]))
-            case "protect":
-                return self._protect(message)
-        return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
+                state, loop = self._state(), asyncio.get_running_loop()
+                hostname, known = str(message.get("hostname", "")), {*state.nodes, *state.gone}
+                return await loop.run_in_executor(None, self._attach, hostname, known)
+        if command not in set(Verb):
+            return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
+        verb, token = Verb(str(command)), str(message["token"])
+        seconds = message.get("seconds")
+        what = self._what(verb, message)
+        if isinstance(what, str):
+            # A request that was taken is asked after with the same words.
+            if self._desk.knows(token):
+                what = {}
+            else:
+                return {"ok": False, "refused": what, "error": what}
+        return await self._desk.ask(verb, what, token, None if seconds is None else float(seconds))
 
-    def _drain(self, node: int) -> dict[str, Any]:
-        nodes = self._state().nodes
-        if node not in nodes:
-            known = ", ".join(map(str, sorted(nodes)))
-            return {"ok": False, "error": f"node {node} is not connected (there are: {known})"}
-        self._feed(inputs.DrainRequested(node))
-        return {"ok": True}
+    def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
+        """What is asked, or in a line why it cannot be."""
+        match verb:
+            case Verb.DRAIN:
+                return {"node": int(message["node"])}
+            case Verb.PROTECT:
+                return self._plan(message)
+            case Verb.PERSIST:
+                directory = str(message.get("directory") or self._exports)
+                if not Path(directory).is_absolute():
+                    return f"{directory} is no absolute path"
+                return {"directory": directory}
+            case Verb.STOP:
+                return {"dump": bool(message["dump"]), "reason": str(message["reason"])}
+            case Verb.KILL:
+                part, signal = str(message["part"]), str(message["signal"])
+                if part not in PARTS or signal not in SIGNALS:
+                    raise ValueError(f"no such part or signal: {part}, {signal}")
+                number = None if part == "coordinator" else int(message["number"])
+                return {"part": part, "number": number, "signal": signal}
 
-    def _protect(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
         state, settings = self._state(), self._info.settings
         plan = state.protection
@@ -88,24 +100,18 @@ class Commands:
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        why = plans.refusal(plan, len(state.nodes), settings, state.protection)
-        why = why or plans.memory_refusal(plan, state, settings)
+        why = refusal(plan, len(state.nodes), settings, state.protection)
+        why = why or memory_refusal(plan, state, settings)
         if why:
-            return {"ok": False, "error": f"{words} cannot be: {why}"}
+            return f"{words} cannot be: {why}"
         if plan == state.protection:
-            return {"ok": False, "error": f"the run is protected by {words} already"}
-        try:
-            wanted.note(self._journal, plan, state.epoch)
-        except JournalError as error:
-            return {"ok": False, "error": str(error)}
-        self._feed(inputs.ProtectionRequested(plan, wanted.WHY))
-        return {"ok": True, "plan": words}
+            return f"the run is protected by {words} already"
+        return {"plan": plan.to_dict(), "words": words}
 
-    def _attach(self, hostname: str) -> dict[str, Any]:
-        """A number that no node of the run has had, nor will have."""
-        state = self._state()
+    def _attach(self, hostname: str, taken: Collection[int]) -> dict[str, Any]:
+        """A number that no node of the run has had, nor will have. May block."""
         try:
-            known = {*state.nodes, *state.gone, *self._journal.numbers("node")}
+            known = {*taken, *self._journal.numbers("node")}
             number = max(known | {self._info.nodes + self._info.spares - 1})
             while True:
                 number += 1

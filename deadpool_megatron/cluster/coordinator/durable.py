@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
+from deadpool_megatron.cluster.machine.exporting import EXPORT_PREFIX, unfinished_export
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     RunDirectory,
@@ -148,16 +149,11 @@ def publish_export(
             following.replace(tracker)
         if _newest_in(run.latest) < iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
-        for leftover in final.parent.glob(f"{_EXPORT_PREFIX}{run_id}-*"):
+        for leftover in final.parent.glob(f"{EXPORT_PREFIX}{run_id}-*"):
             # Of exports of this run that a failure ended together with their coordinator.
             shutil.rmtree(leftover, ignore_errors=True)
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
-
-
-def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
-    """Where an export is written until it is whole."""
-    return directory / f"{_EXPORT_PREFIX}{run_id}-{name}"
 
 
 def to_prune(exported: Sequence[str], keep: int, needed: Collection[str]) -> list[str]:
@@ -201,7 +197,6 @@ _EXPORTED = "exported"
 # What either may remove as a whole: a checkpoint, whole or unfinished.
 _CHECKPOINT = re.compile(r"\.?iter_\d+|\.export-")
 _TRACKER = "latest_checkpointed_iteration.txt"
-_EXPORT_PREFIX = ".export-"
 
 
 def _note(run: RunDirectory, who: str, final: Path) -> None:

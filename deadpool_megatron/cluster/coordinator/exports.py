@@ -16,8 +16,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from deadpool_megatron.cluster.coordinator.durable import (
     export_directory,
     publish_export,
     remember_and_prune,
-    unfinished_export,
 )
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.actions import ExportDump
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
+from deadpool_megatron.cluster.machine.exporting import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
@@ -49,78 +48,6 @@ _SHARE_OF_REMOVAL = 0.1
 # A process that writes there may be just being killed.
 _REMOVALS = 5
 _REMOVAL_PAUSE_SECONDS = 0.2
-
-
-class Purpose(StrEnum):
-    """Why there is an export: the interval, somebody asked, a time limit is near, or the run ends
-    for want of a spare and its state was dumped."""
-
-    INTERVAL = "interval"
-    ASKED = "asked"
-    TIME_LIMIT = "time limit"
-    DUMPED = "dumped"
-
-
-@dataclass(frozen=True)
-class Wish:
-    """One that is to begin as soon as it can."""
-
-    directory: Path
-    purpose: Purpose
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """The run is to be dumped and to end when its last export is over, or at ``until``; when that
-    one came to nothing, as soon as it is ``removed``, or ``removal_seconds`` after its end.
-    ``ends``: when something else ends the run. Times are of the monotonic clock."""
-
-    reason: str
-    until: float
-    ends: float
-    removal_seconds: float
-    removed: bool = True
-
-
-@dataclass
-class Export:
-    """One that is under way; ``boundary``: the last moment after the iteration that it includes."""
-
-    run_id: str
-    name: str
-    epoch: int
-    iteration: int
-    directory: Path
-    purpose: Purpose
-    limit: float
-    awaited: set[int]
-    nodes: frozenset[int]
-    step: str = "taking"
-    boundary: str = "save"
-    generation: Generation | None = None
-    said: dict[int, tuple[Generation, str]] = field(default_factory=dict)
-
-    @property
-    def is_publishing(self) -> bool:
-        """Whether all of it is written; nothing stops it from here on."""
-        return self.step == "publishing"
-
-    @property
-    def unfinished(self) -> Path:
-        """Where it is written."""
-        return unfinished_export(self.directory, self.run_id, self.name)
-
-    @property
-    def final(self) -> Path:
-        """Where it will be."""
-        return self.directory / f"iter_{self.iteration:07d}"
-
-    def common_generation(self, world_size: int) -> Generation | None:
-        """What all roles have set aside, when it is the same moment for all of them."""
-        found = set(self.said.values())
-        if len(self.said) != world_size or len(found) != 1:
-            return None
-        return found.pop()[0]
 
 
 class Exports:
@@ -154,20 +81,23 @@ class Exports:
         self._export: Export | None = None
         self._last: dict[str, Any] = {}
 
-    def request(self, directory: str) -> dict[str, Any]:
-        """Answer ``deadpool persist``; an empty directory means the usual one."""
-        state = self._state()
-        if self._leaving is not None:
-            return {"ok": False, "error": "the run is about to end, and exports once more itself"}
-        if self._is_asked():
-            return {"ok": False, "error": "an export that was asked for is still under way"}
-        if state.phase is not Phase.RUNNING:
-            return {"ok": False, "error": f"the run is {state.phase}: ask again when it trains"}
-        if directory and not Path(directory).is_absolute():
-            return {"ok": False, "error": f"{directory} is no absolute path"}
-        self._wish = Wish(Path(directory) if directory else self._directory, Purpose.ASKED)
+    def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
+        """What the machine wants; the end of it comes back as an input."""
+        match order:
+            case BeginExport(number, directory):
+                self.request(number, directory)
+            case EndRun(reason, seconds):
+                self.end_run(reason, seconds)
+            case ExportDump():
+                self.export_dump(order)
+
+    def request(self, number: int, directory: str) -> None:
+        """Begin what a user has asked for; the end of it is told as an input. ``number``: of the
+        request."""
+        self._wish = Wish(Path(directory), Purpose.ASKED, number)
         self._margin = _FIRST_MARGIN
-        return {"ok": True, "directory": str(self._wish.directory)}
+        if self._leaving is not None:
+            self._unwish("the run is about to end, and exports once more itself")
 
     def end_run(self, reason: str, seconds: float | None) -> None:
         """Have the run end with a dump; answer to ``deadpool stop --dump``.
@@ -190,6 +120,7 @@ class Exports:
         self._leaving = Leaving(reason, until, ends, _SHARE_OF_REMOVAL * seconds)
         export = self._export
         if export is None or export.directory != self._directory:
+            self._unwish("the run is about to end, and exports once more itself")
             self._wish = Wish(self._directory, Purpose.TIME_LIMIT)
             self._margin = _FIRST_MARGIN
         self._say(
@@ -215,7 +146,7 @@ class Exports:
         """For people: ``now`` (what is under way), ``last`` (how the last one ended)."""
         export = self._export
         now = {} if export is None else {"iteration": export.iteration, "step": export.step}
-        return {"now": now, "last": self._last, "asked": self._is_asked()}
+        return {"now": now, "last": self._last}
 
     def heard(self, node: int, message: Mapping[str, Any]) -> None:
         """A report of an agent. Raises LookupError, TypeError or ValueError for malformed ones."""
@@ -272,10 +203,6 @@ class Exports:
     def _directory(self) -> Path:
         return export_directory(self._settings, self._run)
 
-    def _is_asked(self) -> bool:
-        purpose = None if self._export is None else self._export.purpose
-        return Purpose.ASKED in (purpose, self._wish.purpose if self._wish else None)
-
     def _begin_if_due(self, state: State) -> None:
         interval = self._settings.persist_interval
         if self._dumped is not None and state.phase is Phase.DUMPING:
@@ -328,6 +255,7 @@ class Exports:
             iteration=iteration,
             directory=wish.directory,
             purpose=wish.purpose,
+            number=wish.number,
             limit=time.monotonic() + self._settings.persist_seconds,
             awaited=set(nodes),
             nodes=nodes,
@@ -391,7 +319,7 @@ class Exports:
         is_wanted = export.purpose is not Purpose.INTERVAL or self._leaving is not None
         if is_wanted and "too late" in why and self._margin < _LONGEST_MARGIN:
             self._margin *= 2
-            self._wish = self._wish or Wish(export.directory, export.purpose)
+            self._wish = self._wish or Wish(export.directory, export.purpose, export.number)
         self._last = {"iteration": export.iteration, "path": "", "error": why}
         text = f"no checkpoint of iteration {export.iteration} in the background: {why}"
         self._say("warning", text, export.epoch)
@@ -400,6 +328,7 @@ class Exports:
             until = time.monotonic() + self._leaving.removal_seconds
             self._leaving = replace(self._leaving, until=until, removed=False)
             self._export = None
+            self._answer(export, "")
             self._spawn(self._leave_room(export))
         else:
             self._spawn(_remove(export.unfinished))
@@ -414,6 +343,7 @@ class Exports:
     def _conclude(self, export: Export, path: str) -> None:
         """It is over; who waits for its end goes on. ``path``: empty if it came to nothing."""
         self._export = None
+        self._answer(export, path)
         if export.purpose is Purpose.DUMPED:
             assert export.generation is not None
             self._feed(inputs.DumpExported(export.generation, path))
@@ -423,8 +353,21 @@ class Exports:
     def _leave_by(self, leaving: Leaving) -> None:
         self._leave(leaving.reason, max(0.0, leaving.ends - time.monotonic()))
 
+    def _answer(self, export: Export, path: str) -> None:
+        """Tell who has asked for it, unless it is tried again."""
+        if export.number and (self._wish is None or self._wish.number != export.number):
+            error = "" if path else self._last["error"]
+            self._feed(inputs.Exported(export.number, export.iteration, path, error))
+
+    def _unwish(self, why: str) -> None:
+        """What was to begin does not."""
+        wish, self._wish = self._wish, None
+        if wish is not None and wish.number:
+            self._feed(inputs.Exported(wish.number, 0, "", why))
+
     def _leave(self, reason: str, seconds: float | None) -> None:
-        self._leaving = self._wish = None
+        self._leaving = None
+        self._unwish("the run ends")
         if self._export is not None and not self._export.is_publishing:
             self._abandon("the run ends")  # it must not write while the nodes dump
         self._feed(inputs.DumpRequested(reason, seconds))

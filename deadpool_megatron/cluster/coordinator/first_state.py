@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.journal import gone, wanted
+from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state import State
@@ -48,11 +48,8 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     record = newest_record(journal, estate.record)
     if record is None:
         return machine.start(now)
-    asked = wanted.newest(journal, record.epoch)
-    if machine.begins_anew and asked is not None:
-        wanted.note(journal, None, record.epoch)  # also for the coordinators after this one
     lost = gone.since(journal, record)
-    return machine.resume(record, estate.durable, now, asked, gone=lost)
+    return machine.resume(record, estate.durable, now, gone=lost)
 
 
 def _newest_durable(run: RunDirectory) -> Restore | None:

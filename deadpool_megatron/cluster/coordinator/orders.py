@@ -23,6 +23,7 @@ Order = (
     | actions.CloseEpoch
     | actions.Pause
     | actions.Dump
+    | actions.Hurt
 )
 
 
@@ -67,6 +68,9 @@ class Orders:
                 }
                 for node in nodes:
                     self.send(node, {**dump, "generation": generation.to_list()})
+            case actions.Hurt(int(node), part, signal, slot, incarnation):
+                hurt = {"t": "hurt", "part": part, "signal": signal}
+                self.send(node, {**hurt, "slot": slot, "incarnation": incarnation})
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
@@ -100,6 +104,12 @@ class Orders:
     def send(self, node: int, message: Mapping[str, Any]) -> None:
         """Give an order to one agent, if it is there."""
         self._peers.order(node, message)
+
+    def send_frame(self, node: int, frame: bytes) -> None:
+        """Send one agent what it asks for again after each welcome."""
+        peer = self._peers.agents.get(node)
+        if peer is not None and peer.welcomed and not peer.dropped:
+            peer.send_frame(frame)
 
     def _announce(self, record: EpochRecord) -> None:
         before = None if self._teller is None else self._teller.record

@@ -24,8 +24,8 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
 from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.coordinator.desk import RequestDesk
 from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
-from deadpool_megatron.cluster.coordinator.end_order import EndOrder
 from deadpool_megatron.cluster.coordinator.exports import Exports
 from deadpool_megatron.cluster.coordinator.first_state import first_state
 from deadpool_megatron.cluster.coordinator.looks import Looks
@@ -34,7 +34,7 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.results import Results
 from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.store_keeper import StoreKeeper
+from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
 from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
@@ -43,9 +43,7 @@ from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import Phase
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
-from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory.cleanup import clean_run
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
@@ -62,8 +60,7 @@ class Coordinator:
     """See the module text; :meth:`run` is the whole life of it."""
 
     def __init__(self, options: CoordinatorOptions) -> None:
-        self._options = options
-        self._run = options.run
+        self._options, self._run = options, options.run
         self._settings = options.info.settings
         self._journal = options.journal
         self._machine = Machine(machine_config(options), options.planner)
@@ -88,6 +85,9 @@ class Coordinator:
         self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
         self._looks = Looks(self._settings, self._peers)
+        self._store = CoordinatorStore(
+            self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
+        )
         self._durable = DurableRequests(
             options,
             state=lambda: self._state,
@@ -104,19 +104,17 @@ class Coordinator:
             send=self._orders.send,
             spawn=self._spawn,
         )
-        self._end_order = EndOrder(options, lambda: self._state, self._exports.end_run)
+        sinks = (self.feed, self._spawn, self._step_down)
+        self._desk = RequestDesk(options, lambda: self._state, *sinks)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
-            state=lambda: self._state,
-            status=lambda: (
+            self._desk,
+            lambda: self._state,
+            lambda: (
                 paced.newest()
-                | self._looks.describe(self._state)
-                | {"export": self._exports.status()}
+                | {**self._looks.describe(self._state), "export": self._exports.status()}
             ),
-            feed=self.feed,
-            persist=self._exports.request,
-            dump=self._end_order.take,
         )
 
     @property
@@ -131,13 +129,6 @@ class Coordinator:
             loop.add_signal_handler(number, self._user_stop, "interrupted")
         if self._options.lifeline_fd is not None:
             loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
-        self._store = StoreKeeper(
-            self._options.host,
-            self._run.log("store"),
-            self._store_ready,
-            self._store_lost,
-            self._spawn,
-        )
         living = asyncio.create_task(self._sign.run())
         options, settings = self._options, self._settings
         lock = Lock(
@@ -161,7 +152,7 @@ class Coordinator:
         term = self._options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
-        self._store.start()
+        self._spawn(self._desk.begin())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -176,7 +167,6 @@ class Coordinator:
             self._sign.close()
             for task in self._tasks:
                 task.cancel()
-            self._store.close()
             door.close()
             self._chronicle.close()
             if self._launcher_lost:
@@ -199,7 +189,7 @@ class Coordinator:
         try:
             while self._queue:
                 item = self._queue.popleft()
-                before = self._state.phase
+                asked = self._state.requests
                 try:
                     self._state, produced = self._machine.step(self._state, item, time.monotonic())
                 except Exception as error:
@@ -209,10 +199,8 @@ class Coordinator:
                     continue
                 for action in produced:
                     self._carry_out(action)
-                if before is Phase.OPENING and self._state.phase is Phase.RUNNING:
-                    self._store.count_epoch()
-                if before is Phase.GATHERING and self._state.phase is not before:
-                    self._end_order.carry_out()
+                if self._state.requests is not asked:
+                    self._desk.note()
         except Exception as error:
             _fail(error)
         finally:
@@ -230,8 +218,10 @@ class Coordinator:
                 self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
-            case actions.ExportDump():
-                self._exports.export_dump(action)
+            case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
+                self._exports.carry_out(action)
+            case actions.Hurt(None, _, name):
+                os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():
                 self._finish(action)
             case actions.Exit(exit_status):
@@ -281,6 +271,8 @@ class Coordinator:
         event: Event | None = None
         if message["t"] == "export":
             self._exports.heard(peer.node, message)
+        elif message["t"] == "store":
+            self._store.heard(peer.node, message)
         elif message["t"] == "event":
             event = Event.from_dict(message["event"])
         elif message["t"] == "member":
@@ -308,7 +300,7 @@ class Coordinator:
         self._step_down(why)
 
     async def command(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """See :class:`~deadpool_megatron.cluster.coordinator.commands.Commands`."""
+        """See commands.Commands."""
         return await self._commands.answer(message)
 
     # Reports.
@@ -401,15 +393,6 @@ class Coordinator:
         self._launcher_lost = True
         self._end(130)  # without a result: the run can be started again on its slots
 
-    def _store_ready(self, port: int) -> None:
-        data = {"level": "info", "text": f"store process serves on port {port}"}
-        self._emit(Event(Kind.LOG, self._epoch, data=data))
-        self.feed(inputs.StoreReady(self._options.host, port))
-
-    def _store_lost(self, ending: Ending) -> None:
-        data = {"level": "warning", "text": f"store process {ending}; starting another"}
-        self._emit(Event(Kind.LOG, self._epoch, data=data))
-
     def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
 
@@ -438,8 +421,7 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     posix.set_process_name("dp-coordinator")
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
-    info = options.info
-    needed = descriptors.needed_by_coordinator(info.nodes + info.spares, info.world_size)
+    needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     # Inventories and records are millions of objects without a cycle among them: at the usual

@@ -103,6 +103,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
         "aside": sorted(state.avoid & set(state.nodes)),
         "protection": "" if record is None else in_words(record.protection, record.replicas),
+        "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),
         "refusals": peers.refusals,
         "diverged": results.diverged,

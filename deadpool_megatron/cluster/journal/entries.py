@@ -38,8 +38,7 @@ class Journal(ABC):
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
     next number), ``node`` (node ids that were handed out to late comers), ``gone`` (node ids that
-    were given up), ``plan`` (protection that was asked for), ``end`` (the order to save the state
-    and to end).
+    were given up), ``request`` (what users have asked).
     """
 
     @abstractmethod

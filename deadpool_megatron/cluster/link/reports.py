@@ -103,6 +103,8 @@ def from_event(event: Event) -> inputs.Input | None:
             f"role {event.role}, iteration {event.iteration}: {event.data.get('what')} was"
             f" {event.data.get('first')}, is now {event.data.get('now')}"
         )
+    if event.kind is Kind.VAULT_LOST and event.node is not None:
+        return inputs.VaultLost(event.node)
     if event.kind is Kind.CORRUPTION and event.node is not None and event.role is not None:
         if "generation" not in event.data or "part" not in event.data:
             return None  # bytes in flight, not bytes in a slot

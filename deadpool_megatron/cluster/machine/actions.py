@@ -128,6 +128,36 @@ class ExportDump:
 
 
 @dataclass(frozen=True)
+class BeginExport:
+    """Have one of the next iterations made a standard checkpoint in ``directory``, then give
+    Exported back with the ``number``, of the request."""
+
+    number: int
+    directory: str
+
+
+@dataclass(frozen=True)
+class EndRun:
+    """Have the run end with a dump, in so many seconds if they are given, after a last export
+    where that is configured; DumpRequested comes back."""
+
+    reason: str
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Hurt:
+    """Send a signal to a part of the run, for a user: to the process of a role (in ``slot``), to
+    the vault or agent of ``node``, to all of its processes, or to this coordinator."""
+
+    node: int | None
+    part: str
+    signal: str
+    slot: int | None = None
+    incarnation: int | None = None
+
+
+@dataclass(frozen=True)
 class Finish:
     """Write final.json, tell every agent to stop and remove; ``resume``: where to go on later.
 
@@ -178,6 +208,9 @@ Action = (
     | Pause
     | Dump
     | ExportDump
+    | BeginExport
+    | EndRun
+    | Hurt
     | Finish
     | Exit
     | EmitEvent

@@ -6,7 +6,8 @@ Pure functions on a Turn. What repeats on one *node* is judged in machine_repeat
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
+from deadpool_megatron.cluster.machine.last_words import LastWords
+from deadpool_megatron.cluster.machine.state import Failure, Turn
 
 # So many causes of an end are told.
 SHOWN_FAILURES = 3

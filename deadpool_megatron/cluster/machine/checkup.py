@@ -18,7 +18,6 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.ending import finish
 from deadpool_megatron.cluster.machine.moves import drop_node, seating
-from deadpool_megatron.cluster.machine.roster import NodeState
 from deadpool_megatron.cluster.machine.state import Config, Failure, State, Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge, schedule
@@ -163,7 +162,7 @@ def _next(turn: Turn) -> None:
     checkup, state = turn.state.checkup, turn.state
     assert checkup is not None
     if not checkup.planned:
-        checkup = replace(_with_turns(checkup, _buddies(turn)), planned=True)
+        checkup = replace(_with_turns(checkup, schedule.first_pairs(state.nodes)), planned=True)
     if not checkup.turns and checkup.looks < _MORE_LOOKS:
         found = judge.speeds(_reports(state, checkup.links))
         again = schedule.second_look(judge.slow_or_unknown(found), found, checkup.measured)
@@ -188,15 +187,12 @@ def _next(turn: Turn) -> None:
 
 
 def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
-    turns = tuple(tuple(one) for one in schedule.rounds(pairs))
+    broken = {
+        (node, link.peer) for node, found in checkup.links.items() for link in found if link.error
+    }
+    whole = [(a, b) for a, b in pairs if not {(a, b), (b, a)} & broken]
+    turns = tuple(tuple(one) for one in schedule.rounds(whole))
     return replace(checkup, turns=turns, measured=(*checkup.measured, *pairs))
-
-
-def _buddies(turn: Turn) -> list[Pair]:
-    state, config = turn.state, turn.config
-    domains = {node: known.domain for node, known in state.nodes.items()}
-    total = max([config.nodes + config.spares, *(node + 1 for node in domains)])
-    return schedule.buddy_pairs(config.nodes, total, domains)
 
 
 # Judging.
@@ -218,8 +214,13 @@ def _judge_all(turn: Turn, links: Mapping[int, tuple[Link, ...]]) -> None:
         judged = judge.judge(reports, needs(config))
     _tell(turn, reports, judged)
     kept = [r for r in reports if judged[r.node].standing is not Standing.LEFT_OUT]
+    changed = {
+        node: replace(state.nodes[node], judged=one)
+        for node, one in judged.items()
+        if one.standing is not Standing.GOOD
+    }
     turn.set(
-        nodes=state.nodes.update(_with_judgements(state, judged)),
+        nodes=state.nodes.update(changed),
         agreed=judge.agree(report.facts for report in kept if report.facts is not None),
     )
     if config.check_only:
@@ -253,10 +254,6 @@ def _tell(turn: Turn, reports: Iterable[NodeReport], judged: Mapping[int, Judgem
         if report.links and node in clocks:
             found["clock_seconds"] = clocks[node][0]
         _emit(turn, node, judged[node], report.facts, turn.state.nodes[node].domain, **found)
-
-
-def _with_judgements(state: State, judged: Mapping[int, Judgement]) -> dict[int, NodeState]:
-    return {node: replace(state.nodes[node], judged=one) for node, one in judged.items()}
 
 
 def _judge_one(

@@ -30,8 +30,6 @@ from deadpool_megatron.cluster.machine.state import (
 )
 from deadpool_megatron.events import Kind
 
-_NO_STORE = "the store process of the communicators did not start in time"
-
 
 def tick(turn: Turn) -> None:
     """Look at every deadline."""
@@ -66,7 +64,7 @@ def check_gathered(turn: Turn) -> None:
         return
     if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
         return
-    if turn.state.store is None or _seated_is_starting(turn.state):
+    if _seated_is_starting(turn.state):
         return
     seats = seating(turn, turn.state.leaving)
     if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
@@ -116,8 +114,6 @@ def _overdue(turn: Turn) -> None:
             _gathered_enough(turn, waited)
         case Phase.CLOSING:
             late = state.awaited | {place[0] for place in state.members.killed}
-            if not late:
-                cannot_decide(turn, _NO_STORE)
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
         case Phase.WAITING_SPARE if state.returning and not turn.config.returns:
@@ -167,9 +163,6 @@ def _gathered_enough(turn: Turn, waited: str) -> None:
     if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
         return
     state = turn.state
-    if state.store is None:
-        finish(turn, 2, _NO_STORE)
-        return
     for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
         drop_node(turn, node, _silent(node, "did not start its members in time"))
     unseated = seating(turn, frozenset()).unseated

@@ -11,11 +11,10 @@ from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
+from deadpool_megatron.cluster.machine.last_words import DumpOrder, LastWords
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.state import (
     OPEN_PHASES,
-    DumpOrder,
-    LastWords,
     Phase,
     Turn,
     poisoned_generations,

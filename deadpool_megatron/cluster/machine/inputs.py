@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import (
     Generation,
@@ -82,14 +83,6 @@ class NodeLost:
     silent_seconds: float = 0.0
     kind: FailureKind = FailureKind.NODE_LOST
     slots_left: bool = False
-
-
-@dataclass(frozen=True)
-class StoreReady:
-    """The store process of the communicators listens here (again, when it was restarted)."""
-
-    host: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -269,15 +262,48 @@ class MemberDone(OfMember):
 
 
 @dataclass(frozen=True)
+class Asked:
+    """A user has asked, and the journal has it (or cannot be waited for)."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class RequestsFound:
+    """What earlier coordinators were asked. ``restarted``: all processes of the run had ended, so
+    what was open is over."""
+
+    requests: tuple[Request, ...]
+    restarted: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The checkpoint of a request: at ``path``, or empty with an ``error``."""
+
+    number: int
+    iteration: int
+    path: str
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class VaultLost:
+    """The vault process of a node ended; its agent starts the next one."""
+
+    node: int
+
+
+@dataclass(frozen=True)
 class DrainRequested:
-    """Somebody wants the node's roles moved away."""
+    """A slow node's roles are to be moved away."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class ProtectionRequested:
-    """Somebody, or what was measured, wants the state protected by ``plan``; ``why`` in words."""
+    """What was measured wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
     why: str
@@ -348,7 +374,6 @@ Input = (
     | FactsTold
     | Probed
     | NodeLost
-    | StoreReady
     | MemberHello
     | MemberWarm
     | MemberRegistered
@@ -369,6 +394,10 @@ Input = (
     | Paused
     | PauseRefused
     | MemberDone
+    | Asked
+    | RequestsFound
+    | Exported
+    | VaultLost
     | DrainRequested
     | ProtectionRequested
     | JournalWritten

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.journal.wanted import WHY
 from deadpool_megatron.cluster.machine import (
     bugs,
     checkup,
@@ -24,17 +23,18 @@ from deadpool_megatron.cluster.machine import (
     nonfinite,
     pausing,
     plans,
+    requests,
     takeover,
 )
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.roster import MemberStatus, NodeState
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Config,
     Failure,
-    LastWords,
     Phase,
     State,
     Turn,
@@ -42,7 +42,7 @@ from deadpool_megatron.cluster.machine.state import (
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
-from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan
+from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
 
 NOBODY: Mapping[int, str] = {}
@@ -84,20 +84,19 @@ class Machine:
         last: EpochRecord,
         durable: Restore | None,
         now: float,
-        wanted: ProtectionPlan | None = None,
         *,
         gone: Mapping[int, str] = NOBODY,
     ) -> State:
         """The state of a coordinator that takes over a run: ``last`` is the newest record,
-        ``durable`` the checkpoint that was made valid last, ``wanted`` a plan that was asked for
-        and that no record has yet, ``gone`` the nodes that were given up since the record.
+        ``durable`` the checkpoint that was made valid last, ``gone`` the nodes that were
+        given up since the record.
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
         something has happened to it (see machine_takeover).
         """
         begun, found = self.start(now), history.as_found(last, gone)
-        plan = wanted or last.protection
+        plan = last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/restarting).
@@ -113,7 +112,6 @@ class Machine:
             ever_ran=last.restore.kind == "memory",
             durable=durable or begun.durable,
             protection=plan,
-            protection_why=WHY if wanted is not None and plan == wanted else "",
             **found,
         )
 
@@ -121,6 +119,8 @@ class Machine:
         """Handle one input. Inputs that are stale or make no sense change nothing."""
         turn = Turn(self._config, self._planner, state, now)
         _handle(turn, event)
+        if turn.state.requests:
+            requests.settle(turn)
         return turn.state, turn.actions
 
 
@@ -144,8 +144,6 @@ def _handle(turn: Turn, event: ev.Input) -> None:
                 turn.set(returning=turn.state.returning | {node})
             moves.lose_node(turn, node, failure, silent_seconds=silent)
             deadlines.check_gathered(turn)
-        case ev.StoreReady(host, port):
-            _store_ready(turn, (host, port))
         case ev.RolesHung():
             _roles_hung(turn, event)
         case ev.NodeInventory():
@@ -163,10 +161,19 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.set(durable=found)
+        case ev.Asked():
+            requests.take(turn, event)
+        case ev.RequestsFound():
+            requests.found(turn, event)
+        case ev.Exported():
+            requests.exported(turn, event)
+        case ev.VaultLost(node):
+            requests.vault_lost(turn, node)
         case ev.DrainRequested(node):
             _drain(turn, node)
         case ev.ProtectionRequested():
-            plans.take_request(turn, event)
+            if why := plans.take_request(turn, event):
+                turn.refuse(f"protection {plan_in_words(event.plan)}", why)
             pausing.consider_pause(turn)
         case ev.JournalWritten(epoch):
             _journal_written(turn, epoch)
@@ -230,24 +237,6 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         moves.decide(turn)
     deadlines.check_gathered(turn)
     pausing.consider_pause(turn)
-
-
-def _store_ready(turn: Turn, store: tuple[str, int]) -> None:
-    turn.set(store=store)
-    state = turn.state
-    moved = Failure(
-        "the store of the communicators was restarted", FailureKind.STORE_LOST, ("store",)
-    )
-    record = state.pending if state.phase is Phase.DECIDING else state.record
-    if (
-        record is not None
-        and (record.store_host, record.store_port) != store
-        # Once an epoch runs, nothing touches the store any more.
-        and state.phase in (Phase.OPENING, Phase.DECIDING)
-    ):
-        moves.close(turn, moved)
-    deadlines.check_gathered(turn)
-    moves.check_closed(turn)
 
 
 def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:

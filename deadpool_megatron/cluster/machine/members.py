@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.machine import deadlines, repeats, restart, room
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import end_as_found
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.moves import (
     check_closed,
     check_done,
@@ -31,7 +32,6 @@ from deadpool_megatron.cluster.machine.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     Failure,
-    LastWords,
     PauseOrder,
     Phase,
     Suspicion,

@@ -23,13 +23,13 @@ from deadpool_megatron.cluster.machine.actions import (
 )
 from deadpool_megatron.cluster.machine.bugs import note_failure
 from deadpool_megatron.cluster.machine.ending import check_ended, dump, dump_held, finish
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
 from deadpool_megatron.cluster.machine.roster import MemberStatus, Place
 from deadpool_megatron.cluster.machine.state import (
     LAST_PHASES,
     OPEN_PHASES,
     Failure,
-    LastWords,
     Phase,
     State,
     Turn,
@@ -138,9 +138,6 @@ def decide(turn: Turn) -> None:
     if turn.state.last_words is not None:
         dump(turn)
         return
-    if turn.state.store is None:  # it starts while a coordinator that took over gathers
-        turn.set(phase=Phase.CLOSING, deadline=turn.now + turn.config.settings.start_seconds)
-        return
     seats = seating(turn, turn.state.leaving)
     if seats.unseated and turn.state.leaving:  # the spare for the drain has gone in the meantime
         turn.set(leaving=frozenset())
@@ -160,7 +157,6 @@ def decide(turn: Turn) -> None:
     if seats.unseated:
         _wait_for_spare(turn, seats)
         return
-    assert state.store is not None
     nodes = record_nodes(state, seats.seats)
     if why := room.settle(turn, seats.seats, nodes, restore):
         room.wait_or_end(turn, why, restore)
@@ -170,8 +166,6 @@ def decide(turn: Turn) -> None:
         seats=seats.seats,
         nodes=nodes,
         restore=restore,
-        store_host=state.store[0],
-        store_port=state.store[1],
         replicas=losses_survived(turn.config.settings, turn.state.protection),
         protection=turn.state.protection,
         emitted_up_to=state.newest,

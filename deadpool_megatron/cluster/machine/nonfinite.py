@@ -9,8 +9,9 @@ from __future__ import annotations
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
+from deadpool_megatron.cluster.machine.last_words import LastWords
 from deadpool_megatron.cluster.machine.moves import close, save_and_end
-from deadpool_megatron.cluster.machine.state import Failure, LastWords, Turn
+from deadpool_megatron.cluster.machine.state import Failure, Turn
 from deadpool_megatron.events import Kind
 
 EXIT_NONFINITE = 4

@@ -29,6 +29,8 @@ from deadpool_megatron.layout.schemes import (
 )
 from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
+ASKED_FOR = "asked for by 'deadpool protect'"
+
 
 def refusal(
     plan: ProtectionPlan,
@@ -118,19 +120,17 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
 
 
-def take_request(turn: Turn, event: ProtectionRequested) -> None:
-    """Note the wanted plan, or refuse it."""
+def take_request(turn: Turn, event: ProtectionRequested) -> str:
+    """Note the wanted plan; answers why it cannot be."""
     state = turn.state
     settings = turn.config.settings
     why = refusal(event.plan, len(state.nodes), settings, state.protection)
     why = why or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
         why = "the run is ending"
-    if why:
-        turn.refuse(f"protection {plan_in_words(event.plan)}", why)
-        return
-    if event.plan != state.protection:
+    if not why and event.plan != state.protection:
         turn.set(protection=event.plan, protection_why=event.why)
+    return why
 
 
 def tell_plan(turn: Turn) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 from immutables import Map
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent
+from deadpool_megatron.cluster.machine.last_words import DumpOrder, LastWords
 from deadpool_megatron.cluster.machine.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.roster import (
     MemberState,
@@ -155,37 +157,6 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """How the run ends once its state is saved. ``kind``: of the failure that ends it.
-    ``exports``: a dump is made a checkpoint, too, as nobody waits for the end."""
-
-    status: int
-    reason: str
-    kind: FailureKind | None = None
-    exports: bool = False
-
-
-@dataclass(frozen=True)
-class DumpOrder:
-    """What is being written to disk, and which nodes have finished. ``chains``: generations that
-    are written in part, for roles that recompute their shard parts from them. ``held``: all that
-    the nodes hold is written, as no generation is whole, else the one of ``restore``; a run goes on
-    from ``resume`` then, if there is one. ``failed``: nodes that could not write, now or when
-    another generation was tried before. ``exporting``: all of it is written, and a checkpoint is
-    being made of it.
-    """
-
-    restore: Restore
-    awaited: PersistentSet[int]
-    finished: PersistentSet[int] = field(default_factory=PersistentSet)
-    chains: frozenset[Generation] = frozenset()
-    held: bool = False
-    resume: Restore | None = None
-    failed: frozenset[int] = frozenset()
-    exporting: bool = False
-
-
-@dataclass(frozen=True)
 class State:
     """Everything. ``seats``: of the last announced record, before that the wished ones.
 
@@ -197,15 +168,14 @@ class State:
     ``protection_told``: the one that was reported last.
     ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one
     of them from which on nothing may be restored, until an epoch is decided that goes on before
-    it. ``missed``: why the epoch that was found at a takeover must be closed as soon as all agents
-    are back. ``last_words``: the run ends with them as soon as its state is saved, None while it
-    goes on. ``found``: what lay in
-    memory of nodes that no record names yet; ``inherited``: roles whose layout is known from memory
-    alone. ``restarted``: new agents have come to an epoch that was open. ``returning``: nodes whose
-    agents ended in this recovery, and may come back with what they held. ``recoveries``: the newest
-    that this coordinator saw; ``recovery_count`` and ``steps_recomputed``: of the whole run.
-    ``checkup``: links that are being measured; ``agreed``: what the nodes have in common, None
-    until they are judged.
+    it. ``missed``: why the epoch found at a takeover must be closed as soon as all agents are back.
+    ``last_words``: the run ends with them when its state is saved. ``requests``: of users, open or
+    just ended. ``found``: what lay in memory of nodes that no record names yet; ``inherited``:
+    roles whose layout is known from memory alone. ``restarted``: new agents have come to an epoch
+    that was open. ``returning``: nodes whose agents ended in this recovery, and may come back.
+    ``recoveries``: the newest that this coordinator saw; ``recovery_count`` and
+    ``steps_recomputed``: of the whole run. ``checkup``: links that are being measured; ``agreed``:
+    what the nodes have in common, None until they are judged.
     """
 
     phase: Phase
@@ -219,7 +189,6 @@ class State:
     gone: Map[int, str] = field(default_factory=Map)
     members: Roster = field(default_factory=Roster)
     layouts: Map[int, RoleLayout] = field(default_factory=Map)
-    store: tuple[str, int] | None = None
     kept: Mapping[int, int] = field(default_factory=dict)
     inventories: Map[int, Inventory] = field(default_factory=Map)
     found: Map[int, Inventory] = field(default_factory=Map)
@@ -245,6 +214,7 @@ class State:
     avoid: frozenset[int] = frozenset()
     dump: DumpOrder | None = None
     last_words: LastWords | None = None
+    requests: tuple[Request, ...] = ()
     failures: tuple[tuple[int, Failure], ...] = ()
     stacks: tuple[str, ...] = ()
     protection: ProtectionPlan = field(default_factory=ProtectionPlan)
@@ -309,8 +279,6 @@ class State:
                 return "nodes and members to start"
             case Phase.CLOSING:
                 members = sorted(self.members.killed)
-                if self.store is None and not self.awaited and not members:
-                    return "the store process of the communicators to start"
                 return f"inventories of nodes {sorted(self.awaited)}, end of members {members}"
             case Phase.WAITING_SPARE:
                 back = f", or nodes {sorted(self.returning)} with their slots"

@@ -118,10 +118,6 @@ def _happened(turn: Turn) -> Failure | None:
         return Failure(
             cause, FailureKind.PROCESS_CRASH, signature, node=record.seats[ended[0]].node
         )
-    if not state.is_restored and state.store != (record.store_host, record.store_port):
-        # To join its communicators is not possible any more, and would be tried for long.
-        cause = f"the store of epoch {record.epoch} ended with the coordinator"
-        return Failure(cause, FailureKind.STORE_LOST, ("store",))
     return None
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
 from deadpool_megatron.settings import Settings
@@ -65,6 +66,7 @@ class MemberLink:
         self.run_id = run_id
         self.settings = settings
         self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.store = MemberStore(self.send)
         self._connection = connection
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._state = threading.Condition()
@@ -221,7 +223,9 @@ class MemberLink:
     def _handle(self, message: Mapping[str, Any]) -> None:
         assert self._handlers is not None
         kind = message.get("t")
-        if kind == "close":
+        if kind == "store":
+            self.store.take(message)
+        elif kind == "close":
             self._on_close(int(message["epoch"]), str(message["cause"]))
         elif kind == "record":
             self._on_record(EpochRecord.from_dict(message["record"]))
@@ -244,6 +248,7 @@ class MemberLink:
                 return  # told twice, as after a reconnect of the agent
             self._closed_epoch = epoch
             os.eventfd_write(self.interrupt_fd, 1)
+        self.store.close(epoch)
         self._handlers.on_close(epoch, cause)
 
     def _on_record(self, record: EpochRecord) -> None:

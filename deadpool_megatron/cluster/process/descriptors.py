@@ -8,12 +8,11 @@ import resource
 _OWN = 256
 
 
-def needed_by_coordinator(nodes: int, roles: int) -> int:
+def needed_by_coordinator(nodes: int) -> int:
     """Returns how many open files a coordinator of so many nodes, spares included, needs: two
-    connections of each agent while one replaces the other, half as many again for those who are on
-    their way in; and the process in which the roles meet needs one for each of them.
+    connections of each agent while one replaces the other, and one more on its way in.
     """
-    return _OWN + max(3 * nodes, roles)
+    return _OWN + 3 * nodes
 
 
 def needed_by_agent(nodes: int, nproc: int) -> int:

@@ -1,6 +1,6 @@
 """What a run may leave behind on this host, and how it is removed: processes and shared memory.
 
-A process belongs to a run when its environment *at exec* names the run (vaults, coordinator, store,
+A process belongs to a run when its environment *at exec* names the run (vaults, coordinator,
 exec-started members) or when a node's listing names it with its start time (forked agents and
 members show their launcher's environment). A pid alone is never enough: pids are reused.
 """

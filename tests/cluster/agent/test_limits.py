@@ -79,6 +79,7 @@ def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
         member = Stuck(dying)
         agent._node, agent._settings, agent._vault = 0, settings, keeper
         agent._closed, agent._inventory, agent._drained = 0, None, asyncio.Event()
+        agent._store = SimpleNamespace(enter=lambda epoch: None)
         agent._record = SimpleNamespace(seats={0: Seat(0, 0, 0)})
         agent._members = SimpleNamespace(by_slot={0: member}, send_all=lambda message: None)
         told: list[Any] = []

@@ -163,7 +163,6 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
 async def decide(one: Coordinator, pipes: list[int], line: int) -> None:
     """From the first agent to the announcement of epoch 1."""
     heard = [PipeWriter(pipe) for pipe in pipes]
-    one.feed(ev.StoreReady("127.0.0.1", 1))
     for node, writer in enumerate(heard):
         one._peers.agents[node] = AgentPeer(node, 1, writer, "host", 0.0)  # type: ignore[arg-type]
         one.feed(ev.NodeJoined(node, "host", 1, f"rack{node}"))

@@ -50,7 +50,7 @@ def test_a_term_that_is_known_is_not_read_again(
 def record(training: int, spares: int) -> EpochRecord:
     nodes = {n: NodeAddress("h", 1, f"d{n}", n >= training) for n in range(training + spares)}
     seats = {n: Seat(n, 0, 0) for n in range(training)}
-    return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)), "h", 1)
+    return EpochRecord(3, seats, nodes, Restore("initial", Generation(0, 0)))
 
 
 def test_spares_claim_before_nodes_that_train() -> None:

@@ -14,8 +14,9 @@ from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, Coordinat
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import connect_stream
+from deadpool_megatron.wire.auth import TRANSLATED, connect_stream
 from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.tls import open_stream
 
 SECRET = b"secret"
 SECONDS = 20.0
@@ -106,7 +107,7 @@ def join(node: int, boot: str = "a") -> dict[str, Any]:
 async def connect(
     address: tuple[str, int], secret: bytes = SECRET, run_id: str = "run"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(*address)
+    reader, writer = await open_stream(address, None)
     await connect_stream(reader, writer, secret, run_id)
     return reader, writer
 
@@ -189,8 +190,11 @@ def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> N
     assert events.left == [3]
 
 
-def test_link_delivers_once_and_in_order_over_a_broken_connection() -> None:
+def test_link_delivers_once_and_in_order_over_a_broken_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A proxy cuts the connection in the middle of reports; all arrive, none twice."""
+    monkeypatch.setenv(TRANSLATED, "1")
 
     async def scenario(events: Events, address: tuple[str, int]) -> None:
         cut = asyncio.Event()

@@ -92,8 +92,6 @@ records = st.builds(
     restore=st.builds(
         with_recipes, restores, st.dictionaries(st.integers(0, 12), recipes, max_size=3)
     ),
-    store_host=st.sampled_from(["s", "t"]),
-    store_port=st.integers(1, 9),
     replicas=st.integers(1, 3),
     emitted_up_to=st.integers(0, 9),
     fewer_copies=st.frozensets(st.integers(0, 12)),
@@ -144,8 +142,6 @@ def cluster(nodes_count: int, epoch: int = 1) -> EpochRecord:
             Generation(1, 7),
             sources={role: {"main": (Source(role // 8, role),)} for role in roles},
         ),
-        store_host="store",
-        store_port=1,
     )
 
 

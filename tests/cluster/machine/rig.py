@@ -103,7 +103,6 @@ class Rig:
 
     def gather(self) -> None:
         """Everybody joins and says hello: DECIDING epoch 1."""
-        self.feed(ev.StoreReady("store", 1))
         everybody = range(self.config.nodes + self.config.spares)
         self.join(*everybody)
         self.hello(*everybody)

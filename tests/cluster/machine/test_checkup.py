@@ -33,7 +33,6 @@ def joined(node: int, facts: HostFacts | None = GOOD, **more: Any) -> ev.NodeJoi
 def come(rig: Rig, **facts: HostFacts) -> None:
     """All nodes join and say hello; those of ``facts`` (n0, n1, ...) are not as the others."""
     total = rig.config.nodes + rig.config.spares
-    rig.feed(ev.StoreReady("store", 1))
     rig.feed(*(joined(node, facts.get(f"n{node}", GOOD)) for node in range(total)))
     actions = rig.last
     rig.hello(*range(total))
@@ -179,7 +178,7 @@ def test_after_a_takeover_the_nodes_agree_again() -> None:
     record = rig.record
     rig.state = rig.machine.resume(record, None, rig.now)
     members = {"members": {0: 0}, "incarnations": {0: 0}, "epoch": 1, "restored": {0: 1}}
-    rig.feed(ev.StoreReady("store", 1), *(joined(node, **members) for node in (0, 1)))
+    rig.feed(*(joined(node, **members) for node in (0, 1)))
     assert rig.state.phase is Phase.RUNNING
     rig.feed(joined(5, OTHER))
     assert rig.one(act.DropNode).left_out
@@ -242,7 +241,11 @@ def test_the_slow_end_of_a_link_is_weak_not_its_partner() -> None:
 
 def test_a_node_that_cannot_be_reached_is_left_out() -> None:
     rig = Rig(nodes=2, spares=1, check="links")
-    measured(rig, broken=(0,))
+    come(rig)
+    answers(rig, broken=(0,))
+    assert {p.node for p in rig.of(act.Probe)} == {1, 2}, "its speed is not asked for"
+    while answers(rig, broken=(0,)):
+        pass
     assert nodes_of(rig.pending) == {0: 2, 1: 1}
 
 
@@ -274,7 +277,7 @@ def test_a_node_lost_meanwhile_is_not_waited_for() -> None:
 
 def test_at_the_end_of_patience_those_who_came_are_measured() -> None:
     rig = Rig(nodes=2, spares=1, check="links")
-    rig.feed(ev.StoreReady("store", 1), joined(0), joined(2))
+    rig.feed(joined(0), joined(2))
     rig.hello(0, 2)
     rig.tick(rig.settings.start_seconds)
     assert [p.node for p in rig.of(act.Probe)] == [0, 2]

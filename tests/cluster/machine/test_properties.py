@@ -82,7 +82,6 @@ class Cluster(RuleBasedStateMachine):
             else:
                 self.world.hear_last_words()
                 self.world.write_journal()
-                self.world.start_store()
 
     @rule(times=st.integers(1, 3))
     def train(self, times: int) -> None:
@@ -179,7 +178,7 @@ class Cluster(RuleBasedStateMachine):
         else:
             self.end_member(index, index)
         self.world.settle(until=phase)
-        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 2 == 0)
+        self.world.restart_coordinator(landed=landed, received=received)
 
     @rule(index=INDEX, slot=INDEX)
     def end_member(self, index: int, slot: int) -> None:
@@ -231,7 +230,7 @@ class Cluster(RuleBasedStateMachine):
     def restart_coordinator(self, index: int, landed: bool, received: int, come_back: bool) -> None:
         if index % 4:
             return  # often enough
-        self.world.restart_coordinator(landed=landed, received=received, has_store=index % 8 == 0)
+        self.world.restart_coordinator(landed=landed, received=received)
         if come_back:
             self.world.settle()
             self.world.tick(self.world.config.settings.rejoin_seconds)

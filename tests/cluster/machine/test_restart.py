@@ -25,7 +25,6 @@ def started_again(old: Rig, durable: Restore | None = None) -> Rig:
     rig.machine = Machine(rig.config, plan)
     rig.state = rig.machine.resume(records[-1], durable, rig.now)
     rig.last, rig.log = [], []
-    rig.feed(ev.StoreReady("store", 2))
     return rig
 
 

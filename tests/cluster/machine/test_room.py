@@ -198,7 +198,6 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
     rig.config = replace(rig.config, restarted=True)
     rig.machine = Machine(rig.config, plan)
     rig.state = rig.machine.resume(rig.record, None, rig.now)
-    rig.feed(ev.StoreReady("store", 2))
     for held in found:
         node, less = held.node, least + MEGA
         address = ("host", 1000 + node, f"node{node}")

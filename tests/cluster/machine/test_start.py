@@ -21,14 +21,14 @@ def test_joined_nodes_are_welcomed_and_start_members_for_their_likely_roles() ->
     ]
 
 
-def test_first_record_waits_for_every_hello_and_the_store() -> None:
+def test_first_record_waits_for_every_hello() -> None:
     rig = Rig(nodes=2, spares=0, nproc=2)
     rig.join(0, 1)
-    rig.hello(0, 1)
+    rig.hello(0)
     assert rig.state.phase is Phase.GATHERING
-    rig.feed(ev.StoreReady("store", 7))
+    rig.hello(1)
     record = rig.one(act.WriteRecord).record
-    assert (record.epoch, record.cause, record.store_port) == (1, "start", 7)
+    assert (record.epoch, record.cause) == (1, "start")
     assert record.restore == Restore("initial", g(0))
     assert record.seats == {r: Seat(r // 2, r % 2, 0) for r in range(4)}
     assert rig.state.phase is Phase.DECIDING
@@ -62,7 +62,6 @@ def test_running_when_all_roles_restored() -> None:
 
 def test_spares_have_some_time_to_be_in_the_first_record() -> None:
     rig = Rig(nodes=1, spares=1)
-    rig.feed(ev.StoreReady("store", 7))
     rig.join(0)
     rig.hello(0)
     assert rig.state.phase is Phase.GATHERING
@@ -72,7 +71,6 @@ def test_spares_have_some_time_to_be_in_the_first_record() -> None:
 
 def test_late_training_node_is_replaced_by_a_spare() -> None:
     rig = Rig(nodes=2, spares=1)
-    rig.feed(ev.StoreReady("store", 7))
     rig.join(0, 2)
     rig.hello(0, 2)
     assert rig.state.phase is Phase.GATHERING
@@ -84,7 +82,6 @@ def test_late_training_node_is_replaced_by_a_spare() -> None:
 
 def test_node_lost_at_the_start_is_replaced_at_once() -> None:
     rig = Rig(nodes=2, spares=1)
-    rig.feed(ev.StoreReady("store", 7))
     rig.join(0, 1, 2)
     rig.hello(0, 2)
     rig.feed(ev.NodeLost(1, "connection closed"))
@@ -93,7 +90,6 @@ def test_node_lost_at_the_start_is_replaced_at_once() -> None:
 
 def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
     rig = Rig(nodes=2, spares=0)
-    rig.feed(ev.StoreReady("store", 7))
     rig.join(0, 1)
     rig.hello(0)
     rig.tick(rig.settings.start_seconds)
@@ -103,14 +99,6 @@ def test_too_few_members_at_the_deadline_end_the_run_naming_them() -> None:
     assert rig.one(act.DropNode).node == 1
     rig.tick(rig.settings.close_seconds)
     assert rig.one(act.Exit).exit_status == 2
-
-
-def test_store_that_does_not_start_ends_the_run() -> None:
-    rig = Rig(nodes=1, spares=0)
-    rig.join(0)
-    rig.hello(0)
-    rig.tick(rig.settings.start_seconds)
-    assert "store" in rig.one(act.Finish).reason
 
 
 def test_command_that_exits_twice_in_the_same_way_is_not_started_again() -> None:
@@ -155,21 +143,6 @@ def test_failure_before_anything_ran_begins_again() -> None:
     rig.closed()
     assert rig.pending.restore == Restore("initial", g(0, 2))
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
-
-
-def test_restarted_store_reopens_an_epoch_that_still_needs_it() -> None:
-    rig = Rig()
-    rig.gather()
-    rig.feed(ev.StoreReady("store", 2))
-    rig.journal()
-    assert not rig.of(act.Announce)
-    assert (rig.pending.epoch, rig.pending.store_port) == (2, 2)
-    rig.journal()
-    rig.feed(ev.StoreReady("store", 3))
-    assert rig.one(act.CloseEpoch).epoch == 2
-    running = Rig().run()
-    running.feed(ev.StoreReady("store", 9))
-    assert running.last == []
 
 
 @pytest.mark.parametrize("late", ["epoch", "incarnation", "role"])

@@ -15,17 +15,14 @@ from tests.cluster.machine.rig import Phase, Rig, g, killed, layout, nodes_of
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 
 
-def successor(old: Rig, *, landed: bool = True, port: int | None = 1) -> Rig:
-    """The next coordinator. ``landed``: the record that was being written is durable; ``port``: of
-    its store, None while that starts."""
+def successor(old: Rig, *, landed: bool = True) -> Rig:
+    """The next coordinator. ``landed``: the record that was being written is durable."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     if old.state.pending is not None and not landed:
         records.pop()
     rig = copy.copy(old)
     rig.state = rig.machine.resume(records[-1], None, rig.now)
     rig.last, rig.log = [], []
-    if port is not None:
-        rig.feed(ev.StoreReady("store", port))
     return rig
 
 
@@ -69,7 +66,7 @@ def assert_untouched(rig: Rig) -> None:
 def test_training_goes_on_in_the_same_epoch() -> None:
     old = Rig(nodes=2, spares=1, nproc=2).run()
     old.steps(7)
-    rig = successor(old, port=9)  # another store: nothing in a running epoch touches it
+    rig = successor(old)
     rejoin(rig, old, 0, 1)
     assert rig.of(act.Welcome, rig.log)[0].record == old.record
     rig.steps(8)
@@ -81,25 +78,6 @@ def test_training_goes_on_in_the_same_epoch() -> None:
     assert_untouched(rig)
     rig.feed(killed(rig, 1))
     assert rig.one(act.CloseEpoch).epoch == 1
-
-
-def test_epoch_that_runs_does_not_wait_for_the_store_but_the_next_one_does() -> None:
-    old = Rig(spares=0).run()
-    rig = successor(old, port=None)
-    rejoin(rig, old, 0, 1)
-    assert_untouched(rig)
-    repeat(rig)
-    rig.feed(killed(rig, 1))
-    rig.closed(g(7))
-    assert rig.state.phase is Phase.CLOSING
-    assert rig.state.waiting_for() == "the store process of the communicators to start"
-    without = copy.copy(rig)
-    rig.feed(ev.StoreReady("store", 5))
-    assert (rig.pending.epoch, rig.pending.store_port) == (2, 5)
-    without.tick(without.settings.start_seconds)
-    (dump,) = without.of(act.Dump)
-    without.feed(*(ev.Dumped(node, dump.generation) for node in dump.nodes))
-    assert "store process" in without.one(act.Finish).reason
 
 
 def test_run_ends_well_when_its_end_was_reported_to_the_dead_coordinator() -> None:
@@ -267,17 +245,6 @@ def test_dead_between_journal_and_announcement(had_it: tuple[int, ...]) -> None:
     rig.restored(1)
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.epoch == 2
-
-
-def test_epoch_that_still_needs_the_dead_store_is_closed() -> None:
-    old = Rig(spares=0)
-    old.gather()
-    old.journal()
-    old.restored(0)
-    rig = successor(old, port=2)
-    rejoin(rig, old, 0)
-    rejoin(rig, old, 1, restored=False)
-    assert "store of epoch 1" in rig.one(act.CloseEpoch).cause
 
 
 def test_dead_in_opening_counts_what_was_restored_before_and_after() -> None:

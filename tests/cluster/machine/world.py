@@ -31,6 +31,7 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.preflight.facts import Link
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.nodes import Member, Node
@@ -51,7 +52,7 @@ class World:
         if parity_group:
             scheme = {"protection": "parity", "parity_group": parity_group}
         scheme["persist_directory"] = "/exports"
-        settings = Settings(replicas=replicas, restarts_in_place=10_000, **scheme)
+        settings = Settings(replicas=replicas, restarts_in_place=10_000, check="links", **scheme)
         self.config = Config(nodes, spares, nproc, settings, "/dump")
         self.machine = Machine(self.config, plan)
         self.now = 0.0
@@ -72,7 +73,6 @@ class World:
         self.exporting: Generation | None = None
         self.block_layouts: dict[int, RoleLayout] = {}
         self.placements: dict[int, ParityPlacement] = {}
-        self.feed(ev.StoreReady("store", 1))
         for node in range(nodes + spares):
             self.join(node)
 
@@ -114,7 +114,9 @@ class World:
                 assert set(roles.values()) <= set(self.state.nodes)
                 assert self.state.phase is Phase.DUMPING
                 self.exporting = restore.generation
-            case act.Welcome(node) | act.StartMembers(node) | act.KillMember(node):
+            case (
+                act.Welcome(node) | act.StartMembers(node) | act.KillMember(node) | act.Probe(node)
+            ):
                 if node in self.nodes:
                     self.nodes[node].orders.append(action)
             case act.DropNode(node):
@@ -236,13 +238,11 @@ class World:
         self.feed(ev.JournalWritten(record.epoch))
         return True
 
-    def restart_coordinator(
-        self, *, landed: bool, received: int = 0, has_store: bool = True
-    ) -> None:
+    def restart_coordinator(self, *, landed: bool, received: int = 0) -> None:
         """It is killed, and a new one reads the journal. Agents join again, say what they run, and
         repeat what their members said. ``landed``: the record being written had become durable.
         ``received``: so many orders had reached each agent, which still obeys them; the other ones
-        are lost. ``has_store``: its store serves at once."""
+        are lost."""
         if self.state.phase in LAST_PHASES or self.finished is not None:
             return
         if landed:
@@ -269,15 +269,6 @@ class World:
             unheard = [r for r in here.reports if not isinstance(r, ev.NodeJoined)]
             here.orders, here.reports = deque(kept), deque([here.join(node), *unheard])
             here.moved = True
-        if has_store:
-            self.start_store()
-
-    def start_store(self) -> bool:
-        """The store process serves, if it did not before."""
-        if self.state.store is not None:
-            return False
-        self.feed(ev.StoreReady("store", 1))
-        return True
 
     def take_over_quietly(self) -> None:
         """Nothing but the coordinator fails: nobody notices."""
@@ -287,7 +278,7 @@ class World:
         if self.state.phase is not Phase.RUNNING or self.state.suspicion or to_pause:
             return
         epoch = self.state.epoch
-        self.restart_coordinator(landed=True, has_store=False)
+        self.restart_coordinator(landed=True)
         self.train()
         self.settle()
         if self.state.phase is Phase.GATHERING:  # for a spare that was lost before
@@ -378,6 +369,10 @@ class World:
                         ]
             case act.Pause(epoch, iteration):
                 self._pause(here, epoch, iteration)
+            case act.Probe(_, number, peers, bulk):
+                rate = 1e9 if bulk else None
+                links = tuple(Link(peer, "", 1e-4, 0.0, rate) for peer, _, _ in peers)
+                here.reports.append(ev.Probed(node, number, links))
             case act.Dump(_, _, generation):
                 here.reports.append(ev.Dumped(node, generation))
 
@@ -621,7 +616,6 @@ class World:
 
     def _moves(self) -> Iterable[Callable[[], bool]]:
         yield self.hear_last_words
-        yield self.start_store
         yield self.write_journal
         for node in list(self.nodes):
             yield lambda node=node: node in self.nodes and self.obey(node)  # type: ignore[misc]

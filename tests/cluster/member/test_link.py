@@ -23,7 +23,7 @@ SECONDS = 20.0
 
 def record(epoch: int) -> dict[str, Any]:
     restore = Restore("initial", Generation(epoch, 0))
-    return EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore, "127.0.0.1", 1).to_dict()
+    return EpochRecord(epoch, {0: Seat(0, 0, 0)}, {}, restore).to_dict()
 
 
 class Agent:

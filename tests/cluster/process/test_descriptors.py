@@ -31,7 +31,7 @@ def test_the_soft_limit_is_raised(
     limits = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.__setitem__(0, pair[0]))
-    said = raise_limit(needed_by_coordinator(nodes=4096, roles=4096))
+    said = raise_limit(needed_by_coordinator(nodes=4096))
     assert limits == [wanted, hard]
     assert bool(said) == (wanted == 4096)
     if said:
@@ -40,6 +40,5 @@ def test_the_soft_limit_is_raised(
 
 
 def test_a_small_run_needs_less_than_the_usual_limit() -> None:
-    assert needed_by_coordinator(nodes=8, roles=64) < 1024
+    assert needed_by_coordinator(nodes=64) < 1024
     assert needed_by_agent(nodes=8, nproc=8) < 1024
-    assert needed_by_coordinator(nodes=64, roles=32768) > 32768

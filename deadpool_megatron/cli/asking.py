@@ -1,0 +1,125 @@
+"""Requests to a run: sent until a coordinator has taken them, and waited for with ``--wait``.
+
+Exit status: 0 done (without ``--wait``: taken), 1 refused, 2 bad input or no coordinator, 3 not
+done within the seconds of ``--wait``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable, ask
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+
+EXIT_REFUSED = 1
+EXIT_NOT_YET = 3
+_LOOK_SECONDS = 0.3
+# One that could not wait for the journal is not known to a coordinator that took over.
+_REPEAT_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1
+
+
+def add_wait(parser: argparse.ArgumentParser) -> None:
+    """The option of every request."""
+    parser.add_argument(
+        "--wait",
+        type=_seconds,
+        nargs="?",
+        const=math.inf,
+        metavar="SECONDS",
+        help="until it is done, and exit with 0 if it was, 1 if it was refused, 3 if it was not"
+        " done by then (without SECONDS: as long as it takes)",
+    )
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return seconds
+
+
+def request(
+    args: argparse.Namespace,
+    verb: Verb,
+    taken: Callable[[Request], str],
+    *,
+    within: float | None = None,
+    **what: Any,
+) -> int:
+    """Send a request, wait for its end if the user wants it, print the outcome; answers the exit
+    status. ``taken``: what is printed of one that is not waited for. ``within``: seconds that the
+    run has, which go by meanwhile.
+    """
+    run, began = RunDirectory(args.run_dir), time.monotonic()
+    limit = began + (0.0 if args.wait is None else args.wait)
+    message = {"command": str(verb), "token": secrets.token_hex(8), **what}
+    known: Request | None = None
+    while True:
+        if within is not None:
+            message["seconds"] = max(0.0, within - (time.monotonic() - began))
+        try:
+            known = Request.from_dict(ask(run, message)["request"])
+        except Refused as error:
+            return _refused(verb, str(error))
+        except RunNotReachable:
+            # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
+            # have heard of it.
+            waits_for_end = verb is Verb.STOP and args.wait is not None
+            if run.final.exists() and (known is not None or waits_for_end):
+                return _over(run, verb)
+            if time.monotonic() > limit and known is None:
+                raise
+        if known is not None and args.wait is None:
+            print(taken(known))
+            return _refused(verb, known.why) if known.stage is Stage.REFUSED else 0
+        if known is not None and not known.is_open and verb is not Verb.STOP:
+            if known.stage is Stage.REFUSED:
+                return _refused(verb, known.why)
+            print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
+            return 0
+        again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
+        while time.monotonic() < min(again, limit) and not run.final.exists():
+            time.sleep(_PAUSE_SECONDS)
+        if run.final.exists():
+            return _over(run, verb)
+        if time.monotonic() >= limit:
+            return _not_yet(args, verb, known)
+
+
+def _refused(verb: Verb, why: str) -> int:
+    print(f"deadpool {verb}: refused: {why}", file=sys.stderr)
+    return EXIT_REFUSED
+
+
+def _not_yet(args: argparse.Namespace, verb: Verb, known: Request | None) -> int:
+    if known is None:
+        raise CommandError(f"no coordinator took the request within {args.wait:g} s")
+    why = f"{known.stage}{f', {known.why}' if known.why else ''}; it goes on"
+    if verb is Verb.STOP:
+        why = f"the run in {args.run_dir} did not end"
+    print(f"deadpool {verb}: not done within {args.wait:g} s: {why}", file=sys.stderr)
+    return EXIT_NOT_YET
+
+
+def _over(run: RunDirectory, verb: Verb) -> int:
+    """The run has ended meanwhile."""
+    final = read_json(run.final)
+    line = final_line(final)
+    if verb is Verb.STOP:
+        print(line)
+        return 0
+    return _refused(verb, f"the run is {line}")
+
+
+def final_line(final: dict[str, Any]) -> str:
+    """How a run ended, in one line."""
+    why = f": {final['reason']}" if final["reason"] else ""
+    return f"over, exit status {final['exit_status']}{why}; {final['iterations']} iterations"

@@ -1,0 +1,192 @@
+"""Where requests of users are taken: journalled before anybody is told yes, then the machine's.
+
+The machine holds them and says what becomes of them; here its newest word is written to the
+journal, and read from there when a coordinator takes over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.journal import requests
+from deadpool_megatron.cluster.journal.choice import write_patiently
+from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.requests import Request, Verb
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.requests import refusal
+from deadpool_megatron.cluster.machine.state import State
+
+# To save the state needs no journal, and may be the last chance: it is not waited for longer.
+_STOP_SECONDS = 1.0
+# A user is told no after that; the journal goes on being tried for what was taken before.
+_ASK_SECONDS = 5.0
+_PAUSE_SECONDS = 0.5
+_KILL_SECONDS = 0.1
+
+
+class RequestDesk:
+    """``step_down(why)``: another coordinator has written. For the coordinator's loop only."""
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        state: Callable[[], State],
+        feed: Callable[[inputs.Input], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        step_down: Callable[[str], None],
+    ) -> None:
+        self._journal = options.journal
+        self._term = options.term.number
+        self._restarted = options.restarted
+        self._patience = options.info.settings.spare_timeout_seconds
+        self._state = state
+        self._feed = feed
+        self._spawn = spawn
+        self._step_down = step_down
+        self._entry = 0
+        self._ready = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        # As the journal has them; taken, but not known to the machine yet.
+        self._noted: tuple[Request, ...] = ()
+        self._coming: tuple[Request, ...] = ()
+
+    async def begin(self) -> None:
+        """Learn what earlier coordinators were asked, and have them write no more of it."""
+        loop = asyncio.get_running_loop()
+        while self._term > 1:
+            try:
+                found = await loop.run_in_executor(None, requests.newest, self._journal)
+                self._entry, term, known = found
+                if term > self._term:
+                    self._step_down(f"term {term} has begun")
+                    return
+                self._entry += 1
+                entry = requests.entry(self._term, known)
+                await loop.run_in_executor(
+                    None, self._journal.write, requests.KIND, self._entry, entry
+                )
+            except LostRace:
+                continue  # an earlier one has just taken another
+            except JournalError:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            self._noted = known
+            self._feed(inputs.RequestsFound(_with_time_left(known), self._restarted))
+            break
+        self._ready.set()
+
+    async def ask(
+        self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None = None
+    ) -> dict[str, Any]:
+        """Return the request as it is now: as ``deadpool`` sends it again and again, taken once.
+
+        ``seconds``: in which a run has to end.
+        """
+        patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
+        async with self._asking:
+            taken = (*self._state().requests, *self._coming)
+            known = next((one for one in taken if one.token == token), None)
+            if known is not None:
+                return {"ok": True, "request": known.to_dict()}
+            if why := refusal(self._state(), verb, what):
+                return {"ok": False, "refused": why, "error": why}
+            limit = time.monotonic() + patience
+            error = ""
+            try:
+                async with asyncio.timeout(patience):
+                    await self._ready.wait()
+            except TimeoutError:
+                error = "the journal cannot be read"
+            request = self._new(verb, what, token, seconds)
+            if not error:
+                error = await self._note(request, limit - time.monotonic())
+            if error and verb is not Verb.STOP:
+                why = f"{error}: nothing was taken on, ask again"
+                return {"ok": False, "refused": why, "error": why}
+            failpoints.hit("coordinator.request")
+            if verb is Verb.KILL:  # it may be this very process: the answer goes first
+                asyncio.get_running_loop().call_later(_KILL_SECONDS, self._take, request)
+            else:
+                self._take(request)
+            known = next((r for r in self._state().requests if r.token == token), request)
+            return {"ok": True, "request": known.to_dict()}
+
+    def _take(self, request: Request) -> None:
+        """Give the machine what the journal has."""
+        self._coming = tuple(one for one in self._coming if one is not request)
+        self._feed(inputs.Asked(request))
+
+    def knows(self, token: str) -> bool:
+        """Whether this very request was taken before."""
+        return any(one.token == token for one in (*self._state().requests, *self._coming))
+
+    def note(self) -> None:
+        """The machine has another word on its requests: into the journal with it."""
+        self._spawn(self._keep())
+
+    async def _keep(self) -> None:
+        await self._write()
+
+    def _new(
+        self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None
+    ) -> Request:
+        state, what = self._state(), dict(what)
+        number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
+        if verb is Verb.KILL and what["part"] == "role":
+            seat = state.seats[int(what["number"])]
+            what["seat"] = [seat.node, seat.slot, seat.incarnation]
+        if verb is Verb.STOP:  # on the clock that all hosts share
+            what["ends"] = None if seconds is None else time.time() + seconds
+        until = None if seconds is None else time.monotonic() + seconds
+        return Request(number, token, verb, what, until=until)
+
+    async def _note(self, request: Request, seconds: float) -> str:
+        """Return why the request could not be journalled in that time, empty if it was."""
+        self._coming = (*self._coming, request)
+        writing = asyncio.ensure_future(self._write())
+        done, _ = await asyncio.wait({writing}, timeout=max(0.0, seconds))
+        if done and not (error := writing.result()):
+            return ""
+        if request.verb is not Verb.STOP:
+            self._coming = tuple(one for one in self._coming if one is not request)
+        return error if done else "the journal does not answer"
+
+    async def _write(self) -> str:
+        """Return why the newest could not be written, empty if it was, or has been already."""
+        async with self._writing:
+            await self._ready.wait()
+            newest = requests.kept((*self._state().requests, *self._coming))
+            if newest == self._noted:
+                return ""
+            self._entry += 1
+            name, entry = (requests.KIND, self._entry), requests.entry(self._term, newest)
+            try:
+                await write_patiently(self._journal, name, entry, self._patience, _ignore)
+            except LostRace:
+                self._step_down("another coordinator takes the requests")
+                return "another coordinator has taken over"
+            except JournalError as error:
+                return str(error)
+            self._noted = newest
+            return ""
+
+
+def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:
+    """Return them with the moment by which a run has to end, on this host's clock."""
+    return tuple(
+        replace(one, until=time.monotonic() + float(one.what["ends"]) - time.time())
+        if one.what.get("ends") is not None
+        else one
+        for one in found
+    )
+
+
+def _ignore(_: str) -> None:
+    """Whoever writes epochs to this journal tells of its troubles."""

@@ -1,0 +1,129 @@
+"""What users have asked of the run, as the journal keeps it.
+
+All requests that are open, and the newest that have ended, stand in one entry; each change writes
+the next one. So a coordinator that takes over reads one entry, however many there were. It writes
+one of its own before it takes any request: a coordinator that does not know yet that it was
+superseded loses the race for its next entry, and nobody is told yes by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from deadpool_megatron.cluster.journal.entries import Journal
+
+KIND = "request"
+# What of a run can be sent a signal, and which.
+PARTS = ("node", "role", "vault", "agent", "coordinator")
+SIGNALS = ("KILL", "STOP", "SEGV")
+# So many of those that have ended are kept.
+_KEPT = 16
+
+
+class Verb(StrEnum):
+    """What may be asked."""
+
+    DRAIN = "drain"
+    PROTECT = "protect"
+    PERSIST = "persist"
+    STOP = "stop"
+    KILL = "kill"
+
+
+class Stage(StrEnum):
+    """What became of a request."""
+
+    ASKED = "asked"
+    UNDER_WAY = "under way"
+    DONE = "done"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class Request:
+    """``token``: chosen by who asks, equal when the same request is sent again. ``what``: by verb,
+    JSON. ``why``: what it waits for, what came of it, or why it was refused. ``until``: when it has
+    to be carried out, on the clock of the present coordinator (seconds); None: at any time.
+    """
+
+    number: int
+    token: str
+    verb: Verb
+    what: Mapping[str, Any]
+    stage: Stage = Stage.ASKED
+    why: str = ""
+    until: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its outcome is still to come."""
+        return self.stage in (Stage.ASKED, Stage.UNDER_WAY)
+
+    def at(self, stage: Stage, why: str = "") -> Request:
+        """The request, a stage further."""
+        return replace(self, stage=stage, why=why)
+
+    def in_words(self) -> str:
+        """What was asked."""
+        match self.verb:
+            case Verb.DRAIN:
+                return f"drain of node {self.what['node']}"
+            case Verb.PROTECT:
+                return f"protection {self.what['words']}"
+            case Verb.PERSIST:
+                return f"checkpoint in {self.what['directory']}"
+            case Verb.STOP:
+                return "stop with a dump" if self.what["dump"] else "stop"
+            case Verb.KILL:
+                number = "" if self.what["number"] is None else f" {self.what['number']}"
+                return f"SIG{self.what['signal']} to {self.what['part']}{number}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form, as the journal and users have it."""
+        return {
+            "number": self.number,
+            "token": self.token,
+            "verb": str(self.verb),
+            "what": dict(self.what),
+            "stage": str(self.stage),
+            "why": self.why,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Request:
+        """Inverse of :meth:`to_dict`."""
+        return Request(
+            int(values["number"]),
+            str(values["token"]),
+            Verb(values["verb"]),
+            dict(values["what"]),
+            Stage(values["stage"]),
+            str(values["why"]),
+        )
+
+
+def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
+    """Return those to remember: all that are open, and the newest that have ended."""
+    known = tuple(requests)
+    ended = [request.number for request in known if not request.is_open]
+    forgotten = set(ended[:-_KEPT])
+    return tuple(request for request in known if request.number not in forgotten)
+
+
+def newest(journal: Journal) -> tuple[int, int, tuple[Request, ...]]:
+    """Return number, term and requests of the newest entry; zeros and nothing where there is none.
+    Raises JournalError.
+    """
+    found = journal.newest(KIND)
+    if found is None:
+        return 0, 0, ()
+    number, entry = found
+    return number, int(entry["term"]), tuple(map(Request.from_dict, entry["requests"]))
+
+
+def entry(term: int, requests: Iterable[Request]) -> dict[str, Any]:
+    """Return what is written of them by the coordinator of a term."""
+    return {"term": term, "requests": [request.to_dict() for request in requests]}

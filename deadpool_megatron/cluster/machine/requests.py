@@ -1,0 +1,239 @@
+"""What users have asked: begun when it can be, and told when it is done. Pure functions on a Turn.
+
+A request is journalled before it comes here, and comes again from the journal to a coordinator that
+takes over, which goes on with what is open as soon as the agents are back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, kept
+from deadpool_megatron.cluster.machine import ending, plans
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
+from deadpool_megatron.cluster.machine.pausing import consider_pause
+from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State, Turn
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
+
+_ENDING = "the run is ending"
+
+
+def found(turn: Turn, event: ev.RequestsFound) -> None:
+    """Requests that earlier coordinators were asked; what they had begun is begun again, except
+    where that could hurt twice."""
+    again = []
+    for request in event.requests:
+        if request.is_open and event.restarted:
+            request = request.at(Stage.REFUSED, "all processes of the run were started again")
+        elif request.is_open and request.verb is Verb.KILL:
+            request = _kill_found(request)
+        elif request.is_open:
+            request = request.at(Stage.ASKED)
+        again.append(request)
+    # A stop that could not wait for the journal was counted without them.
+    highest = max((request.number for request in again), default=0)
+    ours = [replace(one, number=highest + n) for n, one in enumerate(turn.state.requests, 1)]
+    turn.set(requests=kept((*again, *ours)))
+
+
+def take(turn: Turn, event: ev.Asked) -> None:
+    """A user has asked, and the journal has it."""
+    turn.set(requests=kept((*turn.state.requests, event.request)))
+
+
+def exported(turn: Turn, event: ev.Exported) -> None:
+    """The checkpoint that was asked for is written, or came to nothing."""
+    for request in turn.state.requests:
+        if request.number == event.number and request.is_open:
+            if event.path:
+                what = f"iteration {event.iteration} is in {event.path}"
+                _change(turn, request.at(Stage.DONE, what))
+            else:
+                what = f"no checkpoint of iteration {event.iteration}: {event.error}"
+                _change(turn, request.at(Stage.REFUSED, what))
+
+
+def vault_lost(turn: Turn, node: int) -> None:
+    """A vault has ended; its agent starts the next one on what it held."""
+    for request in turn.state.requests:
+        is_meant = request.what.get("part") == "vault" and request.what.get("number") == node
+        if is_meant and request.stage is Stage.UNDER_WAY:
+            _change(turn, request.at(Stage.DONE, f"the vault of node {node} is replaced"))
+
+
+def settle(turn: Turn) -> None:
+    """After each input: what can be begun now, and what is done by now."""
+    before: tuple[Request, ...] = ()
+    while before is not turn.state.requests:  # one may make way for another, or overtake it
+        before = turn.state.requests
+        _settle_each(turn)
+
+
+def _settle_each(turn: Turn) -> None:
+    for request in turn.state.requests:
+        if not request.is_open:
+            continue
+        state = turn.state
+        is_known = state.phase is not Phase.GATHERING or state.record is None
+        if state.phase in (Phase.ENDING, Phase.ENDED):
+            done = request.verb is Verb.STOP
+            _change(turn, request.at(Stage.DONE if done else Stage.REFUSED, _ENDING))
+        elif is_known or _needs_nobody(request):
+            _change(turn, _MOVES[request.verb](turn, request))
+
+
+def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
+    """Return why a request cannot be taken, found out before it is journalled; empty if it can."""
+    if state.phase in (Phase.ENDING, Phase.ENDED):
+        return _ENDING
+    node = what.get("node") if verb is Verb.DRAIN else what.get("number")
+    part = what.get("part", "node")
+    is_back = state.phase is not Phase.GATHERING or state.record is None
+    if verb is Verb.KILL and part == "role" and node not in state.seats:
+        return f"there is no role {node} (there are 0 to {len(state.seats) - 1})"
+    of_node = verb is Verb.DRAIN or (verb is Verb.KILL and part in ("node", "agent", "vault"))
+    if of_node and is_back and node not in state.nodes:
+        there = ", ".join(map(str, sorted(state.nodes)))
+        return f"node {node} is not connected (there are: {there})"
+    return ""
+
+
+def _needs_nobody(request: Request) -> bool:
+    """Whether it does not matter which agents are here."""
+    at_once = request.verb is Verb.STOP and not request.what["dump"]
+    return at_once or request.what.get("part") == "coordinator"
+
+
+def _change(turn: Turn, request: Request) -> None:
+    known = turn.state.requests
+    before = next(one for one in known if one.number == request.number)
+    if before == request:
+        return
+    turn.set(requests=tuple(request if one is before else one for one in known))
+    if before.stage is not request.stage:
+        why = f": {request.why}" if request.why else ""
+        text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
+        level = "warning" if request.stage is Stage.REFUSED else "info"
+        turn.emit(Kind.LOG, level=level, text=text)
+
+
+def _drain(turn: Turn, request: Request) -> Request:
+    node, state = int(request.what["node"]), turn.state
+    if state.phase in LAST_PHASES:
+        return request.at(Stage.REFUSED, _ENDING)
+    if node not in state.nodes:
+        return request.at(Stage.REFUSED, f"node {node} {state.gone.get(node, 'is not connected')}")
+    if node not in state.seats.nodes:
+        if state.phase is not Phase.RUNNING:
+            return request
+        return request.at(Stage.DONE, f"node {node} has no role")
+    if node not in state.drains and node not in state.leaving:
+        turn.emit(Kind.DRAIN, node=node)
+        turn.set(drains=state.drains | {node})
+        consider_pause(turn)
+    paused = turn.state.pause.leaving if turn.state.pause is not None else frozenset[int]()
+    if node in turn.state.leaving | paused:
+        return request.at(Stage.UNDER_WAY, "its roles move")
+    return request.at(Stage.ASKED, "waits for a spare node")
+
+
+def _protect(turn: Turn, request: Request) -> Request:
+    plan, state = ProtectionPlan.from_dict(request.what["plan"]), turn.state
+    if state.phase in LAST_PHASES:
+        return request.at(Stage.REFUSED, _ENDING)
+    if state.record is not None and state.record.protection == plan == state.protection:
+        return request.at(Stage.DONE) if state.phase is Phase.RUNNING else request
+    if request.stage is Stage.ASKED:
+        why = plans.take_request(turn, ev.ProtectionRequested(plan, plans.ASKED_FOR))
+        if why:
+            return request.at(Stage.REFUSED, why)
+        consider_pause(turn)
+        return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
+    if state.protection != plan:
+        return request.at(Stage.REFUSED, f"{plan_in_words(state.protection)} was chosen after it")
+    return request
+
+
+def _persist(turn: Turn, request: Request) -> Request:
+    state = turn.state
+    if state.phase in LAST_PHASES or state.last_words is not None:
+        return request.at(Stage.REFUSED, _ENDING)
+    others = (one for one in state.requests if one.verb is Verb.PERSIST)
+    is_busy = any(one.stage is Stage.UNDER_WAY for one in others)
+    if request.stage is Stage.ASKED and state.phase is Phase.RUNNING and not is_busy:
+        turn.act(BeginExport(request.number, str(request.what["directory"])))
+        return request.at(Stage.UNDER_WAY)
+    return request
+
+
+def _stop(turn: Turn, request: Request) -> Request:
+    if request.stage is Stage.UNDER_WAY:
+        return request
+    reason = str(request.what["reason"])
+    if not request.what["dump"]:
+        ending.stop(turn, reason)
+        return request.at(Stage.DONE)
+    left = None if request.until is None else max(0.0, request.until - turn.now)
+    turn.act(EndRun(reason, left))
+    return request.at(Stage.UNDER_WAY)
+
+
+def _kill(turn: Turn, request: Request) -> Request:
+    part, number, state = request.what["part"], request.what["number"], turn.state
+    if request.stage is Stage.ASKED:
+        return _strike(turn, request)
+    if part == "role" and state.phase is Phase.RUNNING:
+        seat = state.seats[int(number)]
+        if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
+            where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
+            return request.at(Stage.DONE, f"role {number} is played by {where}")
+    if part in ("node", "agent") and number not in state.nodes:
+        if state.phase is Phase.RUNNING:
+            return request.at(Stage.DONE, f"node {number} {state.gone.get(number, 'is lost')}")
+        return replace(request, why=f"node {number} is lost")
+    return request
+
+
+def _strike(turn: Turn, request: Request) -> Request:
+    part, number, state = request.what["part"], request.what["number"], turn.state
+    signal = str(request.what["signal"])
+    if part == "coordinator":
+        turn.act(Hurt(None, part, signal))
+        return request.at(Stage.UNDER_WAY)
+    if part == "role":
+        seat = state.seats[int(number)]
+        found = [seat.node, seat.slot, seat.incarnation]
+        if request.what.get("seat") not in (None, found):
+            return request.at(Stage.UNDER_WAY)  # by an earlier coordinator, and it was replaced
+        request = replace(request, what={**request.what, "seat": found})
+        turn.act(Hurt(seat.node, part, signal, seat.slot, seat.incarnation))
+        return request.at(Stage.UNDER_WAY)
+    if number not in state.nodes:
+        why = state.gone.get(number)
+        known = request.at(Stage.REFUSED, f"node {number} is not connected")
+        return known if why is None else request.at(Stage.DONE, f"node {number} {why}")
+    turn.act(Hurt(int(number), part, signal))
+    return request.at(Stage.UNDER_WAY)
+
+
+def _kill_found(request: Request) -> Request:
+    """Of an earlier coordinator, which may have sent the signal or not."""
+    if request.what["part"] == "coordinator":
+        return request.at(Stage.DONE, "another one has taken over")
+    if request.what["part"] == "vault" and request.stage is Stage.UNDER_WAY:
+        why = "the coordinator was replaced before the end of the vault was told: ask again"
+        return request.at(Stage.REFUSED, why)
+    return request.at(Stage.ASKED)
+
+
+_MOVES: Mapping[Verb, Callable[[Turn, Request], Request]] = {
+    Verb.DRAIN: _drain,
+    Verb.PROTECT: _protect,
+    Verb.PERSIST: _persist,
+    Verb.STOP: _stop,
+    Verb.KILL: _kill,
+}

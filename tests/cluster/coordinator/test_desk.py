@@ -1,0 +1,209 @@
+"""Requests of users: journalled before yes is said, taken once, found by the next coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.desk import RequestDesk
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.journal import requests
+from deadpool_megatron.cluster.journal.entries import (
+    DirectoryJournal,
+    Journal,
+    JournalError,
+    LostRace,
+)
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.settings import Settings
+
+DRAIN = {"node": 1}
+
+
+class Coordinator:
+    """A desk whose machine does nothing with a request but remember it."""
+
+    def __init__(self, journal: Journal, term: int, *, restarted: bool = False) -> None:
+        options = SimpleNamespace(
+            journal=journal,
+            term=SimpleNamespace(number=term),
+            restarted=restarted,
+            info=SimpleNamespace(settings=Settings(spare_timeout_seconds=0.2)),
+        )
+        self.state = SimpleNamespace(
+            phase=Phase.RUNNING, record=object(), requests=(), nodes={0: 0, 1: 1}, seats={}
+        )
+        self.fed: list[Any] = []
+        self.stepped_down: list[str] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.desk = RequestDesk(
+            cast(CoordinatorOptions, options),
+            lambda: cast(State, self.state),
+            self.feed,
+            self.spawn,
+            self.stepped_down.append,
+        )
+
+    def feed(self, item: inputs.Input) -> None:
+        self.fed.append(item)
+        if isinstance(item, inputs.Asked):
+            self.state.requests = (*self.state.requests, item.request)
+        elif isinstance(item, inputs.RequestsFound):
+            self.state.requests = (*item.requests, *self.state.requests)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.append(asyncio.ensure_future(work))
+
+    async def begun(self) -> Coordinator:
+        await self.desk.begin()
+        return self
+
+    async def end(self, number: int, stage: Stage) -> None:
+        """The machine says what became of a request."""
+        self.state.requests = tuple(
+            one.at(stage) if one.number == number else one for one in self.state.requests
+        )
+        self.desk.note()
+        await asyncio.gather(*self.tasks)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> DirectoryJournal:
+    return DirectoryJournal(tmp_path / "journal")
+
+
+def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
+    """What a coordinator that takes over would read."""
+    return [(one.number, one.verb, one.stage) for one in requests.newest(journal)[2]]
+
+
+def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        assert answer["request"]["number"] == 1
+        assert known(journal) == [(1, Verb.DRAIN, Stage.ASKED)]
+        assert [item.request.number for item in one.fed] == [1]
+        await one.end(1, Stage.DONE)
+        assert known(journal) == [(1, Verb.DRAIN, Stage.DONE)]
+
+    asyncio.run(story())
+
+
+def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        both = await asyncio.gather(*(one.desk.ask(Verb.DRAIN, DRAIN, "a") for _ in range(2)))
+        assert [answer["request"]["number"] for answer in both] == [1, 1]
+        following = await Coordinator(journal, 2).begun()
+        await following.end(1, Stage.DONE)
+        again = await following.desk.ask(Verb.DRAIN, DRAIN, "a")
+        assert (again["request"]["number"], again["request"]["stage"]) == (1, "done")
+        other = await following.desk.ask(Verb.DRAIN, DRAIN, "b")
+        assert other["request"]["number"] == 2
+
+    asyncio.run(story())
+
+
+def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        await one.desk.ask(Verb.STOP, {"dump": True, "reason": "enough"}, "a", 100.0)
+        following = await Coordinator(journal, 2).begun()
+        (found,) = following.fed
+        (request,) = found.requests
+        assert (request.verb, request.stage, found.restarted) == (Verb.STOP, Stage.ASKED, False)
+        left = request.until - asyncio.get_running_loop().time()
+        assert 90 < left <= 100, "what the clock that all hosts share has left of it"
+        again = await Coordinator(journal, 3, restarted=True).begun()
+        assert again.fed[0].restarted
+
+    asyncio.run(story())
+
+
+def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
+    journal: DirectoryJournal,
+) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        await Coordinator(journal, 2).begun()
+        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        assert not answer["ok"]
+        assert one.stepped_down == ["another coordinator takes the requests"]
+        assert not one.fed
+        assert known(journal) == []
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        answer = await one.desk.ask(Verb.DRAIN, {"node": 7}, "a")
+        assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
+        assert known(journal) == []
+
+    asyncio.run(story())
+
+
+class Broken(DirectoryJournal):
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        raise JournalError("no space left")
+
+
+def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
+    """To save the state needs none, and may be the last chance."""
+
+    async def story() -> None:
+        one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
+        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        assert "no space left: nothing was taken on" in answer["refused"]
+        answer = await one.desk.ask(Verb.STOP, {"dump": True, "reason": "enough"}, "b")
+        assert answer["ok"]
+        assert [item.request.verb for item in one.fed] == [Verb.STOP]
+
+    asyncio.run(story())
+
+
+class Contested(DirectoryJournal):
+    """The coordinator before takes one more, just as this one reads."""
+
+    contests = 1
+
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        if self.contests:
+            self.contests -= 1
+            late = Request(1, "late", Verb.DRAIN, DRAIN)
+            super().write(kind, number, requests.entry(1, [late]))
+            raise LostRace("there is one")
+        super().write(kind, number, entry)
+
+
+def test_a_request_that_came_while_another_coordinator_took_over_is_not_lost(
+    tmp_path: Path,
+) -> None:
+    async def story() -> None:
+        one = await Coordinator(Contested(tmp_path / "journal"), 2).begun()
+        (found,) = one.fed
+        assert [request.token for request in found.requests] == ["late"]
+
+    asyncio.run(story())
+
+
+def test_many_requests_make_no_long_entry(journal: DirectoryJournal) -> None:
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        for number in range(1, 41):
+            await one.desk.ask(Verb.DRAIN, DRAIN, str(number))
+            await one.end(number, Stage.DONE)
+        assert len(known(journal)) == 16
+        assert known(journal)[-1][0] == 40
+
+    asyncio.run(story())

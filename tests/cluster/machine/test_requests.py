@@ -1,0 +1,274 @@
+"""Requests of users in the state machine: begun, told, done or refused, also after a takeover."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.requests import refusal
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.schemes import plan_in_words
+from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
+from tests.cluster.machine.test_takeover import rejoin, repeat, successor
+
+
+def ask(rig: Rig, verb: Verb, which: int = 1, until: float | None = None, **what: Any) -> None:
+    rig.feed(ev.Asked(Request(which, f"token{which}", verb, what, until=until)))
+
+
+def outcome(rig: Rig, number: int = 1) -> tuple[Stage, str]:
+    request = next(one for one in rig.state.requests if one.number == number)
+    return request.stage, request.why
+
+
+def begun() -> Rig:
+    rig = Rig(nodes=2, spares=1).run()
+    rig.steps(7)
+    return rig
+
+
+def moved(rig: Rig) -> None:
+    """Members stand still, and the next epoch opens."""
+    rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, 9) for role in (0, 1)))
+    rig.closed(g(9, rig.record.epoch))
+    rig.journal()
+    rig.restored()
+
+
+def test_a_drain_is_done_when_the_roles_are_elsewhere() -> None:
+    rig = begun()
+    ask(rig, Verb.DRAIN, node=1)
+    assert rig.one(act.Pause).iteration == 9
+    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
+    moved(rig)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
+    told = [str(e.data["text"]) for e in rig.emitted(Kind.LOG)]
+    assert "request 1, drain of node 1: done: node 1 has no role" in told
+
+
+def test_a_drain_waits_for_a_spare_and_says_so() -> None:
+    rig = Rig(nodes=2, spares=0).run()
+    rig.steps(7)
+    ask(rig, Verb.DRAIN, node=1)
+    assert outcome(rig) == (Stage.ASKED, "waits for a spare node")
+    rig.join(2)
+    rig.hello(2)
+    rig.warm(2)
+    assert outcome(rig)[0] is Stage.UNDER_WAY
+
+
+def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
+    rig = begun()
+    ask(rig, Verb.DRAIN, node=1)
+    rig.feed(ev.NodeLost(1, "gone"))
+    assert outcome(rig) == (Stage.REFUSED, "node 1 node 1: gone")
+
+
+def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
+    """The next coordinator has the requests from the journal before the agents are back."""
+    known = tuple(Request.from_dict(one.to_dict()) for one in old.state.requests)
+    rig = successor(old)
+    rig.feed(ev.RequestsFound(known, restarted))
+    return rig
+
+
+def test_a_takeover_goes_on_with_a_drain() -> None:
+    old = begun()
+    ask(old, Verb.DRAIN, node=1)
+    rig = taken_over(old)
+    rejoin(rig, old, 0, 1)
+    assert outcome(rig) == (Stage.ASKED, "")
+    assert not rig.of(act.Pause)
+    rejoin(rig, old, 2)
+    repeat(rig)
+    assert rig.state.phase is Phase.PAUSING
+    assert outcome(rig)[0] is Stage.UNDER_WAY
+    pause = rig.of(act.Pause, rig.log)[-1]
+    rig.feed(*(ev.Paused(*rig.seat(role), 1, pause.iteration) for role in (0, 1)))
+    rig.closed(g(pause.iteration))
+    rig.journal()
+    rig.restored()
+    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
+
+
+def test_a_takeover_finds_what_the_one_before_had_done() -> None:
+    old = begun()
+    ask(old, Verb.DRAIN, node=1)
+    before = old.state.requests
+    moved(old)
+    old.state = old.state.changed({"requests": before})
+    rig = taken_over(old)
+    rejoin(rig, old, 0, 1, 2, closed=1)
+    assert outcome(rig) == (Stage.DONE, "node 1 has no role")
+
+
+def test_a_restart_of_all_processes_ends_what_was_open() -> None:
+    old = begun()
+    ask(old, Verb.DRAIN, node=1)
+    rig = taken_over(old, restarted=True)
+    assert outcome(rig) == (Stage.REFUSED, "all processes of the run were started again")
+
+
+def plan(rig: Rig, every: int) -> dict[str, Any]:
+    wanted = replace(rig.state.protection, every=every)
+    return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
+
+
+def test_protection_is_done_when_an_epoch_has_it() -> None:
+    rig = begun()
+    ask(rig, Verb.PROTECT, **plan(rig, 3))
+    assert rig.state.phase is Phase.PAUSING
+    assert outcome(rig)[0] is Stage.UNDER_WAY
+    moved(rig)
+    assert rig.record.protection.every == 3
+    assert outcome(rig)[0] is Stage.DONE
+
+
+def test_protection_that_is_overtaken_says_by_what() -> None:
+    rig = begun()
+    ask(rig, Verb.PROTECT, 1, **plan(rig, 3))
+    ask(rig, Verb.PROTECT, 2, **plan(rig, 5))
+    assert outcome(rig, 1) == (Stage.REFUSED, "buddy; every 5 iterations was chosen after it")
+    assert outcome(rig, 2)[0] is Stage.UNDER_WAY
+
+
+def test_protection_goes_on_after_a_takeover() -> None:
+    old = begun()
+    ask(old, Verb.PROTECT, **plan(old, 3))
+    rig = taken_over(old)
+    rejoin(rig, old, 0, 1, 2)
+    repeat(rig)
+    assert (rig.state.protection.every, rig.state.phase) == (3, Phase.PAUSING)
+
+
+def test_checkpoints_that_are_asked_for_come_one_after_the_other() -> None:
+    rig = begun()
+    ask(rig, Verb.PERSIST, 1, directory="/a")
+    assert rig.one(act.BeginExport) == act.BeginExport(1, "/a")
+    ask(rig, Verb.PERSIST, 2, directory="/b")
+    assert not rig.of(act.BeginExport)
+    rig.feed(ev.Exported(1, 9, "/a/iter_9"))
+    assert outcome(rig, 1) == (Stage.DONE, "iteration 9 is in /a/iter_9")
+    assert rig.one(act.BeginExport) == act.BeginExport(2, "/b")
+    rig.feed(ev.Exported(2, 10, "", "no room"))
+    assert outcome(rig, 2) == (Stage.REFUSED, "no checkpoint of iteration 10: no room")
+
+
+def test_a_checkpoint_waits_until_the_run_trains_and_is_begun_again_after_a_takeover() -> None:
+    old = begun()
+    ask(old, Verb.PERSIST, directory="/a")
+    rig = taken_over(old)
+    rejoin(rig, old, 0, 1)
+    assert not rig.of(act.BeginExport)
+    rejoin(rig, old, 2)
+    repeat(rig)
+    assert rig.of(act.BeginExport, rig.log) == [act.BeginExport(1, "/a")]
+
+
+def test_a_stop_with_a_dump_waits_for_the_agents_after_a_takeover() -> None:
+    """At once the epoch would be closed without the pause, and without the last export."""
+    old = begun()
+    ask(old, Verb.STOP, dump=True, reason="enough", until=old.now + 100)
+    assert old.one(act.EndRun) == act.EndRun("enough", 100)
+    rig = successor(old)
+    found = replace(old.state.requests[0], until=rig.now + 60)
+    rig.feed(ev.RequestsFound((found,)))
+    rejoin(rig, old, 0, 1)
+    assert not rig.of(act.EndRun)
+    rejoin(rig, old, 2)
+    assert rig.of(act.EndRun, rig.log) == [act.EndRun("enough", 60)]
+    rig.feed(ev.DumpRequested("enough", 60))
+    rig.feed(ev.UserStop())
+    assert outcome(rig) == (Stage.DONE, "the run is ending")
+
+
+def test_a_stop_without_a_dump_waits_for_nobody() -> None:
+    rig = taken_over(begun())
+    ask(rig, Verb.DRAIN, 1, node=1)
+    ask(rig, Verb.STOP, 2, dump=False, reason="enough")
+    assert rig.one(act.Finish).exit_status == 130
+    assert outcome(rig, 1) == (Stage.REFUSED, "the run is ending")
+    assert outcome(rig, 2)[0] is Stage.DONE
+
+
+def test_a_role_that_is_killed_is_replaced() -> None:
+    rig = begun()
+    ask(rig, Verb.KILL, part="role", number=1, signal="KILL", seat=[1, 0, 0])
+    assert rig.one(act.Hurt) == act.Hurt(1, "role", "KILL", 0, 0)
+    rig.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
+    rig.closed(g(7))
+    rig.journal()
+    assert outcome(rig)[0] is Stage.UNDER_WAY
+    rig.restored()
+    assert outcome(rig) == (Stage.DONE, "role 1 is played by node 1 slot 0, process 1")
+
+
+@pytest.mark.parametrize("part", ["node", "agent"])
+def test_a_node_that_is_killed_is_done_when_its_roles_are_played_elsewhere(part: str) -> None:
+    rig = begun()
+    ask(rig, Verb.KILL, part=part, number=1, signal="KILL")
+    assert rig.one(act.Hurt) == act.Hurt(1, part, "KILL")
+    rig.feed(ev.NodeLost(1, "connection closed"))
+    assert outcome(rig) == (Stage.UNDER_WAY, "node 1 is lost")
+    rig.closed(g(7))
+    rig.journal()
+    rig.restored()
+    assert outcome(rig)[0] is Stage.DONE
+
+
+def test_a_vault_that_is_killed_is_done_when_its_end_is_told() -> None:
+    rig = begun()
+    ask(rig, Verb.KILL, part="vault", number=1, signal="KILL")
+    assert rig.one(act.Hurt) == act.Hurt(1, "vault", "KILL")
+    rig.feed(ev.VaultLost(0))
+    assert outcome(rig)[0] is Stage.UNDER_WAY
+    rig.feed(ev.VaultLost(1))
+    assert outcome(rig) == (Stage.DONE, "the vault of node 1 is replaced")
+
+
+def test_a_coordinator_that_is_killed_is_done_when_there_is_another() -> None:
+    old = begun()
+    ask(old, Verb.KILL, part="coordinator", number=None, signal="KILL")
+    assert old.one(act.Hurt) == act.Hurt(None, "coordinator", "KILL")
+    assert outcome(taken_over(old)) == (Stage.DONE, "another one has taken over")
+
+
+def test_nothing_is_hurt_twice_by_a_takeover() -> None:
+    old = begun()
+    ask(old, Verb.KILL, 1, part="vault", number=0, signal="KILL")
+    ask(old, Verb.KILL, 2, part="role", number=1, signal="KILL", seat=[1, 0, 0])
+    old.feed(ev.MemberLost(1, 0, 0, signal=SIGKILL))
+    old.closed(g(7))
+    old.journal()
+    rig = taken_over(old)
+    rejoin(rig, old, 0, 1, 2, closed=1, restored=False)
+    assert outcome(rig, 1)[0] is Stage.REFUSED
+    rig.restored()
+    assert not rig.of(act.Hurt, rig.log)
+    assert outcome(rig, 2)[0] is Stage.DONE
+
+
+def test_what_cannot_be_is_refused_before_it_is_journalled() -> None:
+    rig = begun()
+    assert "there are: 0, 1, 2" in refusal(rig.state, Verb.DRAIN, {"node": 9})
+    assert "0 to 1" in refusal(rig.state, Verb.KILL, {"part": "role", "number": 2})
+    assert "not connected" in refusal(rig.state, Verb.KILL, {"part": "vault", "number": 7})
+    assert refusal(rig.state, Verb.KILL, {"part": "coordinator", "number": None}) == ""
+    over = copy.copy(rig)
+    over.feed(ev.UserStop())
+    assert refusal(over.state, Verb.DRAIN, {"node": 0}) == "the run is ending"
+
+
+def test_only_the_newest_that_ended_are_remembered() -> None:
+    rig = begun()
+    for number in range(1, 40):
+        ask(rig, Verb.DRAIN, number, node=2)
+    assert [one.number for one in rig.state.requests] == list(range(23, 40))
+    assert {one.stage for one in rig.state.requests} == {Stage.DONE}

@@ -1,0 +1,308 @@
+"""What passes behind the handshake: as it was sent, in order, once, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.wire import auth, framing, records
+from deadpool_megatron.wire.auth import AuthenticationError
+from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.records import AlteredError, Direction, Opener, RecordSocket
+from deadpool_megatron.wire.tls import open_stream
+from tests.wire.visitors import SECONDS, SECRET, Recorder
+
+KEY = b"k" * 32
+Change = Callable[[list[bytes]], list[bytes]]
+
+
+def sealed(*contents: bytes) -> list[bytes]:
+    direction = Direction(KEY)
+    return [direction.seal(content) for content in contents]
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
+def test_pieces_of_any_size_give_the_same_bytes(contents: list[bytes], size: int) -> None:
+    data, opener, found = b"".join(sealed(*contents)), Opener(Direction(KEY)), b""
+    for start in range(0, len(data), size):
+        found += opener.feed(data[start : start + size])
+    assert found == b"".join(contents)
+    assert opener.is_between
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_any_changed_bit_is_noticed(data: st.DataObject) -> None:
+    contents = data.draw(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3))
+    whole = bytearray(b"".join(sealed(*contents)))
+    bit = data.draw(st.integers(0, 8 * len(whole) - 1))
+    whole[bit // 8] ^= 1 << (bit % 8)
+    opener = Opener(Direction(KEY))
+    try:
+        found = opener.feed(bytes(whole))
+    except AlteredError:
+        return
+    # A longer length waits for bytes that do not come; what stood before it is as it was.
+    assert b"".join(contents).startswith(found)
+    assert len(found) < len(b"".join(contents))
+
+
+CHANGES: dict[str, Change] = {
+    "sent again": lambda sent: [sent[0], sent[0], *sent[1:]],
+    "left out": lambda sent: sent[1:],
+    "moved": lambda sent: [sent[1], sent[0], *sent[2:]],
+    "put in": lambda sent: [sent[0], Direction(b"other").seal(b"x"), *sent[1:]],
+    "of the other direction": lambda sent: [Direction(b"back").seal(b"one"), *sent[1:]],
+    "another kind": lambda sent: [bytes([sent[0][0] | 0x80]) + sent[0][1:], *sent[1:]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_somebody_on_the_way_can_do(change: str) -> None:
+    opener = Opener(Direction(KEY))
+    with pytest.raises(AlteredError):
+        opener.feed(b"".join(CHANGES[change](sealed(b"one", b"two", b"three"))))
+
+
+def test_no_length_is_believed_beyond_that_of_a_frame() -> None:
+    for header in (b"\x7f\xff\xff\xff", b"\x80\x20\x00\x01"):
+        with pytest.raises(AlteredError):
+            Opener(Direction(KEY)).feed(header)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of an authenticated connection over the loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepted: list[socket.socket] = []
+
+        def accept() -> None:
+            connection, _ = listener.accept()
+            connection.settimeout(SECONDS)
+            accepted.append(auth.accept(connection, SECRET, "run"))
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        connecting = auth.connect(listener.getsockname(), SECRET, "run", SECONDS)
+        thread.join()
+    return connecting, accepted[0]
+
+
+def test_frames_and_bulk_over_sockets() -> None:
+    ours, theirs = pair()
+    bulk = random.Random(1).randbytes((5 << 20) + 77)
+    with ours, theirs:
+
+        def answer() -> None:
+            framing.send(theirs, framing.receive(theirs))
+            target = bytearray(len(bulk))
+            for start in range(0, len(bulk), 3 << 20):  # not as it was cut on the way
+                framing.receive_into(theirs, memoryview(target)[start : start + (3 << 20)])
+            records.send_bulk(theirs, memoryview(target))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        framing.send(ours, {"n": 1, "text": "x" * 100_000})
+        assert framing.receive(ours)["n"] == 1
+        records.send_bulk(ours, memoryview(bulk))
+        back = bytearray(len(bulk))
+        framing.receive_into(ours, memoryview(back))
+        thread.join()
+        assert back == bulk
+        framing.send(ours, {"n": 2})
+        framing.send(ours, {"n": 3})
+        assert [framing.receive(theirs)["n"] for _ in range(2)] == [2, 3]
+        ours.close()
+        with pytest.raises(framing.ConnectionClosed):
+            framing.receive(theirs)
+
+
+def test_what_is_taken_and_not_read_is_pending() -> None:
+    ours, theirs = pair()
+    with ours, theirs:
+        ours.sendall(b"abcdef")
+        target = bytearray(2)
+        framing.receive_into(theirs, memoryview(target))
+        assert isinstance(theirs, RecordSocket)
+        assert (bytes(target), theirs.pending()) == (b"ab", 4)
+
+
+class Between:
+    """Somebody on the way from a dialler to a listener, who changes the bytes at will."""
+
+    def __init__(self, target: tuple[str, int], change: Callable[[bytes, int], bytes]) -> None:
+        self._target = target
+        self._change = change
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def __enter__(self) -> Between:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _run(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(self._target)
+        threading.Thread(target=self._pump, args=(far, near, False), daemon=True).start()
+        self._pump(near, far, True)
+
+    def _pump(self, source: socket.socket, sink: socket.socket, forth: bool) -> None:
+        count = 0
+        try:
+            while data := source.recv(65536):
+                sink.sendall(self._change(data, count) if forth else data)
+                count += 1
+        except OSError:
+            pass
+        finally:
+            for connection in (source, sink):
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def behind_door(scenario: Callable[[tuple[str, int]], Awaitable[None]]) -> Recorder:
+    async def run() -> Recorder:
+        inside, listener = Recorder(), socket.create_server(("127.0.0.1", 0))
+        door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
+        opened = asyncio.create_task(door.run())
+        try:
+            await scenario(listener.getsockname())
+        finally:
+            opened.cancel()
+            door.close()
+        return inside
+
+    return asyncio.run(run())
+
+
+async def enter(address: tuple[str, int]) -> dict[str, object]:
+    reader, writer = await open_stream(address, None)
+    try:
+        await auth.connect_stream(reader, writer, SECRET, "run")
+        return await framing.read_frame(reader)
+    finally:
+        writer.close()
+
+
+def test_a_relay_without_the_secret_gets_nobody_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the port that a coordinator had, and hands the handshake on to the real one."""
+    monkeypatch.delenv(auth.TRANSLATED, raising=False)
+
+    async def scenario(address: tuple[str, int]) -> None:
+        with (
+            Between(address, lambda data, _: data) as relay,
+            pytest.raises((framing.WireError, OSError)),
+        ):
+            await enter(relay.address)
+        assert (await enter(address))["t"] == "welcome"
+
+    inside = behind_door(scenario)
+    assert len(inside.served) == 1
+    assert "somebody relays it, or addresses are translated" in inside.refusals[0]
+
+
+def test_where_addresses_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(auth.TRANSLATED, "1")
+
+    async def scenario(address: tuple[str, int]) -> None:
+        with Between(address, lambda data, _: data) as relay:
+            assert (await enter(relay.address))["t"] == "welcome"
+
+    assert behind_door(scenario).refusals == []
+
+
+def test_a_relay_that_says_what_the_acceptor_wants_to_hear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof is of the address that was dialled, not of the one in the message."""
+    monkeypatch.delenv(auth.TRANSLATED, raising=False)
+
+    async def scenario(address: tuple[str, int]) -> None:
+        place: list[Between] = []
+
+        def other(data: bytes, _: int) -> bytes:
+            old = f"127.0.0.1:{place[0].address[1]}".encode()
+            return data.replace(old, f"127.0.0.1:{address[1]}".encode())
+
+        with Between(address, other) as relay:
+            place.append(relay)
+            with pytest.raises((AuthenticationError, OSError)):
+                await enter(relay.address)
+
+    assert behind_door(scenario).served == []
+
+
+@pytest.mark.parametrize("kind", ["changed", "twice", "none"])
+def test_blocking_ends_do_not_take_what_was_altered(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(auth.TRANSLATED, "1")
+
+    def change(data: bytes, count: int) -> bytes:
+        if count < 2:  # hello and answer
+            return data
+        return {"changed": data[:-1] + bytes([data[-1] ^ 1]), "twice": data * 2, "none": data}[kind]
+
+    taken: list[object] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            connection.settimeout(SECONDS)
+            try:
+                connection = auth.accept(connection, SECRET, "run")
+                framing.send(connection, {"t": "ready"})
+                while True:
+                    taken.append(framing.receive(connection))
+            except (OSError, framing.WireError) as error:
+                taken.append(type(error).__name__)
+            finally:
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with Between(listener.getsockname(), change) as relay:
+            connection = auth.connect(relay.address, SECRET, "run", SECONDS)
+            with connection:
+                framing.receive(connection)  # so that what follows is a piece of its own
+                framing.send(connection, {"t": "order"})
+            thread.join()
+    order = {"t": "order"}
+    assert (
+        taken
+        == {
+            "changed": ["AlteredError"],
+            "twice": [order, "AlteredError"],
+            "none": [order, "ConnectionClosed"],
+        }[kind]
+    )
+
+
+def test_addresses_are_written_in_one_way() -> None:
+    assert auth.address_of(("10.0.0.1", 5)) == "10.0.0.1:5"
+    assert auth.address_of(("::ffff:10.0.0.1", 5, 0, 0)) == "10.0.0.1:5"
+    assert auth.address_of(("fe80::1%eth0", 5, 0, 2)) == auth.address_of(("FE80:0::1", 5, 0, 0))
+    assert auth.address_of("") == ""
+
+
+def test_a_listener_on_all_addresses_knows_which_one_was_dialled() -> None:
+    async def run() -> None:
+        inside, listener = Recorder(), socket.create_server(("0.0.0.0", 0))
+        door = Door(listener, Lock(SECRET, "run", None, SECONDS), inside)
+        opened = asyncio.create_task(door.run())
+        port = listener.getsockname()[1]
+        for address in ("127.0.0.1", "127.0.0.2", "localhost"):
+            assert (await enter((address, port)))["t"] == "welcome"
+        opened.cancel()
+        door.close()
+
+    asyncio.run(run())
