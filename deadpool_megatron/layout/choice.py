@@ -7,10 +7,10 @@ slot, and slots are laid out before anything is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deadpool_megatron.layout.demand import Scene, demand
+from deadpool_megatron.layout.demand import Scene, memory_needs
 from deadpool_megatron.layout.schemes import (
     ANY,
     Kind,
@@ -56,18 +56,27 @@ def choose(scene: Scene, budgets: Mapping[int, int], every: int = 1) -> Choice:
     ``budgets``: node -> bytes for generations; a node that is not in it has as much as it wants.
     ``every``: the cadence, which is chosen elsewhere.
     """
-    plans = list(_plans(scene, every))
-    copies, sparest = plans[0], plans[-1]
-    for roomy in (True, False):
-        for plan in plans:
-            if lacking(plan, replace(scene, roomy=roomy), budgets) is None:
-                return Choice(plan, _why(plan, copies, roomy, scene, budgets))
-    return Choice(sparest, "no scheme fits", lacking(sparest, scene, budgets))
+    roomy = replace(scene, roomy=True)
+    lacks: list[Lack] = []  # of plans that were passed over, copies first
+    tight: ProtectionPlan | None = None
+    plan = ProtectionPlan()
+    for plan in _plans(scene, every):
+        # What lacks memory as it is lacks it with room for more, too.
+        lack = lacking(plan, scene, budgets)
+        if lack is None:
+            tight = tight or plan
+            lack = lacking(plan, roomy, budgets)
+        if lack is None:
+            return Choice(plan, _why(plan, "with room", lacks))
+        lacks.append(lack)
+    if tight is not None:
+        return Choice(tight, _why(tight, "without room", lacks))
+    return Choice(plan, "no scheme fits", lacks[-1])
 
 
 def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
-    needs = demand(plan, scene).memory
+    needs = memory_needs(plan, scene)
     found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
 
@@ -86,20 +95,12 @@ def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
         yield ProtectionPlan((Rule(ANY, ANY, scheme),), every)
 
 
-def _why(
-    plan: ProtectionPlan,
-    copies: ProtectionPlan,
-    roomy: bool,
-    scene: Scene,
-    budgets: Mapping[int, int],
-) -> str:
+def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
     """Return one line: what stands in the way of copies, where they are not taken."""
-    room = "with room" if roomy else "without room"
     text = f"{plan_in_words(plan)} fits, {room} to take over the roles of another node"
-    if plan != copies:
-        lack = lacking(copies, replace(scene, roomy=roomy), budgets)
-        text += f"; for copies {lack.in_words()}" if lack is not None else ""
-    return text
+    if Kind.BUDDY in plan.kinds:
+        return text
+    return f"{text}; for copies {lacks[0].in_words()}"
 
 
 def sized(nbytes: int) -> str:

@@ -61,15 +61,24 @@ class Demand:
 
 def demand(plan: ProtectionPlan, scene: Scene) -> Demand:
     """See :class:`Demand`. Recompute counts as what its generations with a whole copy need."""
-    survived = 0 if Kind.LOCAL in plan.kinds else scene.survived
-    reckoning = _reckoned(plan, scene, survived)
-    memory = dict(reckoning.memory)
-    if scene.roomy:
-        memory = reckoning.with_room(_reckoned(plan, _after_a_swap(scene), survived).most_kept())
+    reckoning = _reckoned(plan, scene)
+    memory = _memory(reckoning, plan, scene)
     return Demand(memory, dict(reckoning.out), dict(reckoning.into), *reckoning.risk())
 
 
-def _reckoned(plan: ProtectionPlan, scene: Scene, survived: int) -> _Reckoning:
+def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    """Return :attr:`Demand.memory` alone, which takes less time to reckon."""
+    return _memory(_reckoned(plan, scene), plan, scene)
+
+
+def _memory(reckoning: _Reckoning, plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    if not scene.roomy:
+        return dict(reckoning.memory)
+    return reckoning.with_room(_reckoned(plan, _after_a_swap(scene)).most_kept())
+
+
+def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
+    survived = 0 if Kind.LOCAL in plan.kinds else scene.survived
     reckoning = _Reckoning(plan, scene, survived)
     for role, layout in scene.layouts.items():
         if role in scene.seats:
@@ -104,6 +113,7 @@ class _Reckoning:
             )
         nodes = scene.domains
         self.memory = Counter(dict.fromkeys(nodes, 0))
+        self._own = Counter[int]()
         self.out = Counter(dict.fromkeys(nodes, 0))
         self.into = Counter(dict.fromkeys(nodes, 0))
         # Sets of nodes, each with state that the loss of all but so many of them loses.
@@ -112,8 +122,11 @@ class _Reckoning:
     def add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, and the copies that other nodes hold."""
         node = self._scene.seats[role]
-        self.memory[node] += own_bytes(layout)
-        sizes = [part.nbytes for part in layout.parts if self._is_copied(role, layout, part)]
+        own = own_bytes(layout)
+        self.memory[node] += own
+        self._own[node] += own
+        shards = layout.shard_parts
+        sizes = [part.nbytes for part in layout.parts if self._is_copied(role, shards, part)]
         shipped, kept = sum(sizes), copy_bytes(layout, sizes)
         buddies = self._copies.buddies(role, layout.peers)
         for buddy in buddies:
@@ -122,8 +135,8 @@ class _Reckoning:
             self.out[node] += shipped
         self._holding.add((frozenset({node, *buddies}), 1 + len(buddies)))
 
-    def _is_copied(self, role: int, layout: RoleLayout, part: PartInfo) -> bool:
-        if part.name not in layout.shard_parts:
+    def _is_copied(self, role: int, shards: Collection[str], part: PartInfo) -> bool:
+        if part.name not in shards:
             return not is_local_part(part.name)
         return not (self._is_coded(role, part) or self._is_covered(role, part))
 
@@ -148,7 +161,8 @@ class _Reckoning:
                 layout = self._scene.layouts.get(role)
                 if layout is None:
                     continue
-                coded = [part for part in layout.parts if self._is_shard_coded(role, layout, part)]
+                shards = layout.shard_parts
+                coded = [p for p in layout.parts if p.name in shards and self._is_coded(role, p)]
                 sent = sum(part.nbytes for part in coded)
                 for part in coded:
                     longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
@@ -166,22 +180,15 @@ class _Reckoning:
 
     def most_kept(self) -> int:
         """Bytes that the fullest training node has beside its own slots."""
-        own = self._own()
+        own = self._own
         return max((self.memory[node] - own[node] for node in own), default=0)
-
-    def _own(self) -> Counter[int]:
-        own = Counter[int]()
-        for role, node in self._scene.seats.items():
-            if role in self._scene.layouts:
-                own[node] += own_bytes(self._scene.layouts[role])
-        return own
 
     def with_room(self, kept: int) -> dict[int, int]:
         """One generation of the roles is fetched beside the slots that are made for them. What a
         spare has kept until then stays in one generation until that has new places, of which the
         spare, which keeps as much as ``kept`` bytes then, may be one.
         """
-        own = self._own()
+        own = self._own
         slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
         most = max(own.values(), default=0)
         fetched = -(-most // slots)
@@ -201,6 +208,3 @@ class _Reckoning:
             inside = Counter(domains[node] for node in nodes if node in domains)
             fatal.update(domain for domain, count in inside.items() if count >= together)
         return sets, frozenset(fatal)
-
-    def _is_shard_coded(self, role: int, layout: RoleLayout, part: PartInfo) -> bool:
-        return part.name in layout.shard_parts and self._is_coded(role, part)

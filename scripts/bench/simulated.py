@@ -33,12 +33,14 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.wire.auth import Handshake, address_of
 from deadpool_megatron.wire.framing import FrameBuffer, encode
 from deadpool_megatron.wire.records import Direction, Opener
 
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
+_FACTS = read_facts("127.0.0.1").to_dict()
 _PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
@@ -284,6 +286,7 @@ class Agent(asyncio.Protocol):
             "closed": self._closed,
             "restored": {str(slot): self._told for slot in self._incarnations},
             "term": self._term,
+            "facts": _FACTS,
             "of": self._boot,
             "o": self._ordered,
         }

@@ -12,6 +12,10 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import Generation, Inventory
+from deadpool_megatron.preflight.facts import HostFacts, Link
+
+FACTS = HostFacts("host", versions={"torch": "2"}, gpus=8, open_files=1024)
+LINK = Link(1, "", 1e-4, 0.5, 1e9)
 
 
 def said(**m: Any) -> dict[str, Any]:
@@ -65,6 +69,11 @@ def said(**m: Any) -> dict[str, Any]:
             {"t": "dumped", "generation": [1, 2], "boundary": "step", "files": [], "error": "full"},
             inputs.Dumped(7, Generation(1, 2), "full", "step"),
         ),
+        ({"t": "facts", "facts": FACTS.to_dict()}, inputs.FactsTold(7, FACTS)),
+        (
+            {"t": "probed", "number": 3, "links": [LINK.to_dict()]},
+            inputs.Probed(7, 3, (LINK,)),
+        ),
         ({"t": "something else"}, None),
     ],
 )
@@ -82,6 +91,10 @@ def test_agents_messages(message: dict[str, Any], expected: inputs.Input | None)
         said(t="restored", epoch=1, generation=7),
         said(t="registered", layout={}),
         {"t": "inventory", "inventory": []},
+        {"t": "facts", "facts": {}},
+        {"t": "facts", "facts": {**FACTS.to_dict(), "gpus": "many"}},
+        {"t": "probed", "number": 3, "links": [{"peer": 1}]},
+        {"t": "probed", "number": 3, "links": 5},
         {"t": "member-lost", "slot": 1, "incarnation": 2, "signal": "SIGNONE"},
     ],
 )
@@ -115,6 +128,8 @@ def test_join_says_what_a_new_coordinator_has_to_know() -> None:
         "epoch": 3,
         "closed": 2,
         "restored": {"0": 3},
+        "facts": FACTS.to_dict(),
     }
-    joined = inputs.NodeJoined(2, "h", 9, "d", {0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
+    places = ({0: 1}, {0: 1, 1: 4}, 3, 2, {0: 3})
+    joined = inputs.NodeJoined(2, "h", 9, "d", *places, facts=FACTS)
     assert reports.join(message) == joined

@@ -13,6 +13,7 @@ from immutables import Map
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import plans
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.plans import scene_of
 from deadpool_megatron.cluster.machine.state import State
@@ -80,10 +81,11 @@ def needs(state: State, plan: ProtectionPlan, rig: Room) -> int:
     return demand(plan, scene).largest_memory_bytes
 
 
-def sizes(nodes: int = 6, spares: int = 0) -> tuple[int, int]:
+def sizes(nodes: int = 6, spares: int = 0, replicas: int = 1) -> tuple[int, int]:
     """Memory of the fullest of these nodes with copies, and with the sparest plan."""
-    rig = Room(nodes=nodes, spares=spares, nproc=4).run()
-    uniforms = [uniform("parity", rig.settings, 1, k) for k in GROUP_SIZES if k < nodes + spares]
+    rig = Room(nodes=nodes, spares=spares, nproc=4, replicas=replicas).run()
+    groups = [size for size in GROUP_SIZES if size + replicas <= nodes + spares]
+    uniforms = [uniform("parity", rig.settings, 1, size) for size in groups]
     found = [needs(rig.state, plan, rig) for plan in (ProtectionPlan(), *uniforms)]
     return found[0], min(found)
 
@@ -145,6 +147,17 @@ def test_nothing_fits_ends_the_start_with_one_line() -> None:
     assert end.exit_status == 2
     assert "no scheme fits, parity(3) needs least: node 0 would need" in end.reason
     assert end.reason.endswith("raise --deadpool-memory-gb or add nodes")
+
+
+def test_blocks_that_nothing_here_can_compute_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "find_spec", lambda name: None)
+    _, least = sizes(6, replicas=2)
+    rig = room(least, nodes=6, spares=0, replicas=2).begin()
+    (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
+    assert end.exit_status == 2
+    assert "needs the package zfec on all nodes" in end.reason
 
 
 def without_its_spare() -> Room:
