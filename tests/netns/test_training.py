@@ -78,7 +78,7 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
 
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
 def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
-    """Nobody is fenced, nobody takes over, training goes on. Files that are open stay as they are."""
+    """Nobody is fenced, nobody takes over, training goes on. Open files stay as they are."""
     with training(tmp_path, 1.4) as cluster:
         members = [pid for node in range(_NODES) for pid in cluster.members(node)]
         began = time.time()
