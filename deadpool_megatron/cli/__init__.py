@@ -38,7 +38,6 @@ COMMANDS = {
     "patch": "patch",
     "plan": "plan",
     "check": "check",
-    "coordinator": "coordinate",
     "agent": "node",
     "standby": "coordinate",
 }

@@ -9,8 +9,7 @@ import argparse
 import json
 import os
 import socket
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,13 @@ from deadpool_megatron.cli.checks import (
 )
 from deadpool_megatron.cli.common import (
     CommandError,
-    RunNotReachable,
-    ask,
     ask_at,
-    coordinator_address,
     parse_address,
     raw,
 )
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
 from deadpool_megatron.cli.resuming import Others, resume_point, write_what_is_left
+from deadpool_megatron.cli.serving import Place, serve
 from deadpool_megatron.cli.sizes import add_size, make_info
 from deadpool_megatron.cli.slurm_environment import (
     INTERFACE_VARIABLE,
@@ -45,16 +42,11 @@ from deadpool_megatron.cli.slurm_environment import (
     local_address,
     slurm_environment,
 )
-from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.process import run_agent
-from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
-from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.events import read_events
-from deadpool_megatron.layout import domains
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, tls
 from deadpool_megatron.wire.framing import WireError
@@ -76,16 +68,6 @@ examples:
 exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
 nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
 out as not fit."""
-_ATTACH_PAUSE_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where this agent runs. ``node``: None for one that the coordinator hands out."""
-
-    node: int | None
-    host: str
-    domain: str
 
 
 def add_parser(subparsers: Any) -> None:
@@ -132,7 +114,9 @@ def add_parser(subparsers: Any) -> None:
         help="after having been cut off, come back as a new spare, up to K times (default: 3)",
     )
     agent.add_argument(
-        "--coordinator", metavar="HOST:PORT", help="of 'deadpool coordinator' (default: a standby)"
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where the coordinator listens, for a host without the shared run directory",
     )
     agent.add_argument(
         "--coordinator-port",
@@ -170,7 +154,6 @@ def run(args: argparse.Namespace) -> int:
     slurm = slurm_environment(os.environ) if args.from_slurm else None
     node = _node_id(args, slurm)
     fixed = None if args.coordinator is None else parse_address(args.coordinator)
-    shared = fixed is None or (run.path / "run.json").exists()
     if not (run.path / "run.json").exists():
         if fixed is not None:
             _fetch_run(run, args, fixed)
@@ -192,11 +175,24 @@ def run(args: argparse.Namespace) -> int:
     held = claim_segments(run, info.run_id)
     if os.getpgid(0) != os.getpid():
         os.setsid()
-    standby = shared and not args.no_standby
+    # Without the shared directory a standby would see another journal than all others.
+    alone = fixed is not None and info.settings.journal == "directory"
     try:
-        return _serve(run, info, args, place, fixed, modules, secret, standby=standby)
+        status = serve(
+            run,
+            info,
+            place,
+            modules,
+            secret,
+            standby_port=None if alone or args.no_standby else args.coordinator_port,
+            fixed=fixed,
+            rejoins=max(0, args.rejoin),
+        )
     finally:
         os.close(held)
+    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
+        _show_check(run, info, args)
+    return status
 
 
 def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
@@ -242,85 +238,6 @@ def _place(
     return Place(node, host, domain)
 
 
-def _serve(
-    run: RunDirectory,
-    info: RunInfo,
-    args: argparse.Namespace,
-    place: Place,
-    fixed: tuple[str, int] | None,
-    modules: tuple[str, ...],
-    secret: bytes,
-    *,
-    standby: bool,
-) -> int:
-    """One agent after the other: each comes back as another node than the one that was fenced."""
-    node, rejoins = place.node, max(0, args.rejoin)
-    for attempt in range(rejoins + 1):
-        if node is None:
-            node = _attach(run, info, fixed)
-        options = AgentOptions(
-            node=node,
-            run=run,
-            info=info,
-            secret=secret,
-            # The file names the newest coordinator, wherever it was started again.
-            address=lambda: coordinator_address(run) or fixed,
-            host=place.host,
-            domain=place.domain or domain_of(info.settings, node),
-            modules=modules,
-            directory=Path.cwd(),
-            standby=_standby_command(run, place.host, node, args) if standby else (),
-            takes_up=True,
-            keeps_slots=attempt < rejoins,
-        )
-        try:
-            status = run_agent(options)
-        except NodeTaken as error:
-            raise CommandError(f"{error}: choose another --node-id") from error
-        if status == EXIT_LEFT_OUT:
-            return EXIT_FENCED
-        if status != EXIT_FENCED or _is_over(run):
-            break
-        node = None
-    try:
-        ended = int(read_json(run.final)["exit_status"])
-    except (OSError, ValueError, KeyError):
-        return status
-    if info.check_only and node == _last_coordinator(run, info):
-        _show_check(run, info, args)
-    if ended == 0:  # else what agents that died have left may complete what was dumped
-        remove_unclaimed(info.run_id)
-    return ended
-
-
-def _standby_command(
-    run: RunDirectory, host: str, node: int, args: argparse.Namespace
-) -> tuple[str, ...]:
-    follow = () if args.coordinator is None else ("--follow",)
-    return (
-        *("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path)),
-        *("--node-id", str(node), "--host", host, "--port", str(args.coordinator_port), *follow),
-    )
-
-
-def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
-    """A node id that no node has had. Raises CommandError when there is no coordinator in time."""
-    limit = time.monotonic() + info.settings.spare_timeout_seconds
-    message = {"command": "attach", "hostname": socket.gethostname()}
-    while True:
-        try:
-            if fixed is not None and not run.coordinator.exists():
-                answer = ask_at(fixed, run, info.run_id, message, info.settings)
-            else:
-                answer = ask(run, message)
-            return int(answer["node"])
-        except (RunNotReachable, OSError) as error:
-            # A node that was cut off may be without the shared run directory for as long.
-            if _is_over(run) or time.monotonic() > limit:
-                raise CommandError(f"cannot attach: {error}") from error
-        time.sleep(_ATTACH_PAUSE_SECONDS)
-
-
 def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
     """The node whose standby has coordinated: it speaks for all."""
     term = newest_term(open_journal(info.settings, info.run_id, run.journal))
@@ -336,13 +253,6 @@ def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> N
         print(json.dumps(answer, allow_nan=False))
     else:
         check_table.show(nodes, str(final["reason"]), info.nodes)
-
-
-def _is_over(run: RunDirectory) -> bool:
-    try:
-        return run.final.exists()
-    except OSError:
-        return False  # not reachable just now
 
 
 def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
@@ -418,11 +328,3 @@ def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
     except (OSError, WireError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CommandError(f"no coordinator at {address[0]}:{address[1]} ({reason})") from error
-
-
-def domain_of(settings: Settings, node: int) -> str:
-    """Failure domain from the domains file; every node its own without one."""
-    table = {}
-    if settings.domains_file:
-        table = domains.parse_domains(Path(settings.domains_file).read_text())
-    return domains.domain_of(table, node, socket.gethostname())

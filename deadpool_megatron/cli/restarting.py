@@ -17,6 +17,7 @@ from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     node_directories,
     run_processes,
@@ -86,7 +87,19 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
             raise CommandError(f"the run in {run.path} has {flag} {known}, not {given}")
     if settings.journal != old.settings.journal:
         raise CommandError(f"the run in {run.path} has --deadpool-journal {old.settings.journal}")
-    info = replace(old, command=tuple(args.command), settings=settings, spares=args.spares)
+    try:
+        journal = open_journal(settings, old.run_id, run.journal)
+        term, epoch = newest_term(journal), journal.newest("epoch")
+    except JournalError as error:
+        raise CommandError(f"the run in {run.path} cannot go on: {error}") from error
+    info = replace(
+        old,
+        command=tuple(args.command),
+        settings=settings,
+        spares=args.spares,
+        ended_term=0 if term is None else term.number,
+        ended_epoch=0 if epoch is None else epoch[0],
+    )
     return Restart(info, _numbers(run, info))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron import arguments, failpoints
 from deadpool_megatron.cli import checks, scripts
-from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.common import CommandError, listen, raw
 from deadpool_megatron.cli.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.live import Follower, make_display
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, keep_single_threaded
@@ -22,7 +22,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.wire import tls
 
 _DESCRIPTION = """\
-Starts a coordinator, N + S nodes (agent, vault, P training processes each) and follows the run.
+Starts N + S nodes (agent, vault, P training processes each) and follows the run.
 A node that dies is replaced by a spare within the running job."""
 _EXAMPLES = """\
 examples:
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
         checks.check_shared_memory(info, info.nodes + info.spares)
     checks.check_journal(directory, info)
     checks.check_vault_cpus(info)
-    local_address(settings.interface)  # refused here, or it is looked up again later
+    # Refused here, or it would be in a standby.
+    listen(local_address(settings.interface), args.port).close()
     tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_memory(info)
@@ -126,7 +127,6 @@ def run(args: argparse.Namespace) -> int:
             say=display.line,
             look=follower.look,
             numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
-            restarted=restart is not None,
         )
     )
     try:

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import os
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -28,9 +29,10 @@ from measuring import ROOT, machine_facts, write_facts
 from simulated import Cluster, until
 
 from deadpool_megatron.cli.tail import EventTail
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Kind
-from deadpool_megatron.wire.auth import load_secret
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.auth import create_secret, load_secret
 
 NPROC_PER_NODE = 8
 _SPARE_SHARE = 64  # one node of so many is a spare
@@ -51,7 +53,8 @@ class Measured:
     connection of the last agent; ``decision_to_informed``: until the last agent has taken it;
     ``informed_to_open``: until every role was counted as restored; the CPU seconds of these are
     those of the coordinator, beats included. ``restart_to_all_back``: from
-    the start of the second coordinator, whose interpreter has to load, until it has welcomed all;
+    the start of the second coordinator, whose interpreter has to load and which waits until the
+    sign of life of the first one stands still, until it has welcomed all;
     the epoch stays open, and ``restart_to_steps_taken`` is until it has taken new steps.
     """
 
@@ -82,14 +85,26 @@ class Service:
 
     def __init__(self, directory: Path, nodes: int, spares: int) -> None:
         self.run = RunDirectory(directory)
-        size = ("--nodes", str(nodes), "--spares", str(spares))
+        # This process answers for all agents, on cores that both share: give it time.
+        settings = Settings(start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120)
+        self.run.create(
+            RunInfo(
+                run_id=secrets.token_hex(4),
+                world_size=nodes * NPROC_PER_NODE,
+                nodes=nodes,
+                spares=spares,
+                nproc_per_node=NPROC_PER_NODE,
+                command=("-m", "deadpool_megatron.trainer"),
+                settings=settings,
+                segment_root="",
+            )
+        )
+        create_secret(directory)
+        # The standby of a spare, without its agent.
         self._command = (
-            *(sys.executable, "-m", "deadpool_megatron", "coordinator", *size),
-            *("--nproc-per-node", str(NPROC_PER_NODE), "--run-dir", str(directory)),
-            *("--host", "127.0.0.1", "--deadpool-start-seconds", str(_LIMIT_SECONDS)),
-            # This process answers for all agents, on cores that both share: give it time.
-            *("--deadpool-connect-seconds", "60", "--deadpool-rejoin-seconds", "120"),
-            *("--", "-m", "deadpool_megatron.trainer"),
+            *(sys.executable, "-m", "deadpool_megatron", "standby", "--run-dir", str(directory)),
+            *("--node-id", str(nodes + spares - 1), "--host", "127.0.0.1", "--port", "0"),
+            *("--report-fd", "1"),
         )
         self._process: subprocess.Popen[bytes] | None = None
         self._events = EventTail(self.run.events)
@@ -99,8 +114,17 @@ class Service:
         """A new process."""
         with open(self.run.path.with_suffix(".log"), "ab") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True
+                self._command,
+                stdin=subprocess.PIPE,  # its end would be that of the agent
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                cwd=ROOT,
+                start_new_session=True,
             )
+        assert self._process.stdin is not None
+        # As its agent would say, which was in touch with the coordinator before it.
+        self._process.stdin.write(b"found\nlost\n")
+        self._process.stdin.flush()
 
     def end(self, number: int = signal.SIGKILL) -> None:
         """Signal the process, and wait until it has ended."""

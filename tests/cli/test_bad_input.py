@@ -317,10 +317,9 @@ def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        coordinator = ("coordinator", "--run-dir", str(tmp_path / "r"), "--port", port)
-        size = ("--nodes", "2", "--nproc-per-node", "1")
-        line = complain(capsys, *coordinator, *size, "--", SCRIPT)
+        line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
     assert "Address already in use" in line
+    assert not (tmp_path / "r" / "run.json").exists()
 
 
 def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:

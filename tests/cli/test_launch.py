@@ -33,12 +33,8 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         raise CommandError("no module named megatron")
 
     monkeypatch.setattr(launch, "preload_modules", missing)
-    monkeypatch.setattr(launch, "choose_method", lambda _method: "fork")
-    monkeypatch.setattr(launch.Launcher, "_start_coordinator", lambda self, restarted: None)
     said: list[str] = []
-    options = launch.LaunchOptions(
-        run, info, 0, (), 0, said.append, lambda: None, numbers=(0,), restarted=began
-    )
+    options = launch.LaunchOptions(run, info, 0, (), 0, said.append, lambda: None, numbers=(0,))
     try:
         with pytest.raises(CommandError):
             launch.Launcher(options).run()

@@ -179,22 +179,22 @@ def test_bad_input_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_coordinator_and_agent(
+def test_agent(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "deadpool_megatron.cluster.coordinator.service.run_coordinator", lambda options: 0
-    )
+    def is_made(*_: object) -> None:
+        raise CommandError("far enough")
+
+    monkeypatch.setattr("deadpool_megatron.cli.node.preload_modules", is_made)
     monkeypatch.delenv(scripts.VARIABLE, raising=False)
     directory = str(tmp_path / "run")
     command = (script, "--deadpool", "--deadpool-max-lag", "1")
-    assert cli.main(["coordinator", "--run-dir", directory, *SIZE, "--", *command]) == 0
+    agent = ("agent", "--run-dir", directory, "--node-id", "0")
+    assert "far enough" in complain(capsys, *agent, *SIZE, "--", *command)
     info = RunDirectory(Path(directory)).read_run()
     assert info.command == ("-m", scripts.MODULE, *command)
     assert info.settings.max_lag == 1
 
-    capsys.readouterr()
-    agent = ("agent", "--run-dir", directory, "--node-id", "0")
     assert "another command" in complain(capsys, *agent, "--", *command, "--lr", "1")
     (tmp_path / "run" / "coordinator.json").write_text('{"host": "127.0.0.1", "port": 1}')
     Path(script).unlink()

@@ -132,18 +132,6 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
         assert f"takes up the slots of node {node}" in log
 
 
-def test_a_launcher_has_another_agent_take_up_the_only_copy(tmp_path: Path) -> None:
-    """With ``local``, if nothing but the agent of a node was killed."""
-    options = ("--deadpool-protection", "local")
-    with Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as run:
-        run.wait_iteration(5)
-        send(run.listing(1)["agent"])
-        run.wait_event(Kind.RECOVERED)
-        run.finish()
-        assert decided(run.events()) == ["initial", "memory"]
-        assert "node 2 takes up what node 1 held" in run.output.read_text()
-
-
 def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> None:
     """Who is left writes what it holds; what the dead node left in memory completes it."""
     options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")

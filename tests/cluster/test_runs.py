@@ -1,4 +1,4 @@
-"""Whole runs of launcher, coordinator, agents, vaults and counting members, with real kills."""
+"""Whole runs of launcher, agents, standbys, vaults and counting members, with real kills."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
-from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import PATIENCE_SECONDS, Run, deadpool, send
 
@@ -65,21 +66,36 @@ def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: P
 def test_training_goes_on_without_a_coordinator_and_notices_nothing_of_the_next(
     tmp_path: Path,
 ) -> None:
-    with Run(tmp_path / "r") as run:
+    faults = [_stop_at_claim(node) for node in (1, 2)]
+    with Run(tmp_path / "r", faults=faults) as run:
         run.wait_iteration(5)
-        first = read_json(run.run.coordinator)["pid"]
-        os.kill(run.launcher.pid, signal.SIGSTOP)  # nobody starts another one
-        send(first)
+        send(read_json(run.run.coordinator)["pid"])
+        standbys = _stopped(run, faults)  # nobody takes over
         before = _computed(run)
         run.wait_for("10 iterations without a coordinator", lambda: _computed(run) >= before + 10)
-        os.kill(run.launcher.pid, signal.SIGCONT)
+        for pid in standbys:
+            os.kill(pid, signal.SIGCONT)
         run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
         run.wait_iteration(before + 10)
         final = run.finish()
-        assert "is started again" in run.output.read_text()
+        assert "coordinator: " in run.output.read_text()
         assert len(list(run.run.journal.glob("epoch-*"))) == 1
     assert {event.epoch for event in run.events(Kind.EPOCH_OPENED)} == {1}
     assert final["recoveries"] == []
+
+
+def _stop_at_claim(node: int) -> dict[str, Any]:
+    """The standby of a node stops right before it takes over."""
+    match = {"term": 2, "node": node}
+    return {"id": f"claim-{node}", "point": "standby.claim", "match": match, "signal": "STOP"}
+
+
+def _stopped(run: Run, faults: Sequence[dict[str, Any]]) -> list[int]:
+    """Once each of these faults has stopped a process: these."""
+    fired = run.run.path.with_name(run.run.path.name + "-faults.json.fired")
+    markers = [fired / str(fault["id"]) for fault in faults]
+    run.wait_for("all of them to be stopped", lambda: all(map(Path.exists, markers)))
+    return [int(read_json(marker)["pid"]) for marker in markers]
 
 
 def _computed(run: Run) -> int:
@@ -88,30 +104,54 @@ def _computed(run: Run) -> int:
 
 
 def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+    faults = [_stop_at_claim(node) for node in (0, 1)]
+    with Run(tmp_path / "r", spares=0, faults=faults) as run:
         run.wait_iteration(5)
-        os.kill(run.launcher.pid, signal.SIGSTOP)
-        coordinator = read_json(run.run.coordinator)["pid"]
-        send(coordinator, signal.SIGSTOP)
+        send(read_json(run.run.coordinator)["pid"])
+        standbys = _stopped(run, faults)
         member = run.listing(1)["members"]["0"]
         send(member)
         run.wait_for("the agent to reap it", lambda: not run.listing(1)["members"])
-        send(coordinator)
-        os.kill(run.launcher.pid, signal.SIGCONT)
+        for pid in standbys:
+            os.kill(pid, signal.SIGCONT)
         final = run.finish()
     (recovery,) = final["recoveries"]
     assert recovery["seats_changed"] == {"1": [[1, 0, 0], [1, 0, 1]]}
     assert "ended while there was no coordinator" in recovery["cause"]
 
 
-def test_stopped_coordinator_is_replaced(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", spares=0) as run:
+def test_stopped_coordinator_is_replaced_by_one_on_another_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Run(tmp_path / "r", spares=0, options=("--port", str(port))) as run:
         run.wait_iteration(5)
-        first = read_json(run.run.coordinator)["pid"]
-        send(first, signal.SIGSTOP)
-        run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first)
-        run.finish()
-    assert "the coordinator is stopped: it is killed" in run.output.read_text()
+        first = read_json(run.run.coordinator)
+        assert first["port"] == port
+        send(first["pid"], signal.SIGSTOP)
+        run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first["pid"])
+        final = run.finish()
+    assert final["recoveries"] == []
+
+
+def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path: Path) -> None:
+    """Two nodes keep standbys; when they have gone one after the other, others do."""
+    with Run(tmp_path / "r", nodes=2, spares=2) as run:
+        run.wait_iteration(3)
+        for term in (1, 2):
+            coordinator = _term(run, term)
+            assert coordinator.node in (3, 2)
+            assert (
+                deadpool("kill", str(run.run.path), "--node", str(coordinator.node)).returncode == 0
+            )
+        assert _term(run, 3).node in (0, 1)
+        run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
+        final = run.finish()
+    assert final["recoveries"] == [], "spares, both of them"
+
+
+def _term(run: Run, number: int) -> Event:
+    """Once the coordinator of this term serves."""
+    return run.wait_event(Kind.COORDINATOR, number)
 
 
 def test_run_of_which_no_node_comes_up_ends_soon(tmp_path: Path) -> None:
@@ -362,6 +402,17 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
         run.launcher.send_signal(number)
         final = run.wait_end(130)
     assert final["reason"] == "interrupted"
+
+
+def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Also where nobody can end the run in order."""
+    with Run(tmp_path / "r", options=("--deadpool-takeover-seconds", "60")) as run:
+        run.wait_iteration(1)
+        send(read_json(run.run.coordinator)["pid"], signal.SIGSTOP)
+        run.launcher.send_signal(signal.SIGINT)
+        run.launcher.send_signal(signal.SIGTERM)
+        assert run.launcher.wait(PATIENCE_SECONDS) == 130
+    assert not run.run.final.exists()
 
 
 def test_interrupt_before_anything_runs(tmp_path: Path) -> None:

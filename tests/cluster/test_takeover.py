@@ -129,13 +129,13 @@ def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
 def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", spares=0) as run:
         run.wait_iteration(5)
-        run.power_off(1)
+        run.power_off(0)
         run.wait_for("the loss", lambda: run.events(Kind.NODE_LOST))
         run.start("late", "--attach")
         run.wait_for("a swap", lambda: len(run.epochs()) > 1)
         run.wait_more(3)
         final = run.finish()
-    assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 2
+    assert final["recoveries"][0]["seats_changed"]["0"][1][0] == 2
 
 
 def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:

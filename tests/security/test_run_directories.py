@@ -30,7 +30,6 @@ COMMANDS = {
     "clean": ("clean", "DIR", "--force"),
     "agent --attach": ("agent", "--run-dir", "DIR", "--attach"),
     "agent --node-id": ("agent", "--run-dir", "DIR", "--node-id", "0"),
-    "coordinator": ("coordinator", "--run-dir", "DIR", "--host", "127.0.0.1"),
     "standby": (
         *("standby", "--run-dir", "DIR", "--node-id", "0", "--host", "127.0.0.1"),
         *("--port", "0", "--report-fd", "2"),

@@ -88,10 +88,10 @@ def test_a_run_with_wrong_files_does_not_start(foreign_settings: Files, tmp_path
     files = {**foreign_settings, "tls_key": str(tmp_path / "none")}
     size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
     member = str(Path(certificates.__file__))
-    for command in ("run", "coordinator", "agent"):
+    for command in ("run", "agent"):
         place = ("--run-dir", str(tmp_path / command))
         more = ("--node-id", "0") if command == "agent" else ()
-        given = (*place, *more, *size[: 4 if command == "coordinator" else 6])
+        given = (*place, *more, *size)
         done = deadpool(command, *given, *certificates.options(files), "--", member)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "--deadpool-tls-key" in done.stderr

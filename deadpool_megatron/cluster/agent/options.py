@@ -24,12 +24,13 @@ class AgentOptions:
     """One node. ``address()`` says where the coordinator listens (None: not known yet), as long as
     the standby has not seen a newer one in the journal.
 
-    ``modules`` are what a fresh member process imports while parked. ``lifeline_fd`` reaches end of
-    file when the launcher is gone; where there is a launcher, it restarts the coordinator on this
-    host, and no network can come between. ``standby``: command of the standby, () for none.
-    ``takes_up``: without slots of its own, take those of a node of this host whose agent is gone;
-    ``keeps_slots``: another agent comes after this one when it is fenced, and takes up what it had.
-    ``facts``: of the host, read before the agent starts; None where nobody asks for them.
+    ``modules`` are what a fresh member process imports while parked. ``standby``: command of the
+    standby, () for none. ``launcher_fd``: where a launcher on this host started the agent; it
+    reaches end of file when the launcher is gone, which ends the node, and a byte of it has the
+    standby started, which elsewhere is from the beginning. No network can come between this node
+    and the others then, and what it holds goes with it. ``keeps_slots``: another agent comes after
+    this one when it is fenced, and takes up what it had. ``facts``: of the host,
+    read before the agent starts; None where nobody asks for them.
     """
 
     node: int
@@ -41,9 +42,8 @@ class AgentOptions:
     domain: str
     modules: tuple[str, ...]
     directory: Path
-    lifeline_fd: int | None = None
     standby: tuple[str, ...] = ()
-    takes_up: bool = False
+    launcher_fd: int | None = None
     keeps_slots: bool = False
     facts: HostFacts | None = None
 

@@ -30,11 +30,10 @@ def run_agent(options: AgentOptions) -> int:
     lock = slots.claim(options.segments, options.node)
     run_id = options.info.run_id
     slots.end_leftovers(options.run, run_id, options.node, options.segments)
-    if options.takes_up:
-        former = slots.take_up(options.run, run_id, options.segments)
-        if former is not None:
-            text = f"node {options.node} takes up the slots of node {former}"
-            print(text, file=sys.stderr, flush=True)
+    former = slots.take_up(options.run, run_id, options.segments)
+    if former is not None:
+        text = f"node {options.node} takes up the slots of node {former}"
+        print(text, file=sys.stderr, flush=True)
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()

@@ -127,13 +127,11 @@ class Agent:
         self._exports = NodeExports(*place, self._vault, self._link.send)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
-        if self._options.lifeline_fd is not None:
-            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         try:
+            if self._standby is not None:
+                self._standby.begin(self._options.launcher_fd, self._launcher_gone)
             await self._vault.start()
             self._write_listing()
-            if self._standby is not None:
-                self._standby.start()
             # Shielded: the last reports are acknowledged while everything else winds down.
             self._serving = asyncio.create_task(self._link.run(self._patience_seconds()))
             await first_of(
@@ -165,6 +163,7 @@ class Agent:
             "nproc": self._options.info.nproc_per_node,
             "domain": self._options.domain,
             "hostname": socket.gethostname(),
+            "returns": self._options.launcher_fd is None,
             "members": {str(m.slot): m.incarnation for m in self._members.by_slot.values()},
             "incarnations": {str(s): i for s, i in self._members.incarnations.items()},
             "epoch": 0 if self._record is None else self._record.epoch,
@@ -371,16 +370,14 @@ class Agent:
         return newest or self._options.address()
 
     def _patience_seconds(self) -> float:
-        """How long a first connection may take; later ones are the fence's business, except where
-        a launcher watches over both sides.
-        """
+        """How long a first connection may take; then fence or launcher see to it."""
         return max(self._settings.spare_timeout_seconds, 3 * self._settings.connect_seconds)
 
     def _look_for_cut(self, now: float) -> None:
         silent = self._cut_limit.silent_seconds(now)
         if self._standby is not None:
             self._standby.contact(self._link.connected and silent <= self._link.contact_seconds)
-        verdict = "" if self._options.lifeline_fd is not None else self._cut_limit.verdict(now)
+        verdict = "" if self._options.launcher_fd is not None else self._cut_limit.verdict(now)
         if verdict and self._ending is None:
             self._fence(verdict, keep=True)
 
@@ -398,8 +395,7 @@ class Agent:
         self._files.replace(self._options.run.node(self._node), text)
 
     def _launcher_gone(self) -> None:
-        assert self._options.lifeline_fd is not None
-        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
+        self._link.supersede("the launcher is gone")  # else the run would end for want of nodes
         self._fence("the launcher is gone", keep=True)
 
     def _fence(self, why: str, *, keep: bool = False, code: int = EXIT_FENCED) -> None:
@@ -427,7 +423,7 @@ class Agent:
             await self._members.kill_all(reason, self._settings.close_seconds)
         self._members.close()
         # Even of a node that is not wanted any more the steps on the kept line count.
-        heard = self._link.connected or (self._standby is not None and self._exit_code)
+        heard = self._link.connected or (self._options.launcher_fd is None and self._exit_code)
         await self._link.flush(_FLUSH_SECONDS if heard else 0.0)
         if self._serving is not None:
             self._serving.cancel()

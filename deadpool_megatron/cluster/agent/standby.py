@@ -65,6 +65,23 @@ class StandbyKeeper:
         """Where the newest coordinator listens; None before there was one."""
         return self._address
 
+    def begin(self, launcher_fd: int | None, on_launcher_gone: Callable[[], None]) -> None:
+        """Start a standby, where there is a launcher as soon as its pipe has a byte; at the end of
+        the pipe call ``on_launcher_gone()``."""
+        if launcher_fd is None:
+            self.start()
+            return
+        loop = asyncio.get_running_loop()
+
+        def said() -> None:
+            if os.read(launcher_fd, 1):
+                self.start()
+            else:
+                loop.remove_reader(launcher_fd)
+                on_launcher_gone()
+
+        loop.add_reader(launcher_fd, said)
+
     def start(self) -> None:
         """Start a standby that watches, now or as soon as that is possible."""
         if self._closing:

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from deadpool_megatron.cluster.coordinator.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
-from deadpool_megatron.cluster.machine.inputs import NodeLost
 from deadpool_megatron.cluster.machine.state import Config
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.cluster.run_directory.slots import is_followed
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -20,7 +18,9 @@ from deadpool_megatron.layout.records import Generation, Restore
 class CoordinatorOptions:
     """``listener`` is a bound and listening TCP socket; ``host`` the address agents reach it by;
     ``term`` was claimed by the caller, who gives up its journal to the coordinator.
-    ``estate``: what was read before that. ``restarted``: all processes of the run had ended before.
+    ``estate``: what was read before that. ``restarted``: all processes of the run had ended before;
+    ``begins_anew``: with the command and settings of a new start, in which nothing has been decided
+    yet.
     """
 
     run: RunDirectory
@@ -32,15 +32,8 @@ class CoordinatorOptions:
     term: Term
     journal: Journal
     estate: Estate
-    lifeline_fd: int | None = None
     restarted: bool = False
-
-    def node_lost(self, node: int, cause: str) -> NodeLost:
-        """What the end of an agent's connection means; a launcher may start another agent on what
-        the ended one held."""
-        launched = self.lifeline_fd is not None
-        followed = launched and is_followed(self.info.settings, self.run, node)
-        return NodeLost(node, cause, slots_left=followed)
+    begins_anew: bool = False
 
 
 def machine_config(options: CoordinatorOptions) -> Config:
@@ -57,8 +50,6 @@ def machine_config(options: CoordinatorOptions) -> Config:
         dump_directory=str(options.run.dump),
         start=start,
         restarted=options.restarted,
-        # A launcher counts a dead agent as a dead host, and takes its memory away, unless there is
-        # nothing else (node_lost).
-        returns=options.lifeline_fd is None,
+        begins_anew=options.begins_anew,
         check_only=info.check_only,
     )

@@ -44,7 +44,6 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
-from deadpool_megatron.cluster.run_directory.cleanup import clean_run
 from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
@@ -80,7 +79,6 @@ class Coordinator:
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
         self._exit_status: int | None = None
-        self._launcher_lost = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
@@ -127,8 +125,6 @@ class Coordinator:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, "interrupted")
-        if self._options.lifeline_fd is not None:
-            loop.add_reader(self._options.lifeline_fd, self._launcher_gone)
         living = asyncio.create_task(self._sign.run())
         options, settings = self._options, self._settings
         lock = Lock(
@@ -169,9 +165,6 @@ class Coordinator:
                 task.cancel()
             door.close()
             self._chronicle.close()
-            if self._launcher_lost:
-                # Its part would have been to end what killed agents have left.
-                clean_run(self._run, self._options.info.run_id, keep_slots=True)
         assert self._exit_status is not None
         return self._exit_status
 
@@ -289,7 +282,7 @@ class Coordinator:
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
         """The end of an agent's connection is the end of its node: its members die with it."""
         if not peer.dropped:
-            self.feed(self._options.node_lost(peer.node, cause))
+            self.feed(inputs.NodeLost(peer.node, cause))
 
     def refused(self, who: str, why: str) -> None:
         """Report what was not accepted."""
@@ -386,12 +379,6 @@ class Coordinator:
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))
-
-    def _launcher_gone(self) -> None:
-        assert self._options.lifeline_fd is not None
-        asyncio.get_running_loop().remove_reader(self._options.lifeline_fd)
-        self._launcher_lost = True
-        self._end(130)  # without a result: the run can be started again on its slots
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""

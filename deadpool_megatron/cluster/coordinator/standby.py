@@ -48,10 +48,7 @@ _GLANCE_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class StandbyOptions:
-    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go.
-
-    ``first``: whether it may claim the very first term, or only follow another coordinator.
-    """
+    """``listen()`` gives a listening socket at ``host``; ``report_fd``: where the lines go."""
 
     run: RunDirectory
     info: RunInfo
@@ -60,7 +57,6 @@ class StandbyOptions:
     host: str
     listen: Callable[[], socket.socket]
     report_fd: int
-    first: bool
 
 
 class Standby:
@@ -74,8 +70,13 @@ class Standby:
         self._journal = journal
         settings = options.info.settings
         self._rhythm = Rhythm.of(settings)
-        self._succession = Succession(self._rhythm, settings.takeover_seconds, time.monotonic())
         info = options.info
+        self._succession = Succession(
+            self._rhythm,
+            settings.takeover_seconds,
+            time.monotonic(),
+            ended=info.ended_term,
+        )
         self._place = claim_order(None, info.nodes, info.spares, options.node)
         self._result = _Result(options.run.final)
         self.estate = Estate()  # what was read just before the term was claimed
@@ -117,10 +118,8 @@ class Standby:
         self._report({"term": number, "beat": beat, "at": at, "address": address})
 
     def _consider(self) -> tuple[Term, socket.socket] | None:
-        if self._term is None and not self._options.first:
-            return None
-        refused = False
-        if self._term is not None:
+        info, refused = self._options.info, False
+        if self._term is not None and self._term.number > info.ended_term:
             if not self._succession.is_stale(time.monotonic()):
                 return None
             refused = self._nobody_listens(self._term.address)

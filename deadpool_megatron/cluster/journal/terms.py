@@ -110,15 +110,15 @@ _TURNS_FOR_SPARES = 10
 
 def claim_order(record: EpochRecord | None, nodes: int, spares: int, node: int) -> int:
     """How many others may claim before ``node``: spares come first, so that the coordinator is on
-    no training node where there is a choice. ``nodes`` and ``spares``: as the run was ordered.
+    no training node where there is a choice, and of them the highest number, which gets a role
+    last. ``nodes`` and ``spares``: as the run was ordered.
     """
     if record is None:
         if node >= nodes:
-            return node - nodes
-        return node + (spares + _TURNS_FOR_SPARES if spares else 0)
-    ready = sorted(n for n, address in record.nodes.items() if address.spare)
-    training = sorted(n for n, address in record.nodes.items() if not address.spare)
-    everybody = [*ready, *training]
+            return max(0, nodes + spares - 1 - node)
+        return nodes - 1 - node + (spares + _TURNS_FOR_SPARES if spares else 0)
+    ready = {n for n, address in record.nodes.items() if address.spare}
+    everybody = [*sorted(ready, reverse=True), *sorted(record.nodes.keys() - ready, reverse=True)]
     return everybody.index(node) if node in everybody else len(everybody)
 
 
@@ -126,12 +126,16 @@ class Succession:
     """When a standby may claim the next term. Pure of I/O; times are monotonic seconds.
 
     ``order``: see :func:`claim_order`; each place further back waits one ``beat`` x 2 longer, so
-    that mostly only one claims. The first term is claimed as soon as its turn has come. What could
-    not be looked at proves nothing: after a journal that hung or failed everything counts anew.
+    that mostly only one claims. Terms up to ``ended`` (0: there were none) have no coordinator any
+    more: the next one is claimed as soon as its turn has come. What could not be looked at proves
+    nothing: after a journal that hung or failed everything counts anew.
     """
 
-    def __init__(self, rhythm: Rhythm, silence_seconds: float, now: float) -> None:
+    def __init__(
+        self, rhythm: Rhythm, silence_seconds: float, now: float, *, ended: int = 0
+    ) -> None:
         self._rhythm = rhythm
+        self._ended = ended
         self._silence_seconds = silence_seconds
         self._mark: tuple[int, str] = (0, "")
         self._changed_at = now
@@ -156,7 +160,7 @@ class Succession:
         those others come first.
         """
         still = now - self._changed_at - 2 * self._rhythm.beat * order
-        if self._mark[0] == 0:
+        if self._mark[0] <= self._ended:
             return still >= 0
         if refused and self.is_stale(now):
             return still >= 0

@@ -142,6 +142,12 @@ class CoordinatorLink:
             self.beat({"t": "beat", "members": {}, "vault": {}})
             await asyncio.sleep(0.05)
 
+    def supersede(self, why: str) -> None:
+        """Tell the coordinator to step down: it is to conclude nothing from the end of this
+        connection."""
+        if self._session is not None:
+            self._session.writer.write(framing.encode({"t": "superseded", "why": why}))
+
     def close(self) -> None:
         """Leave: the coordinator takes it for the end of this node."""
         if self._session is not None:
@@ -241,8 +247,7 @@ class CoordinatorLink:
         if self._session is None:
             return
         if fresh.term > self._session.term:
-            farewell = {"t": "superseded", "term": fresh.term}
-            self._session.writer.write(framing.encode(farewell))
+            self.supersede(f"went over to term {fresh.term}")
         self._session.writer.close()
 
     def _begin(self, session: _Session) -> asyncio.Task[None]:

@@ -352,7 +352,7 @@ class Peers:
             self._acknowledge(peer, float(message["b"]))
             return
         if message.get("t") == "superseded":
-            self._events.superseded(f"node {peer.node} went over to term {int(message['term'])}")
+            self._events.superseded(f"node {peer.node}: {message['why']}")
             return
         number = int(message["n"])
         if number <= self.taken(peer):

@@ -38,6 +38,7 @@ def join(message: Message) -> inputs.NodeJoined:
         restored={int(slot): int(e) for slot, e in message.get("restored", {}).items()},
         found=None if found is None else replace(unpack_inventory(found), node=node),
         memory_bytes=int(message.get("memory_bytes", 0)),
+        returns=bool(message.get("returns", False)),
         facts=None if message.get("facts") is None else HostFacts.from_dict(message["facts"]),
     )
 

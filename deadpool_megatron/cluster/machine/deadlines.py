@@ -116,9 +116,6 @@ def _overdue(turn: Turn) -> None:
             late = state.awaited | {place[0] for place in state.members.killed}
             for node in sorted(late):
                 drop_node(turn, node, _silent(node, "did not close the epoch in time"))
-        case Phase.WAITING_SPARE if state.returning and not turn.config.returns:
-            turn.set(returning=frozenset())  # its new agent does not come up
-            decide(turn)
         case Phase.WAITING_SPARE:
             dump(turn)
         case Phase.DECIDING:

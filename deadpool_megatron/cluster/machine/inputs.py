@@ -34,8 +34,9 @@ class NodeJoined:
     one that was ever started there. ``epoch``: of the record it has; ``closed``: the newest epoch
     it has closed (0: none); ``restored``: slot -> the epoch in which its member has restored last;
     ``memory_bytes``: shared memory that it has for generations (0: not known); ``found``: what
-    lay in its memory before it started, as long as it has adopted no record. ``facts``: what it
-    says about its host, None for nothing.
+    lay in its memory before it started, as long as it has adopted no record. ``returns``: what it
+    holds outlives its agent, and another one may come with it. ``facts``: what it says about its
+    host, None for nothing.
     """
 
     node: int
@@ -49,6 +50,7 @@ class NodeJoined:
     restored: Mapping[int, int] = field(default_factory=dict)
     memory_bytes: int = 0
     found: Inventory | None = None
+    returns: bool = False
     facts: HostFacts | None = None
 
 
@@ -74,15 +76,13 @@ class NodeLost:
     """A verdict: connection closed, silent, or told to go. It never comes back under this id.
 
     ``silent_seconds``: how long before this verdict the last sign of life was. ``kind``: lost, cut
-    or frozen. ``slots_left``: only its agent has ended, and a launcher starts another one on what
-    it held.
+    or frozen.
     """
 
     node: int
     cause: str
     silent_seconds: float = 0.0
     kind: FailureKind = FailureKind.NODE_LOST
-    slots_left: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class Machine:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether a launcher has started all processes of the run again."""
-        return self._config.restarted and not self._config.returns
+        """Whether the run was started again, and nothing has been decided since."""
+        return self._config.begins_anew
 
     def start(self, now: float) -> State:
         """The state of a run that begins."""
@@ -135,12 +135,12 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.Probed():
             checkup.probed(turn, event)
             deadlines.check_gathered(turn)
-        case ev.NodeLost(node, cause, silent, kind, slots_left):
-            if node not in turn.state.nodes:
+        case ev.NodeLost(node, cause, silent, kind):
+            known = turn.state.nodes.get(node)
+            if known is None:
                 return  # dropped by the machine itself, which the caller then reports
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
-            may_return = turn.config.returns or slots_left
-            if may_return and not silent and kind is FailureKind.NODE_LOST:
+            if known.returns and not silent and kind is FailureKind.NODE_LOST:
                 turn.set(returning=turn.state.returning | {node})
             moves.lose_node(turn, node, failure, silent_seconds=silent)
             deadlines.check_gathered(turn)
@@ -207,9 +207,8 @@ def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
     if why := checkup.objection(turn, event):
         turn.act(DropNode(node, why, left_out=True))
         return
-    joined = NodeState(
-        event.host, event.vault_port, event.domain, event.memory_bytes, facts=event.facts
-    )
+    address = event.host, event.vault_port, event.domain
+    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
     turn.set(nodes=state.nodes.set(node, joined))
     if event.found is not None:
         turn.set(found=state.found.set(node, event.found))

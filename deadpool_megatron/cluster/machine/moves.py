@@ -150,10 +150,6 @@ def decide(turn: Turn) -> None:
         else:
             dump_held(turn, LastWords(1, _with_scheme(turn, restore.reason)))
         return
-    # On a cluster nobody knows whether an agent comes back, but a launcher starts it for certain.
-    if state.returning and not turn.config.returns and restore.kind != "memory":
-        _wait_for_return(turn, "what nodes hold that are here is older than that")
-        return
     if seats.unseated:
         _wait_for_spare(turn, seats)
         return

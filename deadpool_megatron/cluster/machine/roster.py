@@ -44,13 +44,14 @@ class NodeState:
     ``restarted_at`` and ``crashed_at``: when, within the last ``node_crash_window_seconds``;
     crashes are those that ended an epoch. ``device_errors``: in the whole run. ``memory_bytes``:
     for generations, 0 when it is not known. ``facts``: what it has said about its host last, None
-    for nothing; ``judged``: what it is good for.
+    for nothing; ``judged``: what it is good for. ``returns``: see :class:`.inputs.NodeJoined`.
     """
 
     host: str
     vault_port: int
     domain: str
     memory_bytes: int = 0
+    returns: bool = False
     restarts: int = 0
     restarted_at: tuple[float, ...] = ()
     crashed_at: tuple[float, ...] = ()

@@ -71,9 +71,8 @@ class Config:
     """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
 
     ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
-    processes of the run had ended, the agents come up again. ``returns``: an agent that ended may
-    be started again on its host, with the slots that it had. ``check_only``: the run ends when its
-    nodes are judged.
+    processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
+    a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
     """
 
     nodes: int
@@ -83,7 +82,7 @@ class Config:
     dump_directory: str
     start: Restore = INITIAL
     restarted: bool = False
-    returns: bool = False
+    begins_anew: bool = False
     check_only: bool = False
 
     @property

@@ -15,7 +15,6 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_PF_EXITING = 0x4
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,19 +55,6 @@ def is_alive(pid: int, started: int | None = None) -> bool:
     if fields is None or fields[0] in "ZX":
         return False
     return started is None or int(fields[19]) == started
-
-
-def is_doomed(pid: int) -> bool:
-    """Whether the process has ended, or has been sent a SIGKILL that it has not acted on yet."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return True
-    fields = _stat(pid)
-    if fields is None or fields[0] in "ZX" or int(fields[6]) & _PF_EXITING:
-        return True
-    masks = [line.split()[1] for line in status.splitlines() if line[:7] in ("SigPnd:", "ShdPnd:")]
-    return any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in masks)
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -122,10 +122,7 @@ def run_processes(run: RunDirectory, run_id: str) -> list[int]:
     found = {*posix.processes_with_environment(ENVIRONMENT_RUN_ID, run_id)}
     for listing in run.node_listings().values():
         found |= set(_listed(listing))
-    try:
-        found |= set(_listed(read_json(run.coordinator)))
-    except (OSError, ValueError):
-        pass  # there never was a coordinator, or its file is just being replaced
+    found |= set(coordinator_processes(run))
     return sorted(pid for pid in found - {os.getpid()} if posix.is_alive(pid))
 
 
@@ -140,6 +137,14 @@ def vault_processes(run: RunDirectory, run_id: str) -> list[int]:
         if b"deadpool_megatron.vault" in words:
             found.append(pid)
     return found
+
+
+def coordinator_processes(run: RunDirectory) -> list[int]:
+    """The process that says it coordinates, if it lives, on this host."""
+    try:
+        return _listed(read_json(run.coordinator))
+    except (OSError, ValueError):
+        return []  # there never was a coordinator
 
 
 def node_processes(run: RunDirectory, node: int) -> list[int]:

@@ -9,7 +9,6 @@ Layout (contract between all processes of a run)::
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -27,8 +26,6 @@ SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
-_FOLLOWED = Path("followed")
-_NOT_FOLLOWED = Path("not-followed")
 
 
 class RunDirectoryError(Exception):
@@ -37,8 +34,10 @@ class RunDirectoryError(Exception):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What ``run.json`` says: fixed for the whole run, the same on every node. ``check_only``: it
-    ends when its nodes are judged.
+    """What ``run.json`` says: fixed until the run is started again, the same on every node.
+
+    ``check_only``: it ends when its nodes are judged. ``ended_term`` and ``ended_epoch``: newest
+    ones of the starts before this one, all of whose processes have ended.
     """
 
     run_id: str
@@ -51,6 +50,8 @@ class RunInfo:
     segment_root: str
     restore: Mapping[str, Any] = field(default_factory=dict)
     check_only: bool = False
+    ended_term: int = 0
+    ended_epoch: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -74,6 +75,8 @@ class RunInfo:
             segment_root=str(values["segment_root"]),
             restore=dict(values.get("restore", {})),
             check_only=bool(values.get("check_only", False)),
+            ended_term=int(values.get("ended_term", 0)),
+            ended_epoch=int(values.get("ended_epoch", 0)),
         )
 
 
@@ -152,29 +155,8 @@ class RunDirectory:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
 
-    def settle_followed(self, node: int, follows: bool) -> bool:
-        """Whether a launcher has another agent take up what the ended one of a node held: what was
-        said first, by whomever. Raises OSError."""
-        note = self.path / "nodes" / f"{node}.followed"
-        with contextlib.suppress(FileExistsError):
-            # A link is there with what it says, or not at all.
-            note.symlink_to(_FOLLOWED if follows else _NOT_FOLLOWED)
-        return note.readlink() == _FOLLOWED
-
-    def count_followed(self) -> int:
-        """Agents that were followed by another one. Raises OSError."""
-        return sum(note.readlink() == _FOLLOWED for note in self._followed())
-
-    def forget_followed(self) -> None:
-        """At the start: of an earlier start of the run. Raises OSError."""
-        for note in self._followed():
-            note.unlink(missing_ok=True)
-
-    def _followed(self) -> list[Path]:
-        return list((self.path / "nodes").glob("*.followed"))
-
     def log(self, name: str) -> Path:
-        """``name``: ``node0-agent``, ``node0-slot1-2``, ``coordinator``, ..."""
+        """``name``: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
         return self.path / "logs" / f"{name}.log"
 
     def segments(self, run_id: str, node: int) -> Path:

@@ -27,17 +27,13 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     RunDirectory,
-    read_json,
 )
 from deadpool_megatron.layout.records import Generation, Inventory
-from deadpool_megatron.layout.schemes import Kind
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
 from deadpool_megatron.vault.table import Table
 
 _LOCK = "agent.lock"
-_MOST_FOLLOWED = 5  # agents that end again and again are not started for ever
 
 
 class NodeTaken(Exception):
@@ -59,31 +55,6 @@ def claim(segments: Path, node: int) -> int:
         os.close(lock)
         raise NodeTaken(f"node {node} already has an agent on this host") from error
     return lock
-
-
-def is_followed(settings: Settings, run: RunDirectory, node: int) -> bool:
-    """Whether a launcher starts an agent after that of ``node``, which has ended: where no other
-    node has what it held (``local``), and the host did not go with it, for its vault lives.
-
-    What is found first stays the answer, for the launcher then ends the vault, and coordinator and
-    launcher have to agree: one of them would wait for what the other does not do.
-    """
-    if settings.protection != Kind.LOCAL:
-        return False
-    try:
-        return run.settle_followed(node, _died_alone(run, node))
-    except OSError:
-        return False
-
-
-def _died_alone(run: RunDirectory, node: int) -> bool:
-    if run.count_followed() >= _MOST_FOLLOWED:
-        return False
-    try:
-        vault = read_json(run.node(node)).get("vault")
-    except (OSError, ValueError):
-        return False
-    return vault in node_processes(run, node) and not posix.is_doomed(vault)
 
 
 def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> None:

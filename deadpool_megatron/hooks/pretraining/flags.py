@@ -61,8 +61,8 @@ def launch_problem(environ: Mapping[str, str], argv: Sequence[str]) -> str | Non
     advice = f"start it with: deadpool run {options} -- {shlex.join(argv)}"
     if nodes > 1:
         advice += (
-            " (all on this host; over several hosts, the same with 'deadpool coordinator' for"
-            " 'deadpool run', and one 'deadpool agent' on each host)"
+            " (all on this host; over several hosts, one 'deadpool agent' on each, with the same"
+            " options and its --node-id)"
         )
     return f"{reason}; {advice}"
 

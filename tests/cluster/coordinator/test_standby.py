@@ -17,7 +17,7 @@ from deadpool_megatron.settings import Settings
 
 def made(tmp_path: Path) -> Standby:
     run = SimpleNamespace(final=tmp_path / "final.json")
-    info = SimpleNamespace(settings=Settings(), nodes=2, spares=1)
+    info = SimpleNamespace(settings=Settings(), nodes=2, spares=1, ended_term=0)
     options: Any = SimpleNamespace(run=run, info=info, node=2)
     journal: Any = None
     return Standby(options, journal)

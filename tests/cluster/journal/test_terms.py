@@ -56,7 +56,7 @@ def record(training: int, spares: int) -> EpochRecord:
 def test_spares_claim_before_nodes_that_train() -> None:
     known = record(training=3, spares=2)
     order = sorted(range(6), key=lambda node: claim_order(known, 3, 2, node))
-    assert order == [3, 4, 0, 1, 2, 5]
+    assert order == [4, 3, 2, 1, 0, 5]
     swapped = EpochRecord(
         **{
             **known.__dict__,
@@ -67,8 +67,9 @@ def test_spares_claim_before_nodes_that_train() -> None:
 
 
 def test_before_the_first_record_spares_get_time_to_start() -> None:
-    assert [claim_order(None, 2, 2, node) for node in range(4)] == [12, 13, 0, 1]
-    assert [claim_order(None, 2, 0, node) for node in range(2)] == [0, 1]
+    assert [claim_order(None, 2, 2, node) for node in range(4)] == [13, 12, 1, 0]
+    assert [claim_order(None, 2, 0, node) for node in range(2)] == [1, 0]
+    assert claim_order(None, 2, 1, 9) == 0, "it has come later"
 
 
 def test_first_term_is_claimed_when_the_turn_has_come() -> None:
@@ -77,6 +78,17 @@ def test_first_term_is_claimed_when_the_turn_has_come() -> None:
     assert succession.may_claim(0, refused=False, now=10.0)
     assert not succession.may_claim(2, refused=False, now=11.9)
     assert succession.may_claim(2, refused=False, now=12.0)
+
+
+def test_terms_that_have_ended_are_not_waited_for() -> None:
+    """Of an earlier start of the run, all of whose processes have ended."""
+    succession = Succession(RHYTHM, 3.0, now=10.0, ended=4)
+    succession.look(4, "4 17", 10.0, 10.0)
+    assert succession.may_claim(0, refused=False, now=10.0)
+    assert not succession.may_claim(1, refused=False, now=10.9)
+    succession.look(5, "4 17", 10.5, 10.5)
+    assert not succession.may_claim(0, refused=False, now=13.4)
+    assert succession.may_claim(0, refused=False, now=13.5)
 
 
 def test_silence_is_waited_for_unless_nobody_listens() -> None:

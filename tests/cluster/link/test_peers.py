@@ -266,10 +266,10 @@ def test_agent_that_goes_over_to_a_newer_term_says_so_before_it_leaves() -> None
         _, writer = await connect(address)
         writer.write(framing.encode(join(3)))
         await events.until(lambda: events.joined)
-        writer.write(framing.encode({"t": "superseded", "term": 2}))
+        writer.write(framing.encode({"t": "superseded", "why": "went over to term 2"}))
         writer.close()
         await events.until(lambda: events.left)
-        assert events.farewells == ["node 3 went over to term 2"]
+        assert events.farewells == ["node 3: went over to term 2"]
 
     serve(scenario)
 

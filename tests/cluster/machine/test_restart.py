@@ -39,6 +39,13 @@ def join(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) 
     rig.feed(ev.NodeJoined(node, "host", 1000 + node, f"node{node}", found=inventory))
 
 
+def outlived_by_their_slots(rig: Rig) -> Rig:
+    """What nodes hold is there after their agents, as on a cluster."""
+    nodes = {node: replace(facts, returns=True) for node, facts in rig.state.nodes.items()}
+    rig.state = rig.state.changed({"nodes": rig.state.nodes.update(nodes)})
+    return rig
+
+
 def closed(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) -> None:
     inventory = found(rig, node, *roles, generations=generations)
     rig.feed(ev.NodeInventory(replace(inventory, epoch=rig.record.epoch)))
@@ -73,14 +80,14 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     assert not rig.state.restarted
 
 
-@pytest.mark.parametrize(("returns", "wanted"), [(False, "parity(4)"), (True, "local")])
-def test_new_processes_are_protected_as_their_command_says(returns: bool, wanted: str) -> None:
+@pytest.mark.parametrize(("begins_anew", "wanted"), [(True, "parity(4)"), (False, "local")])
+def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wanted: str) -> None:
     """Agents that come back by themselves have the command that the run began with."""
     old = Rig(nodes=2, spares=1, protection="local").run()
     old.steps(7)
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     settings = replace(old.settings, protection="parity")
-    config = replace(old.config, settings=settings, restarted=True, returns=returns)
+    config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
     state = Machine(config, plan).resume(records[-1], None, old.now)
     assert plan_in_words(state.protection) == wanted
 
@@ -200,9 +207,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
 
 
 def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.config = replace(rig.config, returns=True)
-    rig.machine = Machine(rig.config, plan)
+    rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
     rig.feed(ev.NodeLost(1, "connection closed"))
     closed(rig, 0, 0, generations=(g(7),))
     assert rig.state.phase is Phase.WAITING_SPARE
@@ -213,42 +218,18 @@ def test_nodes_whose_agents_ended_have_time_to_come_back() -> None:
 
 
 def test_who_does_not_come_back_in_time_is_not_waited_for() -> None:
-    rig = Rig(nodes=2, spares=0).run()
-    rig.config = replace(rig.config, returns=True)
-    rig.machine = Machine(rig.config, plan)
+    rig = outlived_by_their_slots(Rig(nodes=2, spares=0).run())
     rig.feed(ev.NodeLost(1, "connection closed"))
     closed(rig, 0, 0, generations=(g(7),))
     rig.tick(rig.settings.spare_timeout_seconds)
     assert rig.one(act.Dump).held == (g(7),)
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_an_agent_that_a_launcher_starts_again_is_waited_for(saved: bool) -> None:
-    """Also where a checkpoint would do: what is in memory is newer."""
+def test_nobody_waits_for_a_node_whose_slots_went_with_its_agent() -> None:
     rig = Rig(nodes=2, spares=0, protection="local").run()
-    if saved:
-        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
-    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
+    rig.feed(ev.NodeLost(1, "connection closed"))
     closed(rig, 0, 0, generations=(g(7),))
-    assert rig.state.phase is Phase.WAITING_SPARE
-    assert "nodes [1] have" in said(rig)
-    join(rig, 4, 1, generations=(g(7),))
-    assert rig.pending.restore.kind == "memory"
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_one_that_does_not_come_up_is_given_up(saved: bool) -> None:
-    rig = Rig(nodes=2, spares=1, protection="local").run()
-    if saved:
-        rig.feed(ev.DurableValid(3, "/saves/3", "save"))
-    rig.feed(ev.NodeLost(1, "connection closed", slots_left=True))
-    for node in sorted(rig.state.awaited):
-        closed(rig, node, *((0,) if node == 0 else ()), generations=(g(7),))
-    rig.tick(rig.settings.spare_timeout_seconds)
-    if saved:
-        assert rig.pending.restore.kind == "durable"
-    else:
-        assert rig.one(act.Dump).held == (g(7),)
+    assert rig.one(act.Dump).held == (g(7),)
 
 
 def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing() -> None:

@@ -1,0 +1,133 @@
+"""The life of one agent process, as ``deadpool run`` and ``deadpool agent`` both start it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool_megatron.cli.common import (
+    CommandError,
+    RunNotReachable,
+    ask,
+    ask_at,
+    coordinator_address,
+)
+from deadpool_megatron.cluster.agent.options import AgentOptions
+from deadpool_megatron.cluster.agent.process import run_agent
+from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
+from deadpool_megatron.layout import domains
+from deadpool_megatron.settings import Settings
+
+_ATTACH_PAUSE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent runs. ``node``: None for one that the coordinator hands out."""
+
+    node: int | None
+    host: str
+    domain: str
+
+
+def serve(
+    run: RunDirectory,
+    info: RunInfo,
+    place: Place,
+    modules: tuple[str, ...],
+    secret: bytes,
+    *,
+    standby_port: int | None,
+    fixed: tuple[str, int] | None = None,
+    rejoins: int = 0,
+    launcher_fd: int | None = None,
+) -> int:
+    """Serve as a node until the run is over; returns its exit status. An agent that was fenced
+    comes back as another node, up to ``rejoins`` times. Raises CommandError.
+
+    ``standby_port``: where its standby listens once it coordinates, None for no standby. ``fixed``:
+    address of the coordinator where the run directory is not shared. ``launcher_fd``: see
+    :class:`AgentOptions`.
+    """
+    node = place.node
+    for attempt in range(rejoins + 1):
+        if node is None:
+            node = _attach(run, info, fixed)
+        standby: tuple[str, ...] = ()
+        if standby_port is not None:
+            standby = _standby_command(run, place.host, node, standby_port)
+        options = AgentOptions(
+            node=node,
+            run=run,
+            info=info,
+            secret=secret,
+            # The file names the newest coordinator, wherever it was started again.
+            address=lambda: coordinator_address(run) or fixed,
+            host=place.host,
+            domain=place.domain or domain_of(info.settings, node),
+            modules=modules,
+            directory=Path.cwd(),
+            standby=standby,
+            keeps_slots=attempt < rejoins,
+            launcher_fd=launcher_fd,
+        )
+        try:
+            status = run_agent(options)
+        except NodeTaken as error:
+            raise CommandError(f"{error}: choose another --node-id") from error
+        if status == EXIT_LEFT_OUT:
+            return EXIT_FENCED
+        if status != EXIT_FENCED or _is_over(run):
+            break
+        node = None
+    try:
+        ended = int(read_json(run.final)["exit_status"])
+    except (OSError, ValueError, KeyError):
+        return status
+    if ended == 0:  # else what agents that died have left may complete what was dumped
+        remove_unclaimed(info.run_id)
+    return ended
+
+
+def domain_of(settings: Settings, node: int) -> str:
+    """Failure domain from the domains file; every node its own without one."""
+    table = {}
+    if settings.domains_file:
+        table = domains.parse_domains(Path(settings.domains_file).read_text())
+    return domains.domain_of(table, node, socket.gethostname())
+
+
+def _standby_command(run: RunDirectory, host: str, node: int, port: int) -> tuple[str, ...]:
+    return (
+        *("-m", "deadpool_megatron", "standby", "--run-dir", str(run.path)),
+        *("--node-id", str(node), "--host", host, "--port", str(port)),
+    )
+
+
+def _attach(run: RunDirectory, info: RunInfo, fixed: tuple[str, int] | None) -> int:
+    """A node id that no node has had. Raises CommandError when there is no coordinator in time."""
+    limit = time.monotonic() + info.settings.spare_timeout_seconds
+    message = {"command": "attach", "hostname": socket.gethostname()}
+    while True:
+        try:
+            if fixed is not None and not run.coordinator.exists():
+                answer = ask_at(fixed, run, info.run_id, message, info.settings)
+            else:
+                answer = ask(run, message)
+            return int(answer["node"])
+        except (RunNotReachable, OSError) as error:
+            # A node that was cut off may be without the shared run directory for as long.
+            if _is_over(run) or time.monotonic() > limit:
+                raise CommandError(f"cannot attach: {error}") from error
+        time.sleep(_ATTACH_PAUSE_SECONDS)
+
+
+def _is_over(run: RunDirectory) -> bool:
+    try:
+        return run.final.exists()
+    except OSError:
+        return False  # not reachable just now
