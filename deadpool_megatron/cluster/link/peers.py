@@ -264,7 +264,7 @@ class Peers:
     ) -> None:
         try:
             if int(first["term"]) > self._term:
-                self._events.superseded(f"node {first['node']} has heard of term {first['term']}")
+                self._events.superseded(f"node {first['node']}: has heard of term {first['term']}")
                 return
             peer, again = self._admit(writer, first)
         except (WireError, LookupError, TypeError, ValueError, OverflowError) as error:
