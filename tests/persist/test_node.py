@@ -101,7 +101,7 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path)
         await until(lambda: "1.1" in vault.answers)
         vault.answers["1.1"].set_result(taken(tmp_path))
         await until(lambda: said)
-        exports.order({**order("write", "1.1"), "directory": str(tmp_path / "unfinished")})
+        exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
         assert [message["step"] for message in said] == ["taken", "failed"]
         assert "away" in said[-1]["text"]
         assert not list(tmp_path.glob("taken-*"))
@@ -115,7 +115,7 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "run")
     (run.path / "logs").mkdir(parents=True)
-    unfinished = tmp_path / "unfinished"
+    unfinished = tmp_path / ".export-id-1.1"
 
     async def story() -> None:
         threads = thread_count()
@@ -144,7 +144,9 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(tmp_path: Path
     async def story() -> None:
         exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
         dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
-        exports.order({**order("dump", "1.1"), "directory": "unfinished", "dump": dump})
+        exports.order(
+            {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
+        )
 
     asyncio.run(story())
     (failed,) = said
