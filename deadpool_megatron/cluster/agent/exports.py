@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.run_directory.bounds import (
     export_name,
 )
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 
 _END_SECONDS = 5.0
@@ -117,17 +117,18 @@ class NodeExports:
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
-        failure, taken = "", list[Taken]()
+        failure, code, taken = "", Code.FAILED, list[Taken]()
         try:
             taken = await self._vault.take(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
+            code = error.code if isinstance(error, VaultError) else code
         if failure or name != self._name:
             drop_taken(self._segments, name)
         if name != self._name:
             return  # dropped meanwhile
         if failure:
-            self._tell(name, "failed", text=failure)
+            self._tell(name, "failed", text=failure, code=code)
             return
         self._taken = taken
         places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}
