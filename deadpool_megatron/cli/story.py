@@ -199,6 +199,8 @@ class Story:
             if event.wall_seconds - loss.wall_seconds <= _RELATED_SECONDS
         ]
         self.ignored_losses += [loss for loss in self._losses if loss not in related]
+        if len(self.failures) > 1:
+            self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
         self.failures.append(
             Failure(
                 number=len(self.failures) + 1,
