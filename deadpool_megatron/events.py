@@ -1,17 +1,19 @@
 """Typed events: the only source for logs, metrics, the timeline and tests.
 
 An event is one line of JSON in ``events.jsonl`` of the run directory; the coordinator of term t > 1
-writes ``events-<t>.jsonl`` beside it. A coordinator is the only writer of its file; other processes
-hand their events to it. Every event carries the wall clock
-(comparable between hosts, as far as clocks agree) and the monotonic clock (comparable within one
-host), the epoch, and where they apply the node, role, iteration and phase.
+writes ``events-<t>.jsonl`` beside it, and goes on in ``events-<t>-<n>.jsonl`` when that is large. A
+coordinator is the only writer of its files; other processes hand their events to it. Every event
+carries the wall clock (comparable between hosts, as far as clocks agree) and the monotonic clock
+(comparable within one host), the epoch, and where they apply the node, role, iteration and phase.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -126,39 +128,82 @@ _FIELD_TYPES: Mapping[str, Any] = {
 
 _KINDS = frozenset(map(str, Kind))
 _FIELDS = tuple(entry.name for entry in dataclasses.fields(Event))
+# Another file begins when one is so long.
+PART_BYTES = 64 << 20
+_FILE = re.compile(r"(-(?P<term>\d{4,}))?(-(?P<part>\d{4,}))?")
 # So many lines that are no events are named one by one.
 _WARNINGS = 5
 
 
+def to_line(event: Event) -> bytes:
+    """The event as it stands in a file."""
+    return json.dumps(event.to_dict(), separators=(",", ":")).encode() + b"\n"
+
+
 class EventLog:
-    """Appends events to a file, one line each, flushed at once. Not thread-safe: one owner."""
+    """The event files of one term, which this object alone writes; ``path``: of the first term. A
+    file that has become large is followed by another one. Not thread-safe.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+    def __init__(self, path: Path, term: int = 1, part_bytes: int = PART_BYTES) -> None:
+        self._path, self._term, self._part_bytes = path, term, part_bytes
+        self._part = 1
+        self._file = -1
+        self._at_end_of_line = True
 
-    def write(self, event: Event) -> None:
-        """Append one event; it is in the file (page cache) when this returns."""
-        self._file.write(json.dumps(event.to_dict(), separators=(",", ":")) + "\n")
-        self._file.flush()
+    def append(self, lines: bytes) -> int:
+        """Append whole lines, or what is left of them; returns how many bytes are in the file (page
+        cache). Raises OSError; the file is opened again at the next call then.
+        """
+        try:
+            if self._file < 0:
+                self._open()
+            elif self._at_end_of_line and os.fstat(self._file).st_size >= self._part_bytes:
+                os.fsync(self._file)
+                self.close()
+                self._part += 1
+                self._open()
+            written = os.write(self._file, lines)
+        except OSError:
+            self.close()
+            raise
+        self._at_end_of_line = lines[written - 1 : written] == b"\n"
+        return written
 
     def sync(self) -> None:
-        """Make what was written durable; blocks. May be called from another thread."""
-        os.fsync(self._file.fileno())
+        """Make what was written durable, for a host that dies with what it has not sent to the
+        server of a network file system; blocks. Raises OSError.
+        """
+        if self._file >= 0:
+            os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            with contextlib.suppress(OSError):  # of an earlier write; it is told there as well
+                os.close(file)
+
+    def _open(self) -> None:
+        path = term_file(self._path, self._term, self._part)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def term_file(path: Path, term: int) -> Path:
-    """The event file of a term; ``path``: of the first one, ``events.jsonl``."""
+def term_file(path: Path, term: int, part: int = 1) -> Path:
+    """An event file of a term; ``path``: the first one of the first term, ``events.jsonl``."""
+    if part > 1:
+        return path.with_name(f"{path.stem}-{term:04d}-{part:04d}{path.suffix}")
     return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
 
 
 def event_files(path: Path) -> list[Path]:
-    """The event files of all terms so far, in order; ``path``: of the first term."""
-    later = sorted(path.parent.glob(f"{path.stem}-*{path.suffix}"))
-    return [file for file in (path, *later) if file.exists()]
+    """The event files of all terms so far, in order; ``path``: the first one of the first term."""
+    found = {}
+    for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
+        match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
+        if match is not None:
+            found[int(match["term"] or 1), int(match["part"] or 1)] = file
+    return [file for _, file in sorted(found.items())]
 
 
 def parse_line(line: str | bytes) -> Event:

@@ -161,6 +161,10 @@ def _lines(status: dict[str, Any]) -> list[str]:
         protection = "  ".join(f"{k}={v}" for k, v in sorted(known["vault"].items()))
         lines.append(f"  {kind} {node}: {known['host']}, {known['restarts']} restarts {protection}")
         lines += [f"  node {node} is {known['standing']}: {why}" for why in known["reasons"]]
+    events = status["events"]
+    if events["trouble"] or events["dropped"]:
+        trouble = events["trouble"] or "events can be written again"
+        lines.append(f"  {trouble}; {events['waiting']} wait, {events['dropped']} were dropped")
     for failure in status["failures"]:
         kind = in_words(failure["kind"])
         lines.append(f"  before epoch {failure['epoch']} {kind}: {failure['cause']}")

@@ -169,4 +169,4 @@ class VaultControl:
         if message["ok"]:
             answer.set_result(message["value"])
         else:
-            answer.set_exception(VaultError(str(message["text"])))
+            answer.set_exception(VaultError.of(str(message["code"]), str(message["text"])))

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from deadpool_megatron.layout.parity import is_parity_role
+
+
+class Code(StrEnum):
+    """What a refusal means to another process, beside its text."""
+
+    FAILED = "failed"
+    TOO_LATE = "too-late"  # a later iteration can be had
 
 
 class VaultError(Exception):
     """The vault cannot do what was asked; one clear line for a person."""
+
+    code = Code.FAILED
+
+    @staticmethod
+    def of(code: str, text: str) -> VaultError:
+        """The error that another process has sent."""
+        return TooLate(text) if code == Code.TOO_LATE else VaultError(text)
+
+
+class TooLate(VaultError):
+    """What was asked for has been overwritten by then."""
+
+    code = Code.TOO_LATE
 
 
 class NoRoom(VaultError):

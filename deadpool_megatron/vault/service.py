@@ -27,7 +27,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.decoding import load_code
 from deadpool_megatron.vault.dumping import dump, dump_held
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.links import Link, LinkServer
 from deadpool_megatron.vault.making_room import before_roles_come
 from deadpool_megatron.vault.members import MemberDialogue, Members
@@ -158,7 +158,8 @@ class Vault:
                 reply: dict[str, Any] = {"ok": True, "value": orders[kind](message)}
             except (VaultError, OSError, LookupError, TypeError, ValueError) as error:
                 log.warning("order %s: %s: %s", kind, type(error).__name__, error)
-                reply = {"ok": False, "text": f"{kind}: {error}"}
+                code = error.code if isinstance(error, VaultError) else Code.FAILED
+                reply = {"ok": False, "code": code, "text": f"{kind}: {error}"}
             link.send({"t": "reply", "id": number, **reply})
 
         if kind in (

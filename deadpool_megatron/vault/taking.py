@@ -22,7 +22,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
-from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place, SealedSlot
 
@@ -89,7 +89,8 @@ def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) 
     """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
 
     Returns once it is committed for each of them and the next one is sealed, so that all extras
-    captured after it are there. Raises VaultError: no room, too late, epoch closed, or not in time.
+    captured after it are there. Raises TooLate, or VaultError: no room, epoch closed, or not in
+    time.
     Blocks; threads of their own only.
     """
     limit = time.monotonic() + deadline_seconds
@@ -196,7 +197,7 @@ class _Taker:
             held = self._state.table.parts(self._role, self._generation)
         found = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
         if not found:
-            raise VaultError(self._too_late())
+            raise self._too_late()
         return found[-1]
 
     def _sealed(self, name: str, limit: float) -> Place:
@@ -209,7 +210,7 @@ class _Taker:
                     return found[0]
                 newer = [slot.generation for slot in self._slots() if slot.generation > wanted]
                 if newer:
-                    raise VaultError(self._too_late())
+                    raise self._too_late()
                 self._wait(limit, f"iteration {wanted.iteration}")
 
     def _copy(self, place: Place) -> None:
@@ -227,14 +228,14 @@ class _Taker:
             while done < len(piece):
                 done += os.pwrite(self._file, piece[done:], self._end + start + done)
         if digest.intdigest() != place.checksum:
-            raise VaultError(self._too_late())
+            raise self._too_late()
         self._parts[place.name] = (self._end, place.nbytes, place.checksum)
         # Aligned, so that tensors of any dtype can lie in the mapped file.
         self._end += -(-place.nbytes // 64) * 64
 
-    def _too_late(self) -> str:
+    def _too_late(self) -> TooLate:
         iteration = self._generation.iteration
-        return f"too late: the slot of iteration {iteration} of role {self._role} was overwritten"
+        return TooLate(f"the slot of iteration {iteration} of role {self._role} was overwritten")
 
     def _wait(self, limit: float, what: str) -> None:
         """Wait for a change; the lock is held. Raises VaultError at a close, or in the end."""

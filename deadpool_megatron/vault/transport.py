@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.door import defer_accept
 from deadpool_megatron.wire.records import RecordSocket, send_bulk
 from deadpool_megatron.wire.tls import Tls
 
@@ -191,6 +192,7 @@ class TcpTransport(Transport):
         self._realm = realm_of(run_id)
         self._deadline_seconds = deadline_seconds
         self._tls = tls
+        defer_accept(listener, HANDSHAKE_SECONDS)
 
     def connect(self, host: str, port: int) -> Channel:
         connection = auth.connect(

@@ -19,6 +19,7 @@ import re
 import secrets
 import socket
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -226,15 +227,21 @@ async def connect_stream(
 
 
 async def accept_stream(
-    reader: RecordReader, writer: RecordWriter, secret: bytes, realm: str
+    reader: RecordReader,
+    writer: RecordWriter,
+    secret: bytes,
+    realm: str,
+    greeted: Callable[[], None] = lambda: None,
 ) -> None:
-    """Asyncio form of the accepting side; the caller bounds the time.
+    """Asyncio form of the accepting side; the caller bounds the time. ``greeted()`` is called when
+    the first message of the handshake has come.
 
     Raises ConnectionClosed itself, no subclass, for somebody who left without a word.
     """
     handshake = Handshake(secret, realm, address_of(writer.get_extra_info("sockname")))
     hello = await framing.read_frame(reader, _HANDSHAKE_BYTES)
     writer.write(framing.encode(handshake.challenge(hello)))
+    greeted()
     await writer.drain()
     try:
         answer = await framing.read_frame(reader, _HANDSHAKE_BYTES)

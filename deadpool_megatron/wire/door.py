@@ -1,10 +1,11 @@
 """Where connections come in on an asyncio loop: TLS, the handshake, and a limit for strangers.
 
-Who has not proved yet that it knows the run secret is a stranger. There are never more than
-``most_strangers`` of them: a newcomer then waits in the kernel's queue until one has proved itself,
-or until the oldest has had its time and is put out. So a crowd of real agents gets in, one after
-the other, and somebody who opens thousands of connections takes neither all descriptors nor the
-place of others for long.
+Who has not proved yet that it knows the run secret is a stranger. Who says nothing at all stays in
+the kernel, which hands a connection over when there is something to read. There are never more than
+``most_strangers`` on this side of it: a newcomer then waits in the kernel's queue until one has
+proved itself, or until one has had its time and is put out: the oldest of the address that has most
+of them. So a crowd of real agents gets in, one after the other, and somebody who opens thousands of
+connections takes neither all descriptors nor the place of others for long.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import resource
 import socket
 import ssl
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +24,9 @@ from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 from deadpool_megatron.wire.tls import Tls, accepted_stream
 
-# In a crowd the oldest stranger has at least this long; a handshake takes milliseconds.
+# In a crowd a stranger has at least so long: for its first message, and for the whole handshake,
+# which takes milliseconds where both sides are not busy.
+_MUTE_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
 
@@ -51,9 +55,24 @@ class Lock:
 
 @dataclass(eq=False)
 class _Stranger:
-    who: str
+    source: str
+    port: int
     since: float
+    has_spoken: bool = False
     task: asyncio.Task[None] | None = None
+
+    @property
+    def who(self) -> str:
+        return f"{self.source}:{self.port}"
+
+    def has_said_hello(self) -> None:
+        """Its first message was one."""
+        self.has_spoken = True
+
+    @property
+    def until(self) -> float:
+        """In a crowd it may stay so long."""
+        return self.since + (_PATIENCE_SECONDS if self.has_spoken else _MUTE_SECONDS)
 
 
 class Door:
@@ -68,6 +87,7 @@ class Door:
     ) -> None:
         self._listener = listener
         self._lock = lock
+        defer_accept(listener, lock.seconds)
         self._visitors = visitors
         self._most_strangers = most_strangers or _quarter_of_descriptors()
         self._strangers: dict[_Stranger, None] = {}  # in order of arrival
@@ -85,7 +105,7 @@ class Door:
             except OSError:  # no descriptor left, for one; or it was gone before it was taken
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            stranger = _Stranger(f"{address[0]}:{address[1]}", time.monotonic())
+            stranger = _Stranger(str(address[0]), int(address[1]), time.monotonic())
             self._strangers[stranger] = None
             stranger.task = loop.create_task(self._admit(connection, stranger))
             self._tasks.add(stranger.task)
@@ -97,17 +117,26 @@ class Door:
 
     async def _make_room(self) -> None:
         while len(self._strangers) >= self._most_strangers:
-            oldest = next(iter(self._strangers))
-            left = oldest.since + _PATIENCE_SECONDS - time.monotonic()
+            first = self._next_to_go()
+            left = first.until - time.monotonic()
             if left <= 0:
-                del self._strangers[oldest]
-                assert oldest.task is not None
-                oldest.task.cancel()
-                self._visitors.refuse(oldest.who, "too many strangers at once: the oldest goes")
+                del self._strangers[first]
+                assert first.task is not None
+                first.task.cancel()
+                self._visitors.refuse(first.who, "too many strangers at once: this one goes")
                 return
             self._fewer.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._fewer.wait(), left)
+
+    def _next_to_go(self) -> _Stranger:
+        """Of the address with most strangers, the one whose time is over first."""
+        counts = Counter(stranger.source for stranger in self._strangers)
+        most = max(counts.values())
+        return min(
+            (one for one in self._strangers if counts[one.source] == most),
+            key=lambda one: one.until,
+        )
 
     async def _admit(self, connection: socket.socket, stranger: _Stranger) -> None:
         """One connection, from accept to its end."""
@@ -119,7 +148,10 @@ class Door:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                     reader, writer = await accepted_stream(connection, self._lock.tls)
-                    await accept_stream(reader, writer, self._lock.secret, self._lock.run_id)
+                    lock = self._lock
+                    await accept_stream(
+                        reader, writer, lock.secret, lock.run_id, stranger.has_said_hello
+                    )
             except TimeoutError:
                 limit = f"{self._lock.seconds:g} s"
                 self._visitors.refuse(who, f"no complete greeting within {limit}")
@@ -145,6 +177,12 @@ class Door:
                 connection.close()
             else:
                 writer.close()
+
+
+def defer_accept(listener: socket.socket, seconds: float) -> None:
+    """Have the kernel keep connections of this listener that say nothing, for about so long."""
+    with contextlib.suppress(OSError):  # not TCP
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, max(1, round(seconds)))
 
 
 def _quarter_of_descriptors() -> int:

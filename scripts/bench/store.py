@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -241,7 +242,7 @@ def measure(roles: int, epochs: int) -> dict[str, Any]:
                 used[side].append(processor)
                 after = sum(tree.processor_seconds(kind) for kind in served[side])
                 serving[side] += after - before
-                print(f"{roles} roles, {side}: {wall:.3f} s", flush=True)
+                print(f"{roles} roles, {side}: {wall:.3f} s", file=sys.stderr)
     return {
         "groups_of_all": len(groups_of(roles)) + 1,
         "groups_of_a_role": sum(0 in ranks for ranks in groups_of(roles)) + 1,
@@ -270,14 +271,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--roles", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--epochs", type=int, default=7)
-    parser.add_argument("--out", default="")
+    parser.add_argument("--out", type=Path, help="JSON file; standard output without")
     arguments = parser.parse_args()
     facts = machine_facts()
     sizes = {str(roles): measure(roles, arguments.epochs) for roles in arguments.roles}
-    for roles, found in sizes.items():
-        print(roles, json.dumps(found, indent=1))
-    if arguments.out:
-        write_facts(arguments.out, {"machine": facts, "sizes": sizes})
+    write_facts(arguments.out, {"machine": facts, "sizes": sizes})
     return 0
 
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.events import Event, EventLog, Kind
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
 WORLD_SIZE = 8
 PHASES = {
@@ -188,9 +188,9 @@ def write_run(
     log = EventLog(directory / "events.jsonl")
     for event in events:
         if event.kind not in NUMBERS:
-            log.write(event)
+            log.append(to_line(event))
         elif event.iteration in numbers[event.kind]:
-            log.write(replace(event, data=numbers[event.kind][event.iteration]))
+            log.append(to_line(replace(event, data=numbers[event.kind][event.iteration])))
     log.close()
     (directory / "final.json").write_text(json.dumps(final))
     return directory
@@ -232,7 +232,7 @@ def main(argv: list[str]) -> int:
             aside.rename(marker)
         time.sleep(max(0.0, due - time.time()))
         values = {**event.to_dict(), "wall_seconds": due}
-        log.write(Event.from_dict(values))
+        log.append(to_line(Event.from_dict(values)))
     (directory / "final.json").write_text(json.dumps(final_of(iterations, strike, shift)))
     return 0
 

@@ -13,7 +13,7 @@ from synthetic_run import events_of, write_run
 from deadpool_megatron.cli import report
 from deadpool_megatron.cli.narration import describe_loss
 from deadpool_megatron.cli.story import Story, summary
-from deadpool_megatron.events import Event, EventLog, Kind
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -84,7 +84,7 @@ def test_a_run_in_the_middle_of_a_recovery(
     )
     log = EventLog(tmp_path / "events.jsonl")
     for event in events[:rebuilding]:
-        log.write(event)
+        log.append(to_line(event))
     log.close()
     with open(tmp_path / "events.jsonl", "a") as file:
         file.write('{"kind": "step", "torn')

@@ -201,7 +201,7 @@ def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> 
     world.exports.request(5, str(world.run.exports))
     world.exports.tick()
     assert world.orders() == TAKE
-    world.hear(0, "failed", text="take: too late: the slot was overwritten")
+    world.hear(0, "failed", text="take: the slot was overwritten", code="too-late")
     assert world.orders() == DROP
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 4

@@ -193,7 +193,7 @@ def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -
 def test_one_that_was_too_late_is_tried_again(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     world.orders()
-    world.hear(0, "failed", text="too late: the slot was overwritten")
+    world.hear(0, "failed", text="the slot was overwritten", code="too-late")
     assert not world.fed
     world.exports.tick()
     assert world.orders() == [*DROP, *TAKE]

@@ -8,6 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from deadpool_megatron.cluster.agent import exports as agent_exports
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -78,7 +81,13 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
         assert (tmp_path / "taken-1.3-0").exists()
         vault.answers["1.3"].set_exception(VaultError("no room"))
         await until(lambda: said)
-        failed = {"t": "export", "name": "1.3", "step": "failed", "text": "no room"}
+        failed = {
+            "t": "export",
+            "name": "1.3",
+            "step": "failed",
+            "text": "no room",
+            "code": "failed",
+        }
         assert said == [failed]
         assert not list(tmp_path.glob("taken-*"))
         await exports.close()
@@ -86,8 +95,15 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
     asyncio.run(story())
 
 
-def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path) -> None:
+def no_processes(*_: Any) -> Any:
+    raise OSError("no more processes")
+
+
+def test_an_exporter_that_cannot_be_started_ends_its_export_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error that got out of an order would end the connection, and with it the node."""
+    monkeypatch.setattr(agent_exports, "start_child", no_processes)
     (tmp_path / "taken-0.9-0").touch()  # of an agent that was killed
     said: list[dict[str, Any]] = []
     vault = SlowVault(tmp_path)
@@ -101,9 +117,9 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(tmp_path: Path)
         await until(lambda: "1.1" in vault.answers)
         vault.answers["1.1"].set_result(taken(tmp_path))
         await until(lambda: said)
-        exports.order({**order("write", "1.1"), "directory": str(tmp_path / "unfinished")})
+        exports.order({**order("write", "1.1"), "directory": str(tmp_path / ".export-id-1.1")})
         assert [message["step"] for message in said] == ["taken", "failed"]
-        assert "away" in said[-1]["text"]
+        assert "no more processes" in said[-1]["text"]
         assert not list(tmp_path.glob("taken-*"))
 
     asyncio.run(story())
@@ -115,7 +131,7 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "run")
     (run.path / "logs").mkdir(parents=True)
-    unfinished = tmp_path / "unfinished"
+    unfinished = tmp_path / ".export-id-1.1"
 
     async def story() -> None:
         threads = thread_count()
@@ -135,7 +151,10 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
     asyncio.run(story())
 
 
-def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(tmp_path: Path) -> None:
+def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_exports, "start_child", no_processes)
     said: list[dict[str, Any]] = []
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "away")
@@ -144,12 +163,14 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(tmp_path: Path
     async def story() -> None:
         exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
         dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
-        exports.order({**order("dump", "1.1"), "directory": "unfinished", "dump": dump})
+        exports.order(
+            {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
+        )
 
     asyncio.run(story())
     (failed,) = said
     assert (failed["name"], failed["step"]) == ("1.1", "failed")
-    assert "away" in failed["text"]
+    assert "no more processes" in failed["text"]
     job = json.loads((tmp_path / "export.json").read_text())
     assert job["skeletons"] == str(run.skeletons)
     assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])

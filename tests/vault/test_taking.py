@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import TooLate, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 from tests.vault.harness import (
     DEADLINE,
@@ -86,7 +86,7 @@ def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as running:
         members = two_members(running)
         steps(members, range(5))
-        with pytest.raises(VaultError, match="too late"):
+        with pytest.raises(TooLate, match="was overwritten"):
             order(running.nodes[0], 1).result(DEADLINE)
         assert left(running.nodes[0]) == []
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,20 +56,71 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_crowd_of_silent_strangers_keeps_nobody_out() -> None:
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """For the strangers' ends, which are in the same process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8192)), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("strangers", [800, 1500])
+@pytest.mark.usefixtures("many_files")
+def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
+    """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""
+
+    async def scenario(inside: Recorder, address: Address) -> None:
+        silent = [socket.create_connection(address, SECONDS) for _ in range(strangers)]
+        writers = await asyncio.gather(*(enter(address) for _ in range(16)))
+        assert len(inside.served) == 16
+        for connection in (*silent, *writers):
+            connection.close()
+
+    refusals = behind(scenario, most_strangers=256).refusals
+    # Of more than the kernel remembers some are handed over; they go before any agent does.
+    assert strangers > 1000 or refusals == []
+
+
+def crowd(address: Address, count: int, said: bytes) -> list[socket.socket]:
+    connections = [socket.create_connection(address) for _ in range(count)]
+    for connection in connections:
+        connection.sendall(said)
+    return connections
+
+
+def test_a_crowd_of_strangers_keeps_nobody_out() -> None:
     async def scenario(_inside: Recorder, address: Address) -> None:
         before = descriptors()
-        silent = [socket.create_connection(address) for _ in range(40)]
+        strangers = crowd(address, 40, b"D")
         (await enter(address)).close()
         # At no time were there more of them than allowed on this side.
-        assert descriptors() <= before + len(silent) + 16 + 1
-        for connection in silent:
+        assert descriptors() <= before + len(strangers) + 16 + 1
+        for connection in strangers:
             connection.close()
 
     inside = behind(scenario, most_strangers=16)
     assert len(inside.served) == 1
     crowded = [why for why in inside.refusals if why.startswith("too many strangers")]
     assert 25 <= len(crowded) <= 40, "it came after them and had to wait for its turn"
+
+
+def test_the_one_who_goes_is_of_the_address_with_most_strangers() -> None:
+    """Who floods from one address takes the places of his own connections."""
+
+    async def scenario(inside: Recorder, address: Address) -> None:
+        lonely = socket.create_connection(address, SECONDS, ("127.0.0.2", 0))
+        lonely.sendall(b"D")  # the oldest of all
+        strangers = crowd(address, 30, b"D")
+        (await enter(address)).close()
+        assert len(inside.refusals) >= 20
+        lonely.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            lonely.recv(1)  # it is still let wait
+        for connection in (lonely, *strangers):
+            connection.close()
+
+    behind(scenario, most_strangers=8)
 
 
 def test_a_knock_is_no_refusal_but_half_a_word_is() -> None:
@@ -131,6 +183,8 @@ def test_strangers_at_a_vault(tmp_path: Path) -> None:
         node = running.nodes[0]
         address = ("127.0.0.1", node.port)
         silent = [socket.create_connection(address, 5) for _ in range(100)]
+        for connection in silent:
+            connection.sendall(b"D")
         secret = auth.load_secret(running.directory)
         auth.connect(address, secret, realm_of(RUN_ID), SECONDS).close()
         for connection in silent:

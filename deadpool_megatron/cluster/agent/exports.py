@@ -16,9 +16,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.machine.exporting import unfinished_export
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.run_directory.bounds import (
+    OutsideError,
+    export_directory,
+    export_name,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 
 _END_SECONDS = 5.0
@@ -60,6 +66,14 @@ class NodeExports:
         """An order of the coordinator: ``export-take`` and then ``export-write``, ``export-dump``
         for what was dumped to a disk, or ``export-drop``."""
         name = str(message["name"])
+        try:
+            export_name(name)
+            if "directory" in message:
+                unfinished = unfinished_export(Path("/"), self._info.run_id, name)
+                export_directory(str(message["directory"]), unfinished.name)
+        except OutsideError as error:
+            self._tell(name, "failed", text=f"the order was refused: {error}")
+            return
         if message["t"] == "export-dump":
             self.drop()
             self._name = name
@@ -103,17 +117,18 @@ class NodeExports:
 
     async def _take(self, name: str, iteration: int) -> None:
         limit = self._info.settings.persist_seconds
-        failure, taken = "", list[Taken]()
+        failure, code, taken = "", Code.FAILED, list[Taken]()
         try:
             taken = await self._vault.take(name, iteration, limit)
         except (VaultError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
+            code = error.code if isinstance(error, VaultError) else code
         if failure or name != self._name:
             drop_taken(self._segments, name)
         if name != self._name:
             return  # dropped meanwhile
         if failure:
-            self._tell(name, "failed", text=failure)
+            self._tell(name, "failed", text=failure, code=code)
             return
         self._taken = taken
         places = {str(one.role): [one.generation.to_list(), one.boundary] for one in self._taken}

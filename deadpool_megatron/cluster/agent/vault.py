@@ -21,6 +21,7 @@ from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.shortage import patiently
+from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
@@ -198,15 +199,17 @@ class VaultKeeper:
 
     async def dump(self, message: Mapping[str, Any]) -> list[str]:
         """Write a generation to disk. Raises OSError, TimeoutError or VaultError."""
+        try:
+            directory = dump_directory(str(message["directory"]), self._run)
+        except OutsideError as error:
+            raise VaultError(str(error)) from error
         control = await self._connected()
         generation = Generation.from_list(message["generation"])
         limit = self._settings.first_step_seconds
         held = [Generation.from_list(one) for one in message.get("held", ())]
         if held:
-            return await control.dump_held(str(message["directory"]), held, limit)
-        return await control.dump(
-            str(message["directory"]), generation, str(message["boundary"]), limit
-        )
+            return await control.dump_held(directory, held, limit)
+        return await control.dump(directory, generation, str(message["boundary"]), limit)
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
         """Set a generation aside. Raises OSError, TimeoutError or VaultError."""

@@ -7,6 +7,12 @@ the new one.
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state import State
@@ -16,7 +22,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     write_json,
 )
-from deadpool_megatron.events import Event, EventLog, term_file
+from deadpool_megatron.events import Event, EventLog
+
+_PAUSE_SECONDS = 1.0
 
 
 class Chronicle:
@@ -28,20 +36,14 @@ class Chronicle:
         fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
-        self._log = EventLog(term_file(run.events, term))
+        self.writer = EventWriter(EventLog(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
-        """Write an event, unless it repeats a known one; answers what was written."""
+        """Have an event written, unless it repeats a known one; returns what is to be written."""
         accepted = self.results.add(event)
         for one in accepted:
-            self._log.write(one)
+            self.writer.write(one)
         return accepted
-
-    def sync(self) -> None:
-        """Make the events durable, for a host that dies with what it has not sent to the server of
-        a network file system. Blocks; may be called from another thread. Raises OSError.
-        """
-        self._log.sync()
 
     def finish(self, end: Finish, state: State) -> str:
         """Write the last files; answers the reason as written. The newest recoveries that this
@@ -59,6 +61,17 @@ class Chronicle:
         write_json(self._run.final, final)
         return str(final["reason"])
 
-    def close(self) -> None:
-        """Close the event file."""
-        self._log.close()
+    async def show_address(self, values: Mapping[str, Any]) -> None:
+        """Write ``coordinator.json``, as soon as that is possible."""
+        while True:
+            try:
+                await asyncio.to_thread(write_json, self._run.coordinator, values)
+            except OSError:
+                await asyncio.sleep(_PAUSE_SECONDS)  # the event writer tells what is wrong
+            else:
+                return
+
+    def close(self, limit_seconds: float) -> None:
+        """Write what is left of the events, for so long at most."""
+        if left := self.writer.close(limit_seconds):
+            print(f"{left} events could not be written", file=sys.stderr)

@@ -59,15 +59,8 @@ class Commands:
         if command not in set(Verb):
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
-        seconds = message.get("seconds")
-        what = self._what(verb, message)
-        if isinstance(what, str):
-            # A request that was taken is asked after with the same words.
-            if self._desk.knows(token):
-                what = {}
-            else:
-                return {"ok": False, "refused": what, "error": what}
-        return await self._desk.ask(verb, what, token, None if seconds is None else float(seconds))
+        seconds = None if message.get("seconds") is None else float(message["seconds"])
+        return await self._desk.ask(verb, lambda: self._what(verb, message), token, seconds)
 
     def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """What is asked, or in a line why it cannot be."""

@@ -83,20 +83,19 @@ class RequestDesk:
         self._ready.set()
 
     async def ask(
-        self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None = None
+        self,
+        verb: Verb,
+        what: Callable[[], Mapping[str, Any] | str],
+        token: str,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
-        """Return the request as it is now: as ``deadpool`` sends it again and again, taken once.
+        """Return the request as it is now; the command sends it again and again, it is taken once.
 
-        ``seconds``: in which a run has to end.
+        ``what()``: what is asked, or in a line why it cannot be; ``seconds``: in which a run has to
+        end.
         """
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
-            taken = (*self._state().requests, *self._coming)
-            known = next((one for one in taken if one.token == token), None)
-            if known is not None:
-                return {"ok": True, "request": known.to_dict()}
-            if why := refusal(self._state(), verb, what):
-                return {"ok": False, "refused": why, "error": why}
             limit = time.monotonic() + patience
             error = ""
             try:
@@ -104,7 +103,15 @@ class RequestDesk:
                     await self._ready.wait()
             except TimeoutError:
                 error = "the journal cannot be read"
-            request = self._new(verb, what, token, seconds)
+            taken = (*self._state().requests, *self._coming)
+            known = next((one for one in taken if one.token == token), None)
+            if known is not None:
+                return {"ok": True, "request": known.to_dict()}
+            wanted = what()
+            why = wanted if isinstance(wanted, str) else refusal(self._state(), verb, wanted)
+            if isinstance(wanted, str) or why:
+                return {"ok": False, "refused": why, "error": why}
+            request = self._new(verb, wanted, token, seconds)
             if not error:
                 error = await self._note(request, limit - time.monotonic())
             if error and verb is not Verb.STOP:
@@ -115,17 +122,13 @@ class RequestDesk:
                 asyncio.get_running_loop().call_later(_KILL_SECONDS, self._take, request)
             else:
                 self._take(request)
-            known = next((r for r in self._state().requests if r.token == token), request)
-            return {"ok": True, "request": known.to_dict()}
+            newest = (one for one in self._state().requests if one.token == token)
+            return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _take(self, request: Request) -> None:
         """Give the machine what the journal has."""
         self._coming = tuple(one for one in self._coming if one is not request)
         self._feed(inputs.Asked(request))
-
-    def knows(self, token: str) -> bool:
-        """Whether this very request was taken before."""
-        return any(one.token == token for one in (*self._state().requests, *self._coming))
 
     def note(self) -> None:
         """The machine has another word on its requests: into the journal with it."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster.machine.exporting import EXPORT_PREFIX, unfinished_export
+from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     RunDirectory,
@@ -87,6 +88,7 @@ def make_valid(
     ``NAME.before-RUN_ID``. Raises DurableError. Runs in a worker thread.
     """
     try:
+        check_save(temporary, final)
         if temporary == final:
             _sync(final)  # its writer has synced the files
             _note(run, _SAVED, final)
@@ -107,6 +109,8 @@ def make_valid(
                 shutil.rmtree(leftover, ignore_errors=True)
         if _newest_in(run.latest) <= restore.generation.iteration:
             write_json(run.latest, restore.to_dict(), lasting=True)
+    except OutsideError as error:
+        raise DurableError(str(error)) from error
     except OSError as error:
         raise DurableError(f"{error.filename}: {error.strerror}") from error
 
@@ -182,7 +186,7 @@ def remember_and_prune(
         for path in map(Path, gone):
             # Its name goes first: nobody must begin to load half of it.
             doomed = unfinished_export(path.parent, run_id, path.name)
-            if path.is_dir():
+            if is_checkpoint(path) and path.is_dir():
                 path.rename(doomed)
                 shutil.rmtree(doomed)
         left = [path for path in listed if path not in gone]

@@ -37,6 +37,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.cadence import next_due
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.vault.errors import Code
 
 # Iterations between an order and the one it is about; more where iterations are too fast for that.
 _FIRST_MARGIN = 2
@@ -155,7 +156,8 @@ class Exports:
         if export is None or message["name"] != export.name or node not in export.awaited:
             return
         if step == "failed":
-            self._abandon(f"node {node}: {message['text']}")
+            is_late = message.get("code") == Code.TOO_LATE
+            self._abandon(f"node {node}: {message['text']}", again=is_late)
         elif step == "taken" and export.step == "taking":
             for role, (generation, boundary) in message["roles"].items():
                 export.said[int(role)] = Generation.from_list(generation), str(boundary)
@@ -310,14 +312,14 @@ class Exports:
         except DurableError as error:
             self._say("warning", f"old checkpoints are not removed: {error}", export.epoch)
 
-    def _abandon(self, why: str) -> None:
-        """Nothing of it is left; what was not due by an interval is tried again if it was too
-        late."""
+    def _abandon(self, why: str, *, again: bool = False) -> None:
+        """Nothing of it is left; what was not due by an interval is tried ``again`` later on, if
+        its iteration was overwritten before it was set aside."""
         export = self._export
         assert export is not None
         self._order(export, "export-drop")
         is_wanted = export.purpose is not Purpose.INTERVAL or self._leaving is not None
-        if is_wanted and "too late" in why and self._margin < _LONGEST_MARGIN:
+        if is_wanted and again and self._margin < _LONGEST_MARGIN:
             self._margin *= 2
             self._wish = self._wish or Wish(export.directory, export.purpose, export.number)
         self._last = {"iteration": export.iteration, "path": "", "error": why}

@@ -45,7 +45,6 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers, join_credit_s
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.process import posix, run_to_end
-from deadpool_megatron.cluster.run_directory.directory import write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -72,7 +71,6 @@ class Coordinator:
             options.term.number,
             Rhythm.of(self._settings),
             is_heard=self._is_heard,
-            sync=self._chronicle.sync,
             on_gap=lambda: self._peers.forgive(time.monotonic()),
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
@@ -117,7 +115,8 @@ class Coordinator:
             lambda: self._state,
             lambda: (
                 paced.newest()
-                | {**self._looks.describe(self._state), "export": self._exports.status()}
+                | self._looks.describe(self._state)
+                | {"export": self._exports.status(), "events": self._chronicle.writer.describe()}
             ),
         )
 
@@ -143,7 +142,7 @@ class Coordinator:
         started = {str(pid): posix.start_time(pid)}
         process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self._options.host, "port": port}
-        write_json(self._run.coordinator, {**address, **process})
+        self._spawn(self._chronicle.show_address({**address, **process}))
         if self._state.record is None:
             facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
             more = {
@@ -170,7 +169,7 @@ class Coordinator:
             for task in self._tasks:
                 task.cancel()
             door.close()
-            self._chronicle.close()
+            self._chronicle.close(self._settings.close_seconds)
         assert self._exit_status is not None
         return self._exit_status
 

@@ -10,16 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.journal.terms import Rhythm, newest_term
 
-_SYNC_SECONDS = 1.0
-
 
 class SignOfLife:
-    """Writes the sign and looks, in a thread of its own: a network file system may hang.
+    """Writes the sign and looks, in a thread of its own: a network file system may hang. Nothing
+    else is done in that thread, so that nothing but the journal itself can hold the sign up.
 
     ``is_heard()``: whether enough agents are heard. A coordinator that is cut off from most agents
     withholds its sign: else they would all fence themselves, and nobody would take over.
-    ``sync()`` makes the coordinator's other files durable, about once a second. ``on_gap()``: the
-    sign stood still for so long that standbys and agents may have taken the coordinator for gone.
+    ``on_gap()``: the sign stood still for so long that standbys and agents may have taken the
+    coordinator for gone.
     ``on_newer(term)``: another one has taken over. ``on_trouble(text)``: the journal cannot be
     reached; once for each text.
     """
@@ -30,7 +29,6 @@ class SignOfLife:
         term: int,
         rhythm: Rhythm,
         is_heard: Callable[[], bool],
-        sync: Callable[[], None],
         on_gap: Callable[[], None],
         on_newer: Callable[[int], None],
         on_trouble: Callable[[str], None],
@@ -39,8 +37,6 @@ class SignOfLife:
         self._term = term
         self._rhythm = rhythm
         self._is_heard = is_heard
-        self._sync = sync
-        self._synced_at = 0.0
         self._on_gap = on_gap
         self._on_newer = on_newer
         self._on_trouble = on_trouble
@@ -92,7 +88,4 @@ class SignOfLife:
         newer = self.look()
         if show and newer <= self._term:
             self._journal.beat(f"{self._term} {self._count}")
-        if time.monotonic() - self._synced_at > _SYNC_SECONDS:
-            self._sync()
-            self._synced_at = time.monotonic()
         return newer

@@ -50,7 +50,7 @@ def examiner(directory: Path, seat: int, *command: str, vault: Any = None) -> tu
     )
     seats = {0: Seat(seat, 0, 0)}
     nodes = {0: NodeAddress("127.0.0.1", 1, "node0", spare=seat != 0)}
-    record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)), 1)
+    record = EpochRecord(1, seats, nodes, Restore("initial", Generation(1, 0)))
     made = Examiner(options, vault or FakeVault(), sent.append, lambda: record, command)
     return made, sent
 

@@ -25,6 +25,7 @@ from deadpool_megatron.cluster.machine.state import Phase, State
 from deadpool_megatron.settings import Settings
 
 DRAIN = {"node": 1}
+STOP = {"dump": True, "reason": "enough"}
 
 
 class Coordinator:
@@ -87,7 +88,7 @@ def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
 def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
         assert answer["request"]["number"] == 1
         assert known(journal) == [(1, Verb.DRAIN, Stage.ASKED)]
         assert [item.request.number for item in one.fed] == [1]
@@ -100,13 +101,15 @@ def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) 
 def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
-        both = await asyncio.gather(*(one.desk.ask(Verb.DRAIN, DRAIN, "a") for _ in range(2)))
+        both = await asyncio.gather(
+            *(one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a") for _ in range(2))
+        )
         assert [answer["request"]["number"] for answer in both] == [1, 1]
         following = await Coordinator(journal, 2).begun()
         await following.end(1, Stage.DONE)
-        again = await following.desk.ask(Verb.DRAIN, DRAIN, "a")
+        again = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
         assert (again["request"]["number"], again["request"]["stage"]) == (1, "done")
-        other = await following.desk.ask(Verb.DRAIN, DRAIN, "b")
+        other = await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
         assert other["request"]["number"] == 2
 
     asyncio.run(story())
@@ -115,7 +118,7 @@ def test_a_request_that_is_sent_again_is_taken_once(journal: DirectoryJournal) -
 def test_the_next_coordinator_finds_what_is_open(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
-        await one.desk.ask(Verb.STOP, {"dump": True, "reason": "enough"}, "a", 100.0)
+        await one.desk.ask(Verb.STOP, lambda: STOP, "a", 100.0)
         following = await Coordinator(journal, 2).begun()
         (found,) = following.fed
         (request,) = found.requests
@@ -134,7 +137,7 @@ def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
         await Coordinator(journal, 2).begun()
-        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
         assert not answer["ok"]
         assert one.stepped_down == ["another coordinator takes the requests"]
         assert not one.fed
@@ -143,11 +146,31 @@ def test_one_that_does_not_know_that_it_was_superseded_says_yes_to_nobody(
     asyncio.run(story())
 
 
+def test_who_asks_again_before_the_journal_is_read_is_answered_from_it(
+    journal: DirectoryJournal,
+) -> None:
+    """As when the coordinator was to be killed: the next one must not kill itself again."""
+
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+        following = Coordinator(journal, 2)
+        again = asyncio.ensure_future(following.desk.ask(Verb.DRAIN, lambda: "it is done", "a"))
+        await asyncio.sleep(0)
+        await following.begun()
+        assert (await again)["request"]["number"] == 1
+        assert len(known(journal)) == 1
+
+    asyncio.run(story())
+
+
 def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, {"node": 7}, "a")
+        answer = await one.desk.ask(Verb.DRAIN, lambda: {"node": 7}, "a")
         assert answer["refused"] == "node 7 is not connected (there are: 0, 1)"
+        answer = await one.desk.ask(Verb.PROTECT, lambda: "it cannot be", "a")
+        assert answer["refused"] == "it cannot be"
         assert known(journal) == []
 
     asyncio.run(story())
@@ -163,9 +186,9 @@ def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
 
     async def story() -> None:
         one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
-        answer = await one.desk.ask(Verb.DRAIN, DRAIN, "a")
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
         assert "no space left: nothing was taken on" in answer["refused"]
-        answer = await one.desk.ask(Verb.STOP, {"dump": True, "reason": "enough"}, "b")
+        answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
         assert answer["ok"]
         assert [item.request.verb for item in one.fed] == [Verb.STOP]
 
@@ -201,7 +224,7 @@ def test_many_requests_make_no_long_entry(journal: DirectoryJournal) -> None:
     async def story() -> None:
         one = await Coordinator(journal, 1).begun()
         for number in range(1, 41):
-            await one.desk.ask(Verb.DRAIN, DRAIN, str(number))
+            await one.desk.ask(Verb.DRAIN, lambda: DRAIN, str(number))
             await one.end(number, Stage.DONE)
         assert len(known(journal)) == 16
         assert known(journal)[-1][0] == 40

@@ -97,7 +97,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     first = Chronicle(run, info(), 1)
     first.write(step(1))
     first.write(step(2))
-    first.close()
+    first.close(10.0)
     with open(run.events, "a") as file:
         file.write('{"kind":"step","iter')
     second = Chronicle(run, info(), 2, newest=2)
@@ -105,7 +105,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     second.write(step(3))
     state = Rig().state.changed({"recovery_count": 7, "steps_recomputed": 3})
     second.finish(Finish(0, ""), state)
-    second.close()
+    second.close(10.0)
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("events*")) == [
         "events-0002.jsonl",
@@ -161,6 +161,7 @@ def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
     chronicle = Chronicle(run, info(), 1)
     for iteration in range(1, 3000):
         chronicle.write(step(iteration))
+    chronicle.close(10.0)
     whole = run.events.read_bytes()
     run.events.write_bytes(whole[:-40])
     reading = read_events(run.events)
@@ -168,4 +169,3 @@ def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
     with open(run.events, "ab") as file:
         file.write(whole[-40:])
     assert [event.iteration for event in reading][-1] in (2998, 2999)
-    chronicle.close()

@@ -1,0 +1,142 @@
+"""Events are written beside the loop: what the file system does to the writer holds nobody up."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator.event_writer import EventWriter
+from deadpool_megatron.events import Event, EventLog, Kind, event_files, read_events
+
+PATIENCE_SECONDS = 30.0
+
+
+class Disk(EventLog):
+    """Files that are full after so many bytes, or that do not answer."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.room: int | None = None
+        self.error = errno.ENOSPC
+        self.refused = threading.Event()
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked = threading.Event()
+        self.synced = 0
+
+    def append(self, lines: bytes) -> int:
+        self.asked.set()
+        assert self.answers.wait(PATIENCE_SECONDS)
+        if self.room is not None:
+            lines = lines[: self.room]
+            if not lines:
+                self.refused.set()
+                raise OSError(self.error, os.strerror(self.error))
+            self.room -= len(lines)
+        return super().append(lines)
+
+    def sync(self) -> None:
+        self.synced += 1
+        super().sync()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    made = Disk(tmp_path / "events.jsonl")
+    yield made
+    made.answers.set()
+
+
+def step(iteration: int) -> Event:
+    return Event(Kind.STEP, 1, role=0, iteration=iteration, data={"loss": "0x1p+0"})
+
+
+def steps(directory: Path) -> list[int | None]:
+    events = read_events(directory / "events.jsonl")
+    return [event.iteration for event in events if event.kind is Kind.STEP]
+
+
+def texts(directory: Path) -> list[str]:
+    events = read_events(directory / "events.jsonl")
+    return [str(event.data["text"]) for event in events if event.kind is Kind.LOG]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE])
+def test_what_a_full_disk_refused_is_written_when_there_is_room(
+    disk: Disk, tmp_path: Path, number: int
+) -> None:
+    disk.room, disk.error = 250, number  # it ends in the middle of a line
+    writer = EventWriter(disk)
+    for k in range(1, 101):
+        writer.write(step(k))
+    assert disk.refused.wait(PATIENCE_SECONDS)
+    while not (told := writer.describe())["trouble"]:
+        disk.refused.clear()
+        assert disk.refused.wait(PATIENCE_SECONDS)
+    assert os.strerror(number) in told["trouble"]
+    assert told["waiting"] > 0
+    disk.room = None
+    assert writer.close(PATIENCE_SECONDS) == 0
+    assert steps(tmp_path) == list(range(1, 101))
+    (text,) = texts(tmp_path)
+    assert f"{os.strerror(number)}; 0 were dropped" in text
+    assert disk.synced
+
+
+def test_a_file_system_that_hangs_takes_no_time_of_the_caller(disk: Disk, tmp_path: Path) -> None:
+    disk.answers.clear()
+    writer = EventWriter(disk, most_bytes=20_000)
+    writer.write(step(0))
+    assert disk.asked.wait(PATIENCE_SECONDS)
+    for k in range(1, 1001):  # would hang here
+        writer.write(step(k))
+    told = writer.describe()
+    assert told["dropped"] > 0
+    assert told["waiting"] + told["dropped"] == 1001
+    assert writer.close(0.0) == 1001, "an end that does not wait says what is missing"
+    disk.answers.set()
+    assert writer.close(PATIENCE_SECONDS) == 0
+    found = steps(tmp_path)
+    assert found[:100] == list(range(100))
+    assert len(set(found)) == len(found) == 1001 - told["dropped"]
+    (text,) = texts(tmp_path)
+    assert f"{told['dropped']} were dropped" in text
+
+
+def test_a_large_file_is_followed_by_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for term in (1, 2):
+        writer = EventWriter(EventLog(path, term, part_bytes=1000))
+        for k in range(40 * term - 39, 40 * term + 1):
+            writer.write(step(k))
+            while writer.describe()["waiting"]:
+                os.sched_yield()
+        assert writer.close(PATIENCE_SECONDS) == 0
+    assert steps(tmp_path) == list(range(1, 81))
+    names = [file.name for file in event_files(path)]
+    assert names[:2] == ["events.jsonl", "events-0001-0002.jsonl"]
+    assert names[names.index("events-0002.jsonl") + 1] == "events-0002-0002.jsonl"
+    assert all(file.stat().st_size < 2000 for file in event_files(path))
+
+
+def test_what_is_no_event_is_skipped_and_of_a_newer_version_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    newer = {"kind": "teleported", "epoch": 3, "data": {"where": "mars"}, "wall_seconds": 1.0}
+    lines = [b"\0" * 300, b'{"kind":"step","iteration":"x"}', b"[]", json.dumps(newer).encode()]
+    writer = EventWriter(EventLog(path))
+    writer.write(step(1))
+    writer.close(PATIENCE_SECONDS)
+    with open(path, "ab") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+    found = list(read_events(path))
+    assert [event.kind for event in found] == [Kind.STEP, Kind.LOG]
+    assert found[1].data["text"] == 'teleported: {"where": "mars"}'
+    assert capsys.readouterr().err.count("skipped") == 3
