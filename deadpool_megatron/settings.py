@@ -325,6 +325,13 @@ class Settings:
                 )
 
     @property
+    def gather_seconds(self) -> float:
+        """After a close, a node that has not told what it holds for so long is given up: longer
+        than its agent takes when everything there has to be killed.
+        """
+        return 5 * self.close_seconds
+
+    @property
     def exports(self) -> bool:
         """Whether a run that has to end exports its state, and not only when somebody asks."""
         return bool(self.persist_interval or self.persist_directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ class RunNotReachable(CommandError):
 
 class Refused(CommandError):
     """The coordinator does not take the request; why."""
+
+
+def shown(text: str) -> str:
+    """What others have written, for a terminal: no character of it does anything there."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def warn_in_the_clear(host: str, settings: Settings) -> None:
+    """Say in one line that what passes can be read, where it leaves this host without TLS."""
+    if not settings.tls_certificate and not host.startswith("127."):
+        print(
+            f"listens on {host} without TLS: states and records can be read on the way"
+            " (docs/security.md)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def raw(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

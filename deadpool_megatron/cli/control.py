@@ -13,6 +13,7 @@ from deadpool_megatron.cli.common import (
     add_run_directory,
     ask,
     raw,
+    shown,
 )
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Request, Verb
@@ -127,7 +128,7 @@ def _status(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(status))
     else:
-        print("\n".join(_lines(status)))
+        print(shown("\n".join(_lines(status))))
     return 0
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.narration import Line, tell
 from deadpool_megatron.cli.story import Story
 from deadpool_megatron.cli.tail import EventTail
@@ -53,7 +54,7 @@ class PlainDisplay(Display):
 
     def line(self, text: str, style: str = "") -> None:
         self.close()
-        print(text, file=self._stream, flush=True)
+        print(shown(text), file=self._stream, flush=True)
 
     def status(self, text: str) -> None:
         self._pending = text
@@ -64,7 +65,7 @@ class PlainDisplay(Display):
 
     def close(self) -> None:
         if self._pending:
-            print(self._pending, file=self._stream, flush=True)
+            print(shown(self._pending), file=self._stream, flush=True)
             self._pending = ""
 
 
@@ -79,12 +80,12 @@ class RichDisplay(Display):
         self._last = ""
 
     def line(self, text: str, style: str = "") -> None:
-        self._console.print(text, style=style, markup=False)
+        self._console.print(shown(text), style=style, markup=False)
 
     def status(self, text: str) -> None:
         from rich.live import Live
 
-        self._last = text
+        self._last = text = shown(text)
         if self._live is None:
             # Without auto_refresh there is no thread: this process forks.
             self._live = Live(console=self._console, auto_refresh=False, transient=True)

@@ -29,6 +29,7 @@ from deadpool_megatron.cli.common import (
     ask_at,
     parse_address,
     raw,
+    warn_in_the_clear,
 )
 from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD, preload_modules
 from deadpool_megatron.cli.resuming import Others, resume_point, write_what_is_left
@@ -169,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
     check_vault_cpus(info)
     place = _place(args, node, slurm, info.settings)
     check_address(run, place.host)
+    warn_in_the_clear(place.host, info.settings)
     if fixed is not None:
         _probe(fixed, secret, info)
     modules = _prepare_members(info, args)

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = "" if args.directory is None else str(args.directory.absolute())
 
     def taken(known: Request) -> str:
-        return f"a {known.in_words()} will be written: see 'deadpool status'"
+        where = known.what["directory"]
+        return f"a checkpoint will be written to {where}: see 'deadpool status'"
 
     return request(args, Verb.PERSIST, taken, directory=wanted)

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.narration import (
     describe_cause,
     describe_coordinator,
@@ -297,5 +298,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_dict(args.directory, story, result), indent=1))
     else:
-        print("\n".join(describe(args.directory, story, result)))
+        print(shown("\n".join(describe(args.directory, story, result))))
     return 0

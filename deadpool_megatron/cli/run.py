@@ -26,12 +26,12 @@ Starts N + S nodes (agent, vault, P training processes each) and follows the run
 A node that dies is replaced by a spare within the running job."""
 _EXAMPLES = """\
 examples:
-  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir /tmp/first \\
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
       -- -m deadpool_megatron.trainer --train-iters 50
-  deadpool run --nodes 4 --nproc-per-node 1 --run-dir /tmp/second --deadpool-replicas 2 -- train.py
-  deadpool run --nodes 4 --spares 1 --nproc-per-node 8 --run-dir /tmp/gpt \\
+  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
+  deadpool run --nodes 4 --spares 1 --nproc-per-node 8 --run-dir runs/gpt \\
       -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args) --deadpool
-  deadpool run --resume /tmp/first --nodes 2 --nproc-per-node 2 --run-dir /tmp/third \\
+  deadpool run --resume runs/first --nodes 2 --nproc-per-node 2 --run-dir runs/third \\
       -- -m deadpool_megatron.trainer --train-iters 50
 
 exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave

@@ -84,8 +84,8 @@ def _load(certificate: str, key: str, authority: str) -> Tls:
             Path(name).read_bytes()
         except OSError as error:
             raise TlsError(f"{flag_name(field)} {name} cannot be read: {error.strerror}") from error
-    if Path(key).stat().st_mode & 0o007:
-        raise TlsError(f"--deadpool-tls-key {key} can be read by everybody: chmod 600 it")
+    if Path(key).stat().st_mode & 0o077:
+        raise TlsError(f"--deadpool-tls-key {key} can be read by others: chmod 600 it")
     server = _context(ssl.PROTOCOL_TLS_SERVER, certificate, key, authority)
     # Nobody resumes a session here, and a ticket would look like the beginning of a message.
     server.num_tickets = 0

@@ -162,6 +162,7 @@ class Agent(asyncio.Protocol):
         self._said: dict[int, dict[str, dict[str, Any]]] = {}
         self._boot = ""
         self._ordered = 0
+        self._term = 0
         self._told = 0
         self._closed = 0
         self._registered: set[tuple[int, int]] = set()
@@ -284,13 +285,14 @@ class Agent(asyncio.Protocol):
             "told": self._told,
             "closed": self._closed,
             "restored": {str(slot): self._told for slot in self._incarnations},
+            "term": self._term,
             "facts": _FACTS,
             "of": self._boot,
             "o": self._ordered,
         }
 
     def _welcome(self, message: Mapping[str, Any]) -> None:
-        self.welcomed, self._attempt = True, 0
+        self.welcomed, self._attempt, self._term = True, 0, int(message["term"])
         self._beat_seconds = float(message["beat_seconds"])
         self._acknowledge(int(message["seen"]))
         for _, data in self._unacknowledged:

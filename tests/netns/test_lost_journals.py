@@ -23,7 +23,6 @@ pytestmark = [
 _NODES, _SPARES, _VICTIM = 2, 2, 1
 # Longer than any limit of fence or takeover.
 _GONE_SECONDS = 8.0
-_ALL_GONE_SECONDS = 60.0
 Measured = Callable[[str, str], None]
 
 
@@ -88,34 +87,6 @@ def test_coordinator_alone_loses_the_run_directory(
         measured(
             f"coordinator's host without the run directory ({how})",
             f"the next one after {taken.wall_seconds - began:.1f} s",
-        )
-
-
-def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
-    """Nobody is fenced, nobody takes over, training goes on; and what was to be written is written.
-
-    What is open already stays as it is: events and logs go on.
-    """
-    with running(tmp_path) as cluster:
-        members = [pid for node in range(_NODES) for pid in cluster.members(node)]
-        for host in cluster.hosts:
-            host.hide(cluster.run.path, "hang")
-        time.sleep(_ALL_GONE_SECONDS)
-        cluster.wait_progress(20)
-        for host in cluster.hosts:
-            host.reveal(cluster.run.path)
-        time.sleep(_GONE_SECONDS)
-        cluster.wait_progress(20)
-        assert all(posix.is_alive(pid) for pid in members)
-        assert cluster.epoch() == 1
-        assert cluster.term().number == 1
-        assert cluster.events(Kind.NODE_LOST) == []
-        os.kill(cluster.members(_VICTIM)[0], signal.SIGKILL)
-        cluster.wait_event(Kind.RECOVERED)
-        cluster.finish()
-        measured(
-            f"the run directory hangs for all nodes for {_ALL_GONE_SECONDS:g} s",
-            "training goes on, no takeover, no new epoch",
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from deadpool_megatron.cli.compare import compare_results
 from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults import jobs, layouts
 from tests.netns import paced
@@ -20,6 +21,7 @@ from tests.netns.hosts import Hosts
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
+_GONE_SECONDS = 60.0
 _SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
 Measured = Callable[[str, str], None]
 
@@ -72,6 +74,29 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
         assert cluster.epoch() == 1
         assert cluster.events(Kind.NODE_LOST) == []
         assert cluster.term().number == 1
+
+
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
+def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
+    """Nobody is fenced, nobody takes over, training goes on. Open files stay as they are."""
+    with training(tmp_path, 1.4) as cluster:
+        members = [pid for node in range(_NODES) for pid in cluster.members(node)]
+        began = time.time()
+        for host in cluster.hosts:
+            host.hide(cluster.run.path, "hang")
+        time.sleep(_GONE_SECONDS)
+        for host in cluster.hosts:
+            host.reveal(cluster.run.path)
+        cluster.wait_progress(3)
+        pause = cluster.longest_pause(began)
+        assert all(posix.is_alive(pid) for pid in members)
+        assert cluster.epoch() == 1
+        assert cluster.events(Kind.NODE_LOST) == []
+        assert cluster.term().number == 1
+        measured(
+            f"training: the run directory hangs for everybody for {_GONE_SECONDS:g} s",
+            f"no takeover, no new epoch; longest pause between two steps {pause:.1f} s",
+        )
 
 
 def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Measured) -> None:

@@ -69,7 +69,7 @@ def test_files_that_do_not_belong_together(
     open_key = tmp_path / "node.key"
     open_key.write_bytes(Path(tls_settings["tls_key"]).read_bytes())
     open_key.chmod(0o604)
-    with pytest.raises(SettingsError, match="can be read by everybody: chmod 600 it"):
+    with pytest.raises(SettingsError, match="can be read by others: chmod 600 it"):
         contexts({**tls_settings, "tls_key": str(open_key)})
 
 

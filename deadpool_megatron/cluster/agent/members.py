@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
 from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.liveness import (
@@ -325,14 +326,17 @@ async def wait_ended(members: list[Member], deadline_seconds: float) -> bool:
 
 
 async def wait_drained(
-    members: list[Member], epoch: int, changed: asyncio.Event, deadline_seconds: float
+    members: list[Member],
+    epoch: int,
+    changed: asyncio.Event,
+    limits: CloseLimits,
 ) -> None:
     """Until every member has left the epoch; who is late, or failed at it, is killed and reaped.
 
     ``changed`` is set whenever one of them has left or ended.
     """
     with contextlib.suppress(TimeoutError):  # who is late is killed below, with that cause
-        async with asyncio.timeout(deadline_seconds):
+        async with asyncio.timeout(limits.drain_seconds):
             while any(m.drained(epoch) is None and not m.ended.is_set() for m in members):
                 changed.clear()
                 await changed.wait()
@@ -340,10 +344,12 @@ async def wait_drained(
     for member in killed:
         late = member.drained(epoch) is None
         how = (
-            f"did not leave within {deadline_seconds:g} s" if late else "could not be left cleanly"
+            f"did not leave within {limits.drain_seconds:g} s"
+            if late
+            else "could not be left cleanly"
         )
         member.kill(f"epoch {epoch} {how}")
-    await wait_ended(killed, deadline_seconds)
+    await wait_ended(killed, limits.reap_seconds)
 
 
 def default_environment(

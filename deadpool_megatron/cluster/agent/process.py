@@ -11,7 +11,7 @@ from dataclasses import replace
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import descriptors, posix
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.preflight import host
 
@@ -23,6 +23,10 @@ def run_agent(options: AgentOptions) -> int:
     this host whose agent is gone. Raises NodeTaken.
     """
     posix.set_process_name(f"dp-agent{options.node}")
+    info = options.info
+    needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
+    if complaint := descriptors.raise_limit(needed):
+        print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     lock = slots.claim(options.segments, options.node)
     run_id = options.info.run_id
     slots.end_leftovers(options.run, run_id, options.node, options.segments)

@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.agent.examiner import Examiner
 from deadpool_megatron.cluster.agent.exports import NodeExports
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.hurting import hurt
+from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.agent.reporter import MemberReporter
@@ -110,7 +111,7 @@ class Agent:
         )
         self._store = StoreRelay(self._link.send)
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
-        self._stacks = LastStacks(self._link.send, self._seat_of, self._files)
+        self._stacks = LastStacks(self._node, lambda: self._record, self._link.send, self._files)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -281,7 +282,7 @@ class Agent:
             for member in self._members.by_slot.values()
             if Seat(self._node, member.slot, member.incarnation) in seats
         ]
-        await wait_drained(seated, epoch, self._drained, self._settings.close_seconds)
+        await wait_drained(seated, epoch, self._drained, CloseLimits.of(self._settings))
 
     async def _adopt(self, record: EpochRecord) -> None:
         known = 0 if self._record is None else self._record.epoch
@@ -340,14 +341,6 @@ class Agent:
         """Report it with the time since its last sign of life, ask where it stands, kill it."""
         self._reporter.frozen(member, silent_seconds)
         self._stacks.kill(member, "frozen")
-
-    def _seat_of(self, member: Member) -> tuple[int, int, int | None]:
-        """Epoch, node, and the role that the member plays."""
-        if self._record is None:
-            return 0, self._node, None
-        seat = Seat(self._node, member.slot, member.incarnation)
-        role = next((r for r, taken in self._record.seats.items() if taken == seat), None)
-        return self._record.epoch, self._node, role
 
     def member_ended(self, member: Member, ending: Ending, cause: str, ordered: bool) -> None:
         """Report a reaped member, unless the run is over and it just left."""

@@ -10,23 +10,26 @@ from deadpool_megatron.cluster.agent.members import Member
 from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.stacks import Stacks, ask
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.records import EpochRecord, Seat
 
 _ANSWER_SECONDS = 0.5
 
 
 class LastStacks:
-    """Used from the agent's loop. ``report`` takes a message for the coordinator; ``place(member)``
-    answers (epoch, node, role) for the event; ``files`` reads what members write.
+    """Used from the agent's loop. ``record()`` is the newest record, ``report`` takes a message for
+    the coordinator, ``files`` reads what members write.
     """
 
     def __init__(
         self,
+        node: int,
+        record: Callable[[], EpochRecord | None],
         report: Callable[[Mapping[str, Any]], None],
-        place: Callable[[Member], tuple[int, int, int | None]],
         files: Files,
     ) -> None:
+        self._node = node
+        self._record = record
         self._report = report
-        self._place = place
         self._files = files
         self._asked: dict[Member, asyncio.Task[None]] = {}
 
@@ -47,7 +50,11 @@ class LastStacks:
             del self._asked[member]
 
     def _tell(self, member: Member, stacks: Stacks) -> None:
-        epoch, node, role = self._place(member)
+        record, role = self._record(), None
+        if record is not None:
+            seat = Seat(self._node, member.slot, member.incarnation)
+            role = next((r for r, taken in record.seats.items() if taken == seat), None)
+        epoch = 0 if record is None else record.epoch
         data = {
             "slot": member.slot,
             "incarnation": member.incarnation,
@@ -56,5 +63,5 @@ class LastStacks:
             "missing": stacks.missing,
             "log": member.log.name,
         }
-        event = Event(Kind.STACK, epoch, node, role, data=data)
+        event = Event(Kind.STACK, epoch, self._node, role, data=data)
         self._report({"t": "event", "event": event.to_dict()})

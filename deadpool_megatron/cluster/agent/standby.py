@@ -174,12 +174,17 @@ class StandbyKeeper:
             self._coordinators.append(self._watcher)
             self._watcher = None
             self._disconnect()
+            # The next standby takes its time to start, and the fence does not wait for it.
+            self._look(line, int(line["claimed"]), "claimed")
             self.start()
         else:
-            address = line["address"]
-            if address is not None:
-                self._address = (str(address[0]), int(address[1]))
-            self._on_look(int(line["term"]), str(line["beat"]), float(line["at"]))
+            self._look(line, int(line["term"]), str(line["beat"]))
+
+    def _look(self, line: Mapping[str, Any], term: int, beat: str) -> None:
+        address = line["address"]
+        if address is not None:
+            self._address = (str(address[0]), int(address[1]))
+        self._on_look(term, beat, float(line["at"]))
 
     def _disconnect(self) -> None:
         asyncio.get_running_loop().remove_reader(self._reports)

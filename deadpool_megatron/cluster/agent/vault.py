@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.process.files import Files
@@ -72,6 +73,7 @@ class VaultKeeper:
         self._run = run
         self._info = info
         self._settings = info.settings
+        self._limits = CloseLimits.of(info.settings)
         self._segments = segments
         self._report = report
         self._listing_changed = listing_changed
@@ -168,12 +170,11 @@ class VaultKeeper:
     async def close_epoch(self, epoch: int) -> None:
         """Returns when nothing of the epoch can be sealed here any more, whatever it takes."""
         self._closed = max(self._closed, epoch)
-        limit = self._settings.close_seconds / 2
         control = self._control
         if control is None:
             return  # a vault that starts is closed
         try:
-            await control.close_epoch(epoch, limit)
+            await control.close_epoch(epoch, self._limits.vault_seconds)
         except _ERRORS as error:
             await self._kill(f"epoch {epoch} was not closed: {error}")
 
@@ -181,8 +182,9 @@ class VaultKeeper:
         """What the node holds, after a close. Empty if two vaults in a row cannot say."""
         for _ in range(2):
             try:
-                control = await self._connected()
-                return await control.inventory(self._settings.close_seconds / 2)
+                async with asyncio.timeout(self._limits.inventory_seconds):
+                    control = await self._connected()
+                    return await control.inventory(self._limits.inventory_seconds)
             except _ERRORS as error:
                 await self._kill(f"no inventory of epoch {epoch}: {error}")
         return Inventory(self._node, epoch)
@@ -302,11 +304,11 @@ class VaultKeeper:
         """
         watch.kill()
         try:
-            await asyncio.wait_for(watch.ended.wait(), _SHUTDOWN_SECONDS)
+            await asyncio.wait_for(watch.ended.wait(), self._limits.reap_seconds)
         except TimeoutError as error:
             raise VaultGivenUp(
                 f"its vault (process {watch.pid}) was killed, as {why}, and did not end within"
-                f" {_SHUTDOWN_SECONDS:g} s"
+                f" {self._limits.reap_seconds:g} s"
             ) from error
 
     def _ended(self, ending: Ending) -> None:

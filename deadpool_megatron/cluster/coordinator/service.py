@@ -40,11 +40,10 @@ from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.cluster.link import reports
-from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
-from deadpool_megatron.cluster.link.peers import AgentPeer, Peers, join_credit_seconds
+from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.process import posix, run_to_end
+from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
@@ -79,12 +78,7 @@ class Coordinator:
         self._stepping = False
         self._exit_status: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._peers = Peers(
-            self._settings.connect_seconds,
-            self,
-            join_credit_seconds=join_credit_seconds(self._settings),
-            acknowledge_seconds=acknowledge_seconds(self._settings),
-        )
+        self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
         self._looks = Looks(self._settings, self._peers)
         self._store = CoordinatorStore(
@@ -413,6 +407,9 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     posix.set_process_name("dp-coordinator")
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
+    needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
+    if complaint := descriptors.raise_limit(needed):
+        print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     # Inventories and records are millions of objects without a cycle among them: at the usual
     # threshold most of the time of a decision goes into looking for one.
     gc.set_threshold(_GARBAGE_OBJECTS)

@@ -142,7 +142,7 @@ class Standby:
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
             self._journal.beat(f"{number} 0")
-        self._report({"claimed": term.number})
+        self._report({"claimed": term.number, "at": now, "address": list(term.address)})
         return term, listener
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:

@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.link.outbox import Outbox
+from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -97,7 +98,7 @@ class AgentPeer:
             self.writer.transport.abort()
 
 
-def join_credit_seconds(settings: Settings) -> float:
+def _join_credit_seconds(settings: Settings) -> float:
     """By how much longer an agent that only joined may be silent: it may not know that it is in,
     and then counts on the limit for rejoining.
     """
@@ -129,29 +130,21 @@ class PeerEvents(Protocol):
 
 
 class Peers:
-    """All connections. Used from the coordinator's loop only. ``acknowledge_seconds``: beats that
-    come sooner after an acknowledgement get none of their own, unless reports came, too.
-    """
+    """All connections. Used from the coordinator's loop only. ``term``: of this coordinator."""
 
-    def __init__(
-        self,
-        connect_seconds: float,
-        events: PeerEvents,
-        join_credit_seconds: float = 0.0,
-        acknowledge_seconds: float = 0.0,
-    ) -> None:
-        """``join_credit_seconds``: by which the silence after a join may be longer than others, as
-        the agent may not know that it is in.
-        """
+    def __init__(self, settings: Settings, events: PeerEvents, term: int) -> None:
         self.agents: dict[int, AgentPeer] = {}
         self.boot = secrets.token_hex(8)  # by which agents know this coordinator from the others
         self.refusals = 0
         self._ordered = 0
         self.hearing = ""  # the agent whose message is being taken, in words
-        self._connect_seconds = connect_seconds
-        self._acknowledge_seconds = acknowledge_seconds
+        self._connect_seconds = settings.connect_seconds
+        # Beats that come sooner after an acknowledgement get none of their own, unless reports
+        # came, too.
+        self._acknowledge_seconds = acknowledge_seconds(settings)
+        self._join_credit_seconds = _join_credit_seconds(settings)
         self._events = events
-        self._join_credit_seconds = join_credit_seconds
+        self._term = term
         # Newest report taken from each agent process, kept beyond the end of its connection.
         self._taken: dict[tuple[int, str], int] = {}
 
@@ -270,6 +263,9 @@ class Peers:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Message
     ) -> None:
         try:
+            if int(first["term"]) > self._term:
+                self._events.superseded(f"node {first['node']}: has heard of term {first['term']}")
+                return
             peer, again = self._admit(writer, first)
         except (WireError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.refuse("an agent", f"{type(error).__name__}: {error}")

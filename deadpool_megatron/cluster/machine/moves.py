@@ -93,7 +93,7 @@ def _close_open(turn: Turn, failure: Failure, silent_seconds: float) -> None:
     turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
     turn.set(
         phase=Phase.CLOSING,
-        deadline=turn.now + 2 * turn.config.settings.close_seconds,
+        deadline=turn.now + turn.config.settings.gather_seconds,
         recovery=recovery,
         awaited=PersistentSet(node for node in record.nodes if node in state.nodes),
         inventories=Map(),
@@ -214,7 +214,7 @@ def _with_scheme(turn: Turn, reason: str) -> str:
 def _wait_for_reaping(turn: Turn) -> None:
     """Whether a slot gets a new process in place is known only when the old one has ended."""
     if turn.state.phase is not Phase.WAITING_SPARE:
-        limit = 2 * turn.config.settings.close_seconds
+        limit = turn.config.settings.gather_seconds
         turn.set(phase=Phase.CLOSING, deadline=turn.now + limit, pending=None, redecide=None)
 
 

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.wire import framing
+from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
 EXIT_COMMAND_NOT_FOUND = 127
 
@@ -90,6 +91,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         posix.set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
         os.chdir(spec.directory)
         os.environ.update(spec.environment)
+        os.environ.pop(SECRET_VARIABLE, None)  # neither it nor what it starts needs the secret
         os.environ["DEADPOOL_AGENT_FD"] = str(agent_fd)
         failpoints.load()
         failpoints.set_context(

@@ -46,3 +46,39 @@ def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: P
         await keeper.close(0.0)
 
     asyncio.run(run())
+
+
+_CLAIMS = """
+import json, os, sys, time
+claim = {"claimed": 2, "at": 5.0, "address": ["10.0.0.7", 4000]}
+os.write(int(sys.argv[2]), (json.dumps(claim) + "\\n").encode())
+time.sleep(600)
+"""
+
+
+def test_the_agent_beside_a_new_coordinator_knows_it_at_once(tmp_path: Path) -> None:
+    """Not only when another standby has started and looked: the fence would be quicker."""
+    looks: list[tuple[int, str, float]] = []
+
+    async def run() -> None:
+        claimed = asyncio.Event()
+
+        def looked(term: int, beat: str, at: float) -> None:
+            looks.append((term, beat, at))
+            claimed.set()
+
+        keeper = StandbyKeeper(
+            ("-c", _CLAIMS),
+            str(tmp_path),
+            "run",
+            tmp_path / "log",
+            on_look=looked,
+            on_over=lambda kept: None,
+        )
+        keeper.start()
+        await asyncio.wait_for(claimed.wait(), 20.0)
+        assert keeper.address == ("10.0.0.7", 4000)
+        await keeper.close(0.0)
+
+    asyncio.run(run())
+    assert looks[0] == (2, "claimed", 5.0)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.agent import vault
+from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
 from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
@@ -90,7 +91,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that are over at once."""
     for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS", "_SHORTAGE_SECONDS"):
         monkeypatch.setattr(vault, name, 0.001)
-    monkeypatch.setattr(vault, "_SHUTDOWN_SECONDS", 0.05)
 
 
 def test_a_moment_without_processes_is_sat_out(
@@ -135,6 +135,7 @@ def test_a_vault_that_the_kernel_does_not_let_go(
 
     async def run() -> None:
         watch: Any = Watch(False)
+        keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
         monkeypatch.setattr(vault, "start_child", lambda *_: watch)
         await keeper.start()
         keeper._control = Broken()  # type: ignore[assignment]

@@ -40,7 +40,9 @@ class _Selector(selectors.SelectSelector):
         return []
 
 
-class _Loop(asyncio.SelectorEventLoop):
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Its time jumps to the next timer when nothing is left to do."""
+
     def __init__(self) -> None:
         self._virtual = _Selector()
         super().__init__(self._virtual)
@@ -122,7 +124,7 @@ class Office:
     def __init__(self, line: Line, term: int) -> None:
         info = SimpleNamespace(settings=line.settings, nodes=1, spares=0, world_size=1)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
-        self.peers = Peers(line.settings.connect_seconds, self)
+        self.peers = Peers(line.settings, self, term)
         self.orders = Orders(options, self.peers)
         self.said: list[Any] = []
         self.is_left = False
@@ -179,6 +181,12 @@ class Line:
         """Another coordinator is the newest; the old one does not know it yet."""
         self._term += 1
         self.office = self._offices[self._term] = Office(self, self._term)
+        return self.office
+
+    def go_back(self) -> Office:
+        """The first coordinator is named as the newest again."""
+        self._term = 1
+        self.office = self._offices[1]
         return self.office
 
     async def live(self, scenario: Callable[[], Awaitable[None]]) -> None:
@@ -242,6 +250,6 @@ def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -
         await line.live(lambda: scenario(line))
         return line
 
-    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=_Loop) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
         patch.setattr(agent_link, "connect_stream", nothing)
         return runner.run(run())

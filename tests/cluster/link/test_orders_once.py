@@ -160,6 +160,9 @@ def test_an_agent_tells_the_term_that_it_follows() -> None:
         line.cuts = {line.frames: How.RESET}
         await line.until("another connection", lambda: len(line.office.terms) > 1)
         assert line.office.terms == [1, 2]
+        first = line.go_back()
+        await line.until("the end of the first", lambda: len(first.newer_terms) == 2)
+        assert first.newer_terms == ["node 3: went over to term 2", "node 3: has heard of term 2"]
 
     play({}, scenario)
 

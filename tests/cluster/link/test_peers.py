@@ -85,7 +85,7 @@ def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
 
     async def run() -> Events:
         events = Events()
-        peers = Peers(connect_seconds, events)
+        peers = Peers(Settings(connect_seconds=connect_seconds), events, term=1)
         events.peers = peers
         listener = socket.create_server(("127.0.0.1", 0))
         door = Door(listener, Lock(SECRET, "run", None, connect_seconds), peers)
@@ -101,7 +101,7 @@ def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
 
 
 def join(node: int, boot: str = "a") -> dict[str, Any]:
-    return {"t": "join", "node": node, "boot": boot, "hostname": "h"}
+    return {"t": "join", "node": node, "boot": boot, "hostname": "h", "term": 0}
 
 
 async def connect(

@@ -51,7 +51,7 @@ def test_nothing_but_its_deadline_ends_the_closing(late: ev.Input) -> None:
     rig.closed(g(7), nodes=[0, 1])
     rig.feed(late)
     assert rig.state.phase is Phase.CLOSING
-    rig.tick(2 * rig.settings.close_seconds)
+    rig.tick(rig.settings.gather_seconds)
     assert rig.one(act.DropNode).node == 2
     assert rig.state.phase is Phase.DECIDING
     assert set(rig.pending.nodes) == {0, 1}

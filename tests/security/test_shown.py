@@ -1,0 +1,67 @@
+"""What is shown, warned of and handed on."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.common import shown, warn_in_the_clear
+from deadpool_megatron.cli.live import PlainDisplay
+from deadpool_megatron.cluster.process import member_main
+from deadpool_megatron.cluster.process.member_main import MemberSpec
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth
+
+
+def test_text_of_others_does_nothing_to_a_terminal() -> None:
+    text = "loss\x1b]0;owned\x07 1.5 é\r\u009b2J\n\tnext"
+    assert shown(text) == "loss?]0;owned? 1.5 é??2J\n\tnext"
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.line(text)
+    display.status(text)
+    display.close()
+    assert "\x1b" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("host", "certificate", "warned"),
+    [("127.0.0.1", "", False), ("10.0.0.1", "", True), ("10.0.0.1", "/node.pem", False)],
+)
+def test_one_line_where_traffic_can_be_read(
+    host: str, certificate: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = dict.fromkeys(("tls_certificate", "tls_key", "tls_authority"), certificate)
+    warn_in_the_clear(host, Settings(**files))
+    assert capsys.readouterr().err.count("without TLS") == int(warned)
+
+
+def test_a_member_does_not_have_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(auth.ENVIRONMENT_NAME, "0" * 32)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        f"open({str(tmp_path / 'seen')!r}, 'w').write(os.environ.get('DEADPOOL_SECRET', 'none'))\n"
+    )
+    ours, theirs = socket.socketpair()
+    spec = MemberSpec.from_dict(
+        {
+            "node": 0,
+            "slot": 0,
+            "incarnation": 0,
+            "command": [str(script)],
+            "directory": str(tmp_path),
+            "log": str(tmp_path / "log"),
+            "environment": {"DEADPOOL_RUN_DIR": str(tmp_path)},
+        }
+    )
+    with ours, theirs:
+        child = os.fork()
+        if child == 0:
+            member_main.become_member(spec, theirs.fileno())
+        os.waitpid(child, 0)
+    assert (tmp_path / "seen").read_text() == "none"
