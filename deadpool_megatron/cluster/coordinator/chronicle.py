@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.machine.actions import Finish
@@ -36,10 +38,14 @@ class Chronicle:
         fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
+        self._digest = CommitDigest()
         self.writer = EventWriter(EventLog(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
         """Have an event written, unless it repeats a known one; returns what is to be written."""
+        if event.kind in KINDS:
+            self._write_digest(self._digest.add(event, time.monotonic()))
+            return [event]
         accepted = self.results.add(event)
         for one in accepted:
             self.writer.write(one)
@@ -71,7 +77,12 @@ class Chronicle:
             else:
                 return
 
+    def _write_digest(self, digest: Event | None) -> None:
+        if digest is not None:
+            self.writer.write(digest)
+
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
+        self._write_digest(self._digest.take())
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)
