@@ -39,7 +39,7 @@ COMMANDS = {
     "plan": "plan",
     "check": "check",
     "agent": "node",
-    "standby": "coordinate",
+    "standby": "standby",
 }
 _REFUSALS = (
     CommandError,
