@@ -24,6 +24,8 @@ _LOOK_SECONDS = 0.3
 # One that could not wait for the journal is not known to a coordinator that took over.
 _REPEAT_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
+# A coordinator that has just died is followed by another one within this, by default settings.
+_TAKEOVER_SECONDS = 10.0
 
 
 def add_wait(parser: argparse.ArgumentParser) -> None:
@@ -60,8 +62,10 @@ def request(
     """
     run, began = RunDirectory(args.run_dir), time.monotonic()
     limit = began + (0.0 if args.wait is None else args.wait)
+    patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
+    is_told = False
     while True:
         if within is not None:
             message["seconds"] = max(0.0, within - (time.monotonic() - began))
@@ -69,13 +73,16 @@ def request(
             known = Request.from_dict(ask(run, message)["request"])
         except Refused as error:
             return _refused(verb, str(error))
-        except RunNotReachable:
+        except RunNotReachable as error:
             # Where nobody has taken it, and nobody waits; else a standby takes over, which may not
             # have heard of it.
             waits_for_end = verb is Verb.STOP and args.wait is not None
             if run.final.exists() and (known is not None or waits_for_end):
                 return _over(run, verb)
-            if time.monotonic() > limit and known is None:
+            if known is None and not is_told:
+                is_told = True
+                print(f"deadpool {verb}: {error}; tried again for a while", file=sys.stderr)
+            if known is None and args.wait is None and time.monotonic() > patience:
                 raise
         if known is not None and args.wait is None:
             print(taken(known))
@@ -86,11 +93,12 @@ def request(
             print(f"{known.in_words()}: done{f': {known.why}' if known.why else ''}")
             return 0
         again = time.monotonic() + (_REPEAT_SECONDS if verb is Verb.STOP else _LOOK_SECONDS)
-        while time.monotonic() < min(again, limit) and not run.final.exists():
+        until = patience if known is None else limit
+        while time.monotonic() < min(again, until) and not run.final.exists():
             time.sleep(_PAUSE_SECONDS)
         if run.final.exists():
             return _over(run, verb)
-        if time.monotonic() >= limit:
+        if time.monotonic() >= limit and (known is not None or args.wait is not None):
             return _not_yet(args, verb, known)
 
 

@@ -50,6 +50,7 @@ def command(
         monkeypatch.setattr(asking, "ask", coordinator)
         monkeypatch.setattr(asking, "_LOOK_SECONDS", 0.001)
         monkeypatch.setattr(asking, "_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(asking, "_TAKEOVER_SECONDS", 0.05)
         name, *rest = arguments
         status = cli.main([name, str(tmp_path), *rest])
         printed = capsys.readouterr()
@@ -104,6 +105,14 @@ def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
     status, said = command(Coordinator(NOBODY), "kill", "--coordinator", *wait)
     assert status == 2
     assert "no coordinator" in said
+
+
+def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any) -> None:
+    coordinator = Coordinator(NOBODY, NOBODY, ASKED)
+    status, said = command(coordinator, "drain", "--node", "1")
+    assert status == 0
+    assert said.count("tried again for a while") == 1
+    assert len({message["token"] for message in coordinator.asked}) == 1
 
 
 def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:

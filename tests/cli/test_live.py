@@ -14,7 +14,7 @@ from synthetic_run import PHASES, events_of
 from deadpool_megatron.cli.live import Display, Follower, PlainDisplay
 from deadpool_megatron.cli.narration import tell
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
-from deadpool_megatron.events import Event, EventLog, Kind
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
 
 class Heard(Display):
@@ -37,7 +37,7 @@ class Heard(Display):
 def followed(directory: Path, events: Iterable[Event]) -> Heard:
     log = EventLog(directory / "events.jsonl")
     for event in events:
-        log.write(event)
+        log.append(to_line(event))
     log.close()
     heard = Heard()
     Follower(RunDirectory(directory), heard).close()

@@ -29,7 +29,10 @@ def test_nan_stops_with_status_4_and_what_is_known(tmp_path: Path) -> None:
         final = run.wait_end(4)
     assert final["kind"] == "nonfinite-loss"
     assert "the loss of iteration 6 is nan (role 0, node 0)" in final["reason"]
-    assert "newest durable checkpoint: none" in final["reason"]
+    assert "state dumped to" in final["reason"]
+    assert "--resume" in final["reason"]
+    (dumped,) = run.events(Kind.DUMPED)
+    assert dumped.data["generation"][1] == 5, "what was computed before it"
 
 
 def test_nan_is_rolled_back_and_the_iteration_computed_anew(tmp_path: Path) -> None:

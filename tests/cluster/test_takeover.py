@@ -47,7 +47,7 @@ def test_killed_coordinator_is_followed_by_another_and_training_goes_on(tmp_path
 
 def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) -> None:
     """Whoever gave it may be gone: it is carried out once, by the next one."""
-    fault = {"id": "coordinator", "point": "coordinator.end-order"}
+    fault = {"id": "coordinator", "point": "coordinator.request"}
     with Agents(tmp_path / "r", spares=2, faults=[fault]) as run:
         run.wait_iteration(5)
         deadpool("stop", "--dump", "--within", "60", str(run.run.path))
