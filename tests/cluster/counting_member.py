@@ -302,7 +302,8 @@ class Counting:
     def save(self) -> None:
         self.section = "save"
         base = self.run_dir / "checkpoints"
-        temporary = base / f".iteration-{self.iteration}-{self.epoch}"
+        final = base / f"iter_{self.iteration:07d}"
+        temporary = base / f".{final.name}.epoch{self.epoch}"
         temporary.mkdir(exist_ok=True)
         (temporary / str(self.role)).write_bytes(_FORMAT.pack(*self.values))
         if self.role == 0:
@@ -313,7 +314,7 @@ class Counting:
                     "epoch": self.epoch,
                     "iteration": self.iteration,
                     "temporary": str(temporary),
-                    "final": str(base / f"iteration-{self.iteration}"),
+                    "final": str(final),
                 }
             )
 

@@ -315,7 +315,7 @@ def test_all_copies_lost_goes_back_to_the_durable_checkpoint(tmp_path: Path) -> 
             for pid in _pids(run, node):
                 os.kill(pid, signal.SIGKILL)
         final = run.finish()
-    assert final["durable"][0]["path"].endswith("iteration-10")
+    assert final["durable"][0]["path"].endswith("iter_0000010")
     assert any(r["generation"][1] % 10 == 0 for r in final["recoveries"])
 
 
