@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.chronicle import DETAIL_VARIABLE
 from tests.faults import layouts
 from tests.faults.jobs import (
     Outcome,
     assert_unnoticed,
     fault,
     recomputed,
-    reference,
     run_job,
 )
 
@@ -30,13 +30,16 @@ def shipped(outcome: Outcome, iteration: int) -> dict[int | None, int]:
     }
 
 
-def test_lost_nodes_come_back_from_copies_that_came_as_halves(tmp_path: Path) -> None:
+def test_lost_nodes_come_back_from_copies_that_came_as_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """First before and then after the spare has taken over what its node keeps for others."""
     plan = [
         fault("first", "backward", when_role=1, when_iteration=5, target="node"),
         fault("second", "optimizer.inside", when_role=2, when_iteration=9, target="node"),
     ]
-    wanted = reference(LAYOUT, ITERATIONS)
+    monkeypatch.setenv(DETAIL_VARIABLE, "all")
+    wanted = run_job(tmp_path / "whole", LAYOUT, ITERATIONS)
     settings = "--deadpool-compaction on --deadpool-cadence 1"
     outcome = run_job(tmp_path / "run", LAYOUT, ITERATIONS, plan, settings=settings, spares=2)
     assert_unnoticed(outcome, wanted, plan)

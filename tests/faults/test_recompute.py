@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.chronicle import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from tests.faults.jobs import (
     Program,
@@ -120,9 +121,12 @@ def test_without_a_spare_chains_are_dumped_and_the_next_run_goes_on(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_what_is_left_in_memory_is_put_together_and_recomputed(tmp_path: Path) -> None:
+def test_what_is_left_in_memory_is_put_together_and_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Everything dies with the launcher, and the memory of role 1 itself is gone: another run has
     the chain that its buddy's vault kept, and what the others held as bytes."""
+    monkeypatch.setenv(DETAIL_VARIABLE, "all")
     directory = tmp_path / "run"
     command = trainer(PP2_DP2, ITERATIONS).command
     held = Program((HELD_TRAINER, f"8={tmp_path}/never", *command[2:]), 4)

@@ -8,6 +8,7 @@ the new one.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, EventLog
 
 _PAUSE_SECONDS = 1.0
+# For who looks for the cause of a slow commit: "all" has each role's seals and commits written.
+DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 
 
 class Chronicle:
@@ -38,12 +41,12 @@ class Chronicle:
         fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
-        self._digest = CommitDigest()
+        self._digest = None if os.environ.get(DETAIL_VARIABLE) == "all" else CommitDigest()
         self.writer = EventWriter(EventLog(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
         """Have an event written, unless it repeats a known one; returns what is to be written."""
-        if event.kind in KINDS:
+        if self._digest is not None and event.kind in KINDS:
             self._write_digest(self._digest.add(event, time.monotonic()))
             return [event]
         accepted = self.results.add(event)
@@ -83,6 +86,7 @@ class Chronicle:
 
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
-        self._write_digest(self._digest.take())
+        if self._digest is not None:
+            self._write_digest(self._digest.take())
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)
