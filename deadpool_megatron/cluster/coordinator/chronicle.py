@@ -84,6 +84,11 @@ class Chronicle:
         if digest is not None:
             self.writer.write(digest)
 
+    def drop_digest(self) -> None:
+        """Leave what was collected unsaid: another coordinator tells from here on."""
+        if self._digest is not None:
+            self._digest.take()
+
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
         if self._digest is not None:

@@ -367,6 +367,7 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
+            self._chronicle.drop_digest()
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:
