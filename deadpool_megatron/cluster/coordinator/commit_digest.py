@@ -20,6 +20,7 @@ class CommitDigest:
         self._began: float | None = None
         self._reports = self._released = self._bytes = 0
         self._epoch = self._iteration = 0
+        self._wall_seconds = self._monotonic_seconds = 0.0
         self._roles: set[int | None] = set()
         self._ship_seconds: list[float] = []
         self._window_seconds: list[float] = []
@@ -41,6 +42,8 @@ class CommitDigest:
         self._epoch = max(self._epoch, event.epoch)
         self._iteration = max(self._iteration, event.iteration or 0)
         self._roles.add(event.role)
+        self._wall_seconds = max(self._wall_seconds, event.wall_seconds)
+        self._monotonic_seconds = max(self._monotonic_seconds, event.monotonic_seconds)
         self._ship_seconds = [max([*self._ship_seconds, *times])] if times else self._ship_seconds
         if windows:
             self._window_seconds = [min([*self._window_seconds, *windows])]
@@ -58,6 +61,14 @@ class CommitDigest:
             "ship_seconds": next(iter(self._ship_seconds), None),
             "window_seconds": next(iter(self._window_seconds), None),
         }
-        event = Event(Kind.COMMITTED, self._epoch, iteration=self._iteration, data=data)
+        # The time of the newest commit, not of this line: it may be said much later.
+        event = Event(
+            Kind.COMMITTED,
+            self._epoch,
+            iteration=self._iteration,
+            data=data,
+            wall_seconds=self._wall_seconds,
+            monotonic_seconds=self._monotonic_seconds,
+        )
         self._begin()
         return event
