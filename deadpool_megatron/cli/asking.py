@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 from deadpool_megatron.cli.common import CommandError, Refused, RunNotReachable, ask
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 
 EXIT_REFUSED = 1
@@ -62,7 +64,9 @@ def request(
     """
     run, began = RunDirectory(args.run_dir), time.monotonic()
     limit = began + (0.0 if args.wait is None else args.wait)
-    patience = began + _TAKEOVER_SECONDS if args.wait is None else limit
+    patience = limit
+    if args.wait is None and _may_be_alive(run):
+        patience = began + _TAKEOVER_SECONDS
     message = {"command": str(verb), "token": secrets.token_hex(8), **what}
     known: Request | None = None
     is_told = False
@@ -79,7 +83,7 @@ def request(
             waits_for_end = verb is Verb.STOP and args.wait is not None
             if run.final.exists() and (known is not None or waits_for_end):
                 return _over(run, verb)
-            if known is None and not is_told:
+            if known is None and not is_told and patience > limit:
                 is_told = True
                 print(f"deadpool {verb}: {error}; tried again for a while", file=sys.stderr)
             if known is None and args.wait is None and time.monotonic() > patience:
@@ -100,6 +104,16 @@ def request(
             return _over(run, verb)
         if time.monotonic() >= limit and (known is not None or args.wait is not None):
             return _not_yet(args, verb, known)
+
+
+def _may_be_alive(run: RunDirectory) -> bool:
+    """Whether an agent is, so that another coordinator may come: one of this host that lives, or
+    one of another host, which cannot be seen from here."""
+    here = socket.gethostname()
+    return any(
+        listing.get("hostname") != here or posix.is_alive(int(listing["agent"]))
+        for listing in run.node_listings().values()
+    )
 
 
 def _refused(verb: Verb, why: str) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +109,10 @@ def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
     assert "no coordinator" in said
 
 
-def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any) -> None:
+def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "nodes").mkdir()
+    listing = {"hostname": socket.gethostname(), "agent": os.getpid()}
+    write_json(tmp_path / "nodes" / "0.json", listing)
     coordinator = Coordinator(NOBODY, NOBODY, ASKED)
     status, said = command(coordinator, "drain", "--node", "1")
     assert status == 0
