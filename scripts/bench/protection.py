@@ -29,9 +29,10 @@ from measuring import ROOT, machine_facts, write_facts
 from overhead import BenchError, Measured, watch
 
 from deadpool_megatron.cli.compare import compare_results
+from deadpool_megatron.cli.numbers import TimedStep
 from deadpool_megatron.cli.report import read_story
 from deadpool_megatron.cli.results import ResultError, RunResult, read_result
-from deadpool_megatron.cli.story import TimedStep, summary
+from deadpool_megatron.cli.story import summary
 from deadpool_megatron.cli.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Kind
@@ -161,7 +162,7 @@ def run_protected(
         story, run.result = read_story(directory), read_result(directory)
     except ResultError as error:
         raise BenchError(str(error)) from error
-    run.steps = story.steps
+    run.steps = story.steps[:]
     measured = range(WARM_UP + 1, WARM_UP + 1 + steps)
     waits = [s for (_, _, iteration), s in story.gate_waits.items() if iteration in measured]
     run.measured.gate_waits, run.measured.gate_seconds = len(waits), sum(waits)

@@ -291,7 +291,7 @@ def test_another_launcher_is_told_how(environ: dict[str, str], reason: str, size
     assert line.startswith(reason)
     assert f"deadpool run {size} {COMMAND}" in line
     several = not size.startswith("--nodes 1 ")
-    assert ("'deadpool agent' on each host" in line) == several
+    assert ("one 'deadpool agent' on each" in line) == several
 
 
 def test_members_and_unprotected_runs_have_no_problem() -> None:
