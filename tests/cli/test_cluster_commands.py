@@ -104,6 +104,7 @@ def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[n
         late = start("agent", "--run-dir", str(run.run.path), "--node-id", "7", "--preload", "")
         wait_for("a spare", lambda: any(e.node == 7 for e in run.events(Kind.MEMBER_WARM)))
         assert deadpool("kill", str(run.run.path), "--node", "0").returncode == 0
+        run.wait_event(Kind.RECOVERED)
         final = run.finish()
         assert late.wait(PATIENCE_SECONDS) == 0
     assert final["recoveries"][-1]["seats_changed"]["0"][1][0] == 7
