@@ -9,9 +9,9 @@ import math
 import time
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
-from deadpool_megatron.cluster.coordinator.slow_nodes import SlowNodes, slow_event
-from deadpool_megatron.cluster.coordinator.status import role_beats
+from deadpool_megatron.cluster.coordinator.reporting.status import role_beats
+from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
+from deadpool_megatron.cluster.coordinator.watchdog.slow_nodes import SlowNodes, slow_event
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import Peers
@@ -22,7 +22,7 @@ from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings
 
 
-class Looks:
+class Watchdog:
     """Used from the coordinator's loop only; ``now`` is its monotonic clock, in seconds."""
 
     def __init__(self, settings: Settings, peers: Peers) -> None:
