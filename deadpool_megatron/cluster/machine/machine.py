@@ -99,7 +99,7 @@ class Machine:
         plan = last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
-            # over (cli/restarting).
+            # over (cli/start/restarting).
             plan, found["protection_told"] = begun.protection, last.protection
         return replace(
             begun,
