@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.coordinator.commit_digest import KINDS, CommitDig
 from deadpool_megatron.cluster.coordinator.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
