@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     # Warm: nothing is left to import in a takeover.
     from deadpool_megatron.cluster.coordinator import service
     from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
-    from deadpool_megatron.cluster.coordinator.standby import Standby, StandbyOptions
+    from deadpool_megatron.cluster.coordinator.succession.standby import Standby, StandbyOptions
     from deadpool_megatron.cluster.process import posix
     from deadpool_megatron.recovery import plan
 

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 from measuring import machine_facts, write_facts
 
-from deadpool_megatron.cluster.agent.members import FramePipe
+from deadpool_megatron.cluster.agent.members.members import FramePipe
 from deadpool_megatron.cluster.agent.store_relay import StoreRelay
-from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
+from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.store import EpochStore

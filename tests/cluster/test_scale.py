@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.status import PacedStatus
+from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.cluster.agent.members import FramePipe
+from deadpool_megatron.cluster.agent.members.members import FramePipe
 from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed, EpochStore

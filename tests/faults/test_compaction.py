@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.chronicle import DETAIL_VARIABLE
+from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
 from tests.faults import layouts
 from tests.faults.jobs import (
     Outcome,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.chronicle import DETAIL_VARIABLE
+from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from tests.faults.jobs import (
     Program,

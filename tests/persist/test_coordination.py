@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
+from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
@@ -177,7 +177,7 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     world.state.durable = exported
     info = SimpleNamespace(settings=Settings(), run_id="id")
     options: Any = SimpleNamespace(run=world.run, info=info)
-    requests = DurableRequests(
+    requests = Saves(
         options,
         state=lambda: world.state,
         emit=world.events.append,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent import exports as agent_exports
-from deadpool_megatron.cluster.agent.exports import NodeExports
+from deadpool_megatron.cluster.agent.children import exports as agent_exports
+from deadpool_megatron.cluster.agent.children.exports import NodeExports
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.coordinator.durable import (
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     DurableError,
     make_valid,
     overlap,

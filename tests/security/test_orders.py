@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.exports import NodeExports
-from deadpool_megatron.cluster.coordinator import durable
+from deadpool_megatron.cluster.agent.children.exports import NodeExports
+from deadpool_megatron.cluster.coordinator.checkpoints import durable
 from deadpool_megatron.cluster.run_directory import bounds
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.agent.members import Member
+from deadpool_megatron.cluster.agent.members.members import Member
 
 
 def hurt(message: Mapping[str, Any], vault: int, members: Mapping[int, Member]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deadpool_megatron.cluster.agent.members import default_environment
+from deadpool_megatron.cluster.agent.members.members import default_environment
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,

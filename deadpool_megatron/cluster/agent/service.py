@@ -5,7 +5,7 @@ fixed: first the vault stops sealing, then the members are interrupted, then eve
 left the epoch or is killed, and only then the inventory is taken and sent.
 
 Losing the coordinator changes nothing for training; the agent reconnects, to the next one if need
-be. A node that is cut off from a coordinator that lives ends its members (fencing.py), for its
+be. A node that is cut off from a coordinator that lives ends its members (fence.py), for its
 roles are about to be given away.
 """
 
@@ -22,18 +22,23 @@ from functools import partial
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.agent.examiner import Examiner
-from deadpool_megatron.cluster.agent.exports import NodeExports
+from deadpool_megatron.cluster.agent.children.examiner import Examiner
+from deadpool_megatron.cluster.agent.children.exports import NodeExports
+from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
+from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.limits import CloseLimits
-from deadpool_megatron.cluster.agent.members import Member, Members, wait_drained, wait_ended
+from deadpool_megatron.cluster.agent.members.members import (
+    Member,
+    Members,
+    wait_drained,
+    wait_ended,
+)
+from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
+from deadpool_megatron.cluster.agent.members.stacks import LastStacks
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
-from deadpool_megatron.cluster.agent.reporter import MemberReporter
-from deadpool_megatron.cluster.agent.stacks import LastStacks
-from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 from deadpool_megatron.cluster.agent.store_relay import StoreRelay
-from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.desk import RequestDesk
-from deadpool_megatron.cluster.coordinator.durable import export_directory
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import export_directory
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal, refusal
@@ -22,17 +22,17 @@ _KNOWN = ("status", "info", "attach", *Verb)
 
 class Commands:
     """``state()`` answers the machine's present state, ``status()`` what users see of it; the
-    ``desk`` takes requests. Used from the coordinator's loop only.
+    ``requests`` takes those of users. Used from the coordinator's loop only.
     """
 
     def __init__(
         self,
         options: CoordinatorOptions,
-        desk: RequestDesk,
+        requests: UserRequests,
         state: Callable[[], State],
         status: Callable[[], dict[str, Any]],
     ) -> None:
-        self._desk = desk
+        self._requests = requests
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
@@ -60,7 +60,7 @@ class Commands:
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
         verb, token = Verb(str(command)), str(message["token"])
         seconds = None if message.get("seconds") is None else float(message["seconds"])
-        return await self._desk.ask(verb, lambda: self._what(verb, message), token, seconds)
+        return await self._requests.ask(verb, lambda: self._what(verb, message), token, seconds)
 
     def _what(self, verb: Verb, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """What is asked, or in a line why it cannot be."""

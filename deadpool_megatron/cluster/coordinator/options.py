@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.coordinator.first_state import Estate
+from deadpool_megatron.cluster.coordinator.succession.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
 from deadpool_megatron.cluster.machine.state.config import Config

@@ -22,19 +22,19 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
+from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
+from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.desk import RequestDesk
-from deadpool_megatron.cluster.coordinator.durable_requests import DurableRequests
-from deadpool_megatron.cluster.coordinator.exports import Exports
-from deadpool_megatron.cluster.coordinator.first_state import first_state
-from deadpool_megatron.cluster.coordinator.looks import Looks
+from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.results import Results
-from deadpool_megatron.cluster.coordinator.sign_of_life import SignOfLife
-from deadpool_megatron.cluster.coordinator.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
+from deadpool_megatron.cluster.coordinator.reporting.results import Results
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
+from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
+from deadpool_megatron.cluster.coordinator.succession.first_state import first_state
+from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
+from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
+from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
 from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import write_patiently
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
@@ -64,7 +64,7 @@ class Coordinator:
         self._machine = Machine(machine_config(options), options.planner)
         estate, now = options.estate, time.monotonic()
         self._state = state = first_state(self._machine, self._journal, estate, now)
-        self._chronicle = Chronicle(options.run, options.info, options.term.number, state.newest)
+        self._files = RunFiles(options.run, options.info, options.term.number, state.newest)
         self._sign = SignOfLife(
             self._journal,
             options.term.number,
@@ -80,11 +80,11 @@ class Coordinator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
-        self._looks = Looks(self._settings, self._peers)
+        self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
         )
-        self._durable = DurableRequests(
+        self._saves = Saves(
             options,
             state=lambda: self._state,
             emit=self._emit,
@@ -101,22 +101,22 @@ class Coordinator:
             spawn=self._spawn,
         )
         sinks = (self.feed, self._spawn, self._step_down)
-        self._desk = RequestDesk(options, lambda: self._state, *sinks)
+        self._user_requests = UserRequests(options, lambda: self._state, *sinks)
         paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
         self._commands = Commands(
             options,
-            self._desk,
+            self._user_requests,
             lambda: self._state,
             lambda: (
                 paced.newest()
-                | self._looks.describe(self._state)
-                | {"export": self._exports.status(), "events": self._chronicle.writer.describe()}
+                | self._watchdog.describe(self._state)
+                | {"export": self._exports.status(), "events": self._files.writer.describe()}
             ),
         )
 
     @property
     def _results(self) -> Results:
-        return self._chronicle.results
+        return self._files.results
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
@@ -136,7 +136,7 @@ class Coordinator:
         started = {str(pid): posix.start_time(pid)}
         process = {"pid": pid, "hostname": hostname, "started": started}
         address = {"host": self._options.host, "port": port}
-        self._spawn(self._chronicle.show_address({**address, **process}))
+        self._spawn(self._files.show_address({**address, **process}))
         if self._state.record is None:
             facts = {"roles": self._options.info.world_size, "nodes": self._options.info.nodes}
             more = {
@@ -147,7 +147,7 @@ class Coordinator:
         term = self._options.term
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
-        self._spawn(self._desk.begin())
+        self._spawn(self._user_requests.begin())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -163,7 +163,7 @@ class Coordinator:
             for task in self._tasks:
                 task.cancel()
             door.close()
-            self._chronicle.close(self._settings.close_seconds)
+            self._files.close(self._settings.close_seconds)
         assert self._exit_status is not None
         return self._exit_status
 
@@ -192,7 +192,7 @@ class Coordinator:
                 for action in produced:
                     self._carry_out(action)
                 if self._state.requests is not asked:
-                    self._desk.note()
+                    self._user_requests.note()
         except Exception as error:
             _fail(error)
         finally:
@@ -242,7 +242,7 @@ class Coordinator:
     def _finish(self, end: actions.Finish) -> None:
         if self._is_superseded():
             return
-        written = self._chronicle.finish(end, self._state)
+        written = self._files.finish(end, self._state)
         self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
@@ -271,7 +271,7 @@ class Coordinator:
             m, role = message["m"], self._state.role_at(*reports.seat_of(peer.node, message))
             event = reports.event_of_member(m, peer.node, role)
             if m["t"] == "durable-request":
-                self._spawn(self._durable.handle(m), self._peers.hearing)
+                self._spawn(self._saves.handle(m), self._peers.hearing)
         item = reports.from_agent(peer.node, message, self._state.layouts)
         if event is not None:
             self._event(event)
@@ -303,10 +303,10 @@ class Coordinator:
 
     def _emit(self, event: Event) -> None:
         """Write an event (unless it repeats a known one) and tell the machine what it means."""
-        for accepted in self._chronicle.write(event):
-            self._looks.note(accepted)
+        for accepted in self._files.write(event):
+            self._watchdog.note(accepted)
             item = reports.from_event(accepted)
-            harmless = isinstance(item, inputs.Diverged) and not self._chronicle.divergence_is_fatal
+            harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
             if item is not None and not harmless:
                 self.feed(item)
 
@@ -318,7 +318,7 @@ class Coordinator:
         if event.kind in numbers and event.epoch < self._epoch:
             computed = Generation(event.epoch, event.iteration or 0)
             if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.kept, computed):
-                self._chronicle.write(event)
+                self._files.write(event)
                 return
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
             return
@@ -335,9 +335,9 @@ class Coordinator:
             if now - last > 3 * interval:
                 self._peers.forgive(now)
             last = now
-            for lost in self._looks.at_silence(now, trusted=self._sign.is_fresh(now)):
+            for lost in self._watchdog.at_silence(now, trusted=self._sign.is_fresh(now)):
                 self.feed(lost)
-            events, found = self._looks.at_progress(self._state, self._epoch, now)
+            events, found = self._watchdog.at_progress(self._state, self._epoch, now)
             for event in events:
                 self._emit(event)
             for item in found:
@@ -367,7 +367,7 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._chronicle.drop_digest()
+            self._files.drop_digest()
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:

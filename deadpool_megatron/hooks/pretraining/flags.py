@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from deadpool_megatron import arguments
-from deadpool_megatron.cluster.coordinator.durable import saves_refusal
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.refusals import REFUSED, complaint
 from deadpool_megatron.settings import Settings

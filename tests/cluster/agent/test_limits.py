@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.service import Agent
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
 from deadpool_megatron.layout.records import Seat
 from deadpool_megatron.settings import Settings
 from tests.cluster.link.line import VirtualLoop

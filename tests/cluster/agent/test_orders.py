@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.service import Agent
-from deadpool_megatron.cluster.agent.standby import StandbyKeeper
 
 
 def test_what_is_closed_is_told_while_a_dump_is_written() -> None:

@@ -84,7 +84,7 @@ def test_beats_that_cannot_be_read_end_no_look(tmp_path: Path) -> None:
             raise TypeError("a beat of another version")
 
         del peer
-        one._looks._hang = broken  # type: ignore[method-assign]
-        assert one._looks.at_progress(one._state, 0, 1.0) == ([], [])
+        one._watchdog._hang = broken  # type: ignore[method-assign]
+        assert one._watchdog.at_progress(one._state, 0, 1.0) == ([], [])
 
     assert hear(tmp_path, scenario)._peers.refusals == 1

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.first_state import look_up
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.coordinator.succession.first_state import look_up
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.agent.store_relay import StoreRelay
-from deadpool_megatron.cluster.coordinator.store import CoordinatorStore
+from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
 from deadpool_megatron.cluster.link.store_hub import StoreHub
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.wire import store

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent.members import Members
-from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
+from deadpool_megatron.cluster.agent.members.members import Members
 from deadpool_megatron.cluster.process import posix, shortage
 from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import ChildWatch
@@ -146,7 +146,9 @@ def test_child_that_cannot_be_watched_has_ended(monkeypatch: pytest.MonkeyPatch)
 def test_standby_is_started_as_soon_as_that_is_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deadpool_megatron.cluster.agent.standby._RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(
+        "deadpool_megatron.cluster.agent.children.standby_keeper._RESTART_SECONDS", 0.01
+    )
     pipe, short = os.pipe, Short(0, errno.EMFILE)
 
     def pipes() -> tuple[int, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.machine.exporting import unfinished_export
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.run_directory.bounds import (

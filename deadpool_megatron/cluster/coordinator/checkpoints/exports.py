@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.durable import (
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     DurableError,
     export_directory,
     publish_export,

@@ -9,9 +9,9 @@ import math
 import time
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
-from deadpool_megatron.cluster.coordinator.slow_nodes import SlowNodes, slow_event
-from deadpool_megatron.cluster.coordinator.status import role_beats
+from deadpool_megatron.cluster.coordinator.reporting.status import role_beats
+from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
+from deadpool_megatron.cluster.coordinator.watchdog.slow_nodes import SlowNodes, slow_event
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import Peers
@@ -23,7 +23,7 @@ from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings
 
 
-class Looks:
+class Watchdog:
     """Used from the coordinator's loop only; ``now`` is its monotonic clock, in seconds."""
 
     def __init__(self, settings: Settings, peers: Peers) -> None:
@@ -38,7 +38,7 @@ class Looks:
         """Nodes whose agents have been silent for too long, which are forgotten with that.
 
         ``trusted``: whether everybody could see that this coordinator lives; otherwise nodes go on
-        without it, and a silence proves nothing (see fencing).
+        without it, and a silence proves nothing (see agent/fence.py).
         """
         limit = self._settings.node_silence_seconds if trusted else math.inf
         for peer in self._peers.silent(limit / 2, now):

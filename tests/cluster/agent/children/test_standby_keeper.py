@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from deadpool_megatron.cluster.agent.standby import StandbyKeeper
+from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 
 # Reports every line of its standard input as a sign of life.
 _ECHO = """

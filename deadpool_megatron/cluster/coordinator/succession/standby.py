@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.first_state import Estate, look_up
+from deadpool_megatron.cluster.coordinator.succession.first_state import Estate, look_up
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,

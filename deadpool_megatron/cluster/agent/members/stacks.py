@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.agent.members import Member
+from deadpool_megatron.cluster.agent.members.members import Member
 from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.stacks import Stacks, ask
 from deadpool_megatron.events import Event, Kind

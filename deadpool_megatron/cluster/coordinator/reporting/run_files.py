@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.commit_digest import KINDS, CommitDigest
-from deadpool_megatron.cluster.coordinator.event_writer import EventWriter
-from deadpool_megatron.cluster.coordinator.results import Results, divergence_is_fatal
+from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
+from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
+from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
@@ -32,7 +32,7 @@ _PAUSE_SECONDS = 1.0
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 
 
-class Chronicle:
+class RunFiles:
     """``newest``: the newest iteration that an earlier coordinator told of, 0 without any."""
 
     def __init__(self, run: RunDirectory, info: RunInfo, term: int, newest: int = 0) -> None:

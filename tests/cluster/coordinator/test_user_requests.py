@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.desk import RequestDesk
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal import requests
 from deadpool_megatron.cluster.journal.entries import (
     DirectoryJournal,
@@ -45,7 +45,7 @@ class Coordinator:
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.desk = RequestDesk(
+        self.desk = UserRequests(
             cast(CoordinatorOptions, options),
             lambda: cast(State, self.state),
             self.feed,

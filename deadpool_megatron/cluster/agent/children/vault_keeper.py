@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.exit_words import last_words

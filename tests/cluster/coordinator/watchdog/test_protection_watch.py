@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from immutables import Map
 
-from deadpool_megatron.cluster.coordinator.protection_watch import ProtectionWatch
+from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of
 from deadpool_megatron.cluster.machine.state.state import State

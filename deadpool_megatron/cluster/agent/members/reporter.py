@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.agent.members import Member, Members
+from deadpool_megatron.cluster.agent.members.members import Member, Members
 from deadpool_megatron.events import Kind
 
 # Events that results are made of; a coordinator drops those that it has already.

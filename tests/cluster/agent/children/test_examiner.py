@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent import examiner as module
-from deadpool_megatron.cluster.agent.examiner import Examiner
+from deadpool_megatron.cluster.agent.children import examiner as module
+from deadpool_megatron.cluster.agent.children.examiner import Examiner
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.durable import DurableError, make_valid
+from deadpool_megatron.cluster.coordinator.checkpoints.durable import DurableError, make_valid
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state.phases import Phase
@@ -17,7 +17,7 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore
 
 
-class DurableRequests:
+class Saves:
     """``done(iteration)`` tells the writers. For the coordinator's loop."""
 
     def __init__(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
-from deadpool_megatron.cluster.coordinator.commit_digest import PERIOD_SECONDS, CommitDigest
+from deadpool_megatron.cluster.coordinator.reporting.commit_digest import (
+    PERIOD_SECONDS,
+    CommitDigest,
+)
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind, read_events, to_line
-from tests.cluster.coordinator.test_results import info
+from tests.cluster.coordinator.reporting.test_results import info
 
 _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
 
@@ -40,12 +43,12 @@ def test_a_day_of_512_roles_is_a_few_megabytes() -> None:
 
 def test_who_watches_hears_of_every_commit(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    chronicle = Chronicle(run, info(), 1)
+    files = RunFiles(run, info(), 1)
     for role in range(4):
         sealed = Event(Kind.SEALED, 1, 0, role, 1, data={"lineage": 1})
-        assert chronicle.write(sealed) == [sealed]
+        assert files.write(sealed) == [sealed]
         event = committed(role, 1)
-        assert chronicle.write(event) == [event]
-    chronicle.close(10.0)
+        assert files.write(event) == [event]
+    files.close(10.0)
     (line,) = read_events(run.events)
     assert (line.role, line.data["roles"], line.data["bytes"]) == (None, 4, 4000)

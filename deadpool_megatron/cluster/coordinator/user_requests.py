@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 0.5
 _KILL_SECONDS = 0.1
 
 
-class RequestDesk:
+class UserRequests:
     """``step_down(why)``: another coordinator has written. For the coordinator's loop only."""
 
     def __init__(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator import standby
-from deadpool_megatron.cluster.coordinator.standby import Standby, _Result
+from deadpool_megatron.cluster.coordinator.succession import standby
+from deadpool_megatron.cluster.coordinator.succession.standby import Standby, _Result
 from deadpool_megatron.settings import Settings
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.status import role_beats
+from deadpool_megatron.cluster.coordinator.reporting.status import role_beats
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.state.phases import Phase

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cluster.agent import vault
+from deadpool_megatron.cluster.agent.children import vault_keeper
+from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
-from deadpool_megatron.cluster.agent.vault import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
@@ -90,14 +90,14 @@ def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that are over at once."""
     for name in ("_FIRST_PAUSE_SECONDS", "_LONGEST_PAUSE_SECONDS", "_SHORTAGE_SECONDS"):
-        monkeypatch.setattr(vault, name, 0.001)
+        monkeypatch.setattr(vault_keeper, name, 0.001)
 
 
 def test_a_moment_without_processes_is_sat_out(
     keeper: VaultKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[Callable[..., Watch]] = [no_processes, no_processes, lambda *_: Watch(True)]
-    monkeypatch.setattr(vault, "start_child", lambda *rest: starts.pop(0)(*rest))
+    monkeypatch.setattr(vault_keeper, "start_child", lambda *rest: starts.pop(0)(*rest))
     asyncio.run(keeper.start())
     assert keeper.pid == Watch.pid
 
@@ -122,7 +122,7 @@ def test_a_vault_that_does_not_come_up_again_and_again(
         with pytest.raises(VaultGivenUp, match="8 times in a row: it ended"):
             await asyncio.wait_for(keeper.supervise(), SECONDS)
 
-    monkeypatch.setattr(vault, "start_child", start)
+    monkeypatch.setattr(vault_keeper, "start_child", start)
     asyncio.run(run())
     assert len(started) == 8
 
@@ -136,7 +136,7 @@ def test_a_vault_that_the_kernel_does_not_let_go(
     async def run() -> None:
         watch: Any = Watch(False)
         keeper._limits = CloseLimits(0.05, 0.05, 0.05, 0.05)
-        monkeypatch.setattr(vault, "start_child", lambda *_: watch)
+        monkeypatch.setattr(vault_keeper, "start_child", lambda *_: watch)
         await keeper.start()
         keeper._control = Broken()  # type: ignore[assignment]
         with pytest.raises(VaultGivenUp, match="epoch 3 was not closed: no answer, and did not"):
@@ -151,7 +151,7 @@ def test_the_agent_says_so_and_ends(
     tmp_path: Path, info: RunInfo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short(monkeypatch)
-    monkeypatch.setattr(vault, "start_child", no_processes)
+    monkeypatch.setattr(vault_keeper, "start_child", no_processes)
     run = RunDirectory(tmp_path / "run")
     run.create(info)
     options = AgentOptions(

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.agent.children import start_child
+from deadpool_megatron.cluster.agent.children.starting import start_child
+from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.options import AgentOptions
-from deadpool_megatron.cluster.agent.vault import VaultKeeper
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.vault.errors import VaultError

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.chronicle import Chronicle
-from deadpool_megatron.cluster.coordinator.results import (
+from deadpool_megatron.cluster.coordinator.reporting.results import (
     COMPARED_STEPS,
     Results,
     divergence_is_fatal,
 )
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
@@ -94,13 +94,13 @@ def info() -> RunInfo:
 
 def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    first = Chronicle(run, info(), 1)
+    first = RunFiles(run, info(), 1)
     first.write(step(1))
     first.write(step(2))
     first.close(10.0)
     with open(run.events, "a") as file:
         file.write('{"kind":"step","iter')
-    second = Chronicle(run, info(), 2, newest=2)
+    second = RunFiles(run, info(), 2, newest=2)
     assert second.results.last_iteration == 2
     second.write(step(3))
     state = Rig().state.changed({"recovery_count": 7, "steps_recomputed": 3})
@@ -158,10 +158,10 @@ def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
 def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
     """The rest of a line that arrives while it is read is not taken for a line."""
     run = RunDirectory(tmp_path)
-    chronicle = Chronicle(run, info(), 1)
+    files = RunFiles(run, info(), 1)
     for iteration in range(1, 3000):
-        chronicle.write(step(iteration))
-    chronicle.close(10.0)
+        files.write(step(iteration))
+    files.close(10.0)
     whole = run.events.read_bytes()
     run.events.write_bytes(whole[:-40])
     reading = read_events(run.events)

@@ -1,0 +1,1 @@
+"""What a run tells: events, results, ``final.json`` and the status."""

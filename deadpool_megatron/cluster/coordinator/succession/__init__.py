@@ -1,0 +1,1 @@
+"""Who coordinates next: the sign of life, the standbys that watch it, what one inherits."""
