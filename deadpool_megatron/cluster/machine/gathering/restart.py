@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.state import Turn, restore_query
+from deadpool_megatron.cluster.machine.epoch.ending import finish
+from deadpool_megatron.cluster.machine.turn import Turn, restore_query
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore
 from deadpool_megatron.layout.inventories import usual_layouts

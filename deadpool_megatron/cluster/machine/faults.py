@@ -1,16 +1,18 @@
-"""Failures that repeat on one node: its roles go to a spare. Pure functions on a Turn.
-
-What repeats at one *step* is judged in machine_bugs: that is the program's own.
-"""
+"""Faults that repeat on one node, and losses that are not finite. Pure functions on a Turn."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.moves import seating
-from deadpool_megatron.cluster.machine.roster import NodeState
-from deadpool_megatron.cluster.machine.state import LAST_PHASES, Failure, Turn
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import EmitEvent
+from deadpool_megatron.cluster.machine.epoch.closing import close, save_and_end
+from deadpool_megatron.cluster.machine.epoch.deciding import seating
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, LastWords
+from deadpool_megatron.cluster.machine.state.roster import NodeState
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 
 # A device that failed once may have been hit by a stray particle; one that fails again is broken.
@@ -24,7 +26,7 @@ def with_restart(turn: Turn, node: NodeState) -> NodeState:
 
 
 def crashed(turn: Turn, node: int, failure: Failure) -> None:
-    """A process of the node ended an epoch by crashing: put the node aside when that repeats.
+    """A process of the node ended an epoch by crashing: put the node aside when that faults.
 
     Only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
     its vault holds may be what the others restore from.
@@ -66,3 +68,26 @@ def _has_better(turn: Turn, node: int) -> bool:
 def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
     since = turn.now - turn.config.settings.node_crash_window_seconds
     return tuple(time for time in times if time >= since)
+
+
+EXIT_NONFINITE = 4
+
+
+def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+    """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
+    state, k = turn.state, event.iteration
+    again = k in state.nonfinite
+    policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
+    facts = {"loss": event.loss, "policy": policy}
+    turn.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
+    cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
+    if policy == "stop":
+        once_more = ", and was not finite either when it was computed before" if again else ""
+        # What is saved is the state before the iteration.
+        turn.set(poisoned_from=k)
+        kind = FailureKind.NONFINITE_LOSS
+        save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
+        return
+    turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
+    signature = ("nonfinite", str(k))
+    close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))

@@ -1,12 +1,42 @@
-"""How a run ends, and what is written before it does."""
+"""What the machine is doing, and what is known only while it does that."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.layout.records import Generation, Restore
+
+
+class Phase(StrEnum):
+    """What the machine is doing; every phase but RUNNING and ENDED has a deadline."""
+
+    GATHERING = "gathering"  # waits for the first members, or after a restart for the old ones
+    CLOSING = "closing"  # waits for inventories
+    WAITING_SPARE = "waiting for a spare"
+    DECIDING = "deciding"  # waits for the journal
+    OPENING = "opening"  # waits until every role has restored
+    RUNNING = "running"
+    PAUSING = "pausing"  # runs, until all members stand still at one iteration
+    DUMPING = "dumping"
+    ENDING = "ending"  # waits for the agents to go
+    ENDED = "ended"
+
+
+OPEN_PHASES = frozenset({Phase.OPENING, Phase.RUNNING, Phase.PAUSING})
+LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
+
+
+@dataclass(frozen=True)
+class PauseOrder:
+    """All members shall stand still after ``iteration``; ``leaving``: node to be drained."""
+
+    iteration: int
+    cause: str
+    leaving: frozenset[int] = frozenset()
+    paused: PersistentSet[int] = field(default_factory=PersistentSet)
 
 
 @dataclass(frozen=True)

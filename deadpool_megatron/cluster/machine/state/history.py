@@ -7,7 +7,8 @@ from typing import Any
 
 from immutables import Map
 
-from deadpool_megatron.cluster.machine.state import Failure, State
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout.decision import keep_line
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.records import EpochRecord, Restore

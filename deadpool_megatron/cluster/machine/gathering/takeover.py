@@ -9,18 +9,15 @@ on a Turn.
 from __future__ import annotations
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine import checkup
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.moves import close, give_up, opening_seconds
-from deadpool_megatron.cluster.machine.pausing import check_opened
-from deadpool_megatron.cluster.machine.roster import MemberStatus
-from deadpool_megatron.cluster.machine.state import (
-    Config,
-    Failure,
-    Phase,
-    Turn,
-    matters,
-)
+from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
+from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
+from deadpool_megatron.cluster.machine.gathering import checkup
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 
 

@@ -16,9 +16,13 @@ from typing import Any
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Probe
-from deadpool_megatron.cluster.machine.ending import finish
-from deadpool_megatron.cluster.machine.moves import drop_node, seating
-from deadpool_megatron.cluster.machine.state import Config, Failure, State, Turn
+from deadpool_megatron.cluster.machine.epoch.closing import drop_node
+from deadpool_megatron.cluster.machine.epoch.deciding import seating
+from deadpool_megatron.cluster.machine.epoch.ending import finish
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge, schedule
 from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport

@@ -10,45 +10,18 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
-from deadpool_megatron.cluster.machine.moves import (
-    check_done,
-    close,
-    owed_copies,
-    record_nodes,
-    seating,
-)
-from deadpool_megatron.cluster.machine.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.plans import pause_cause, plan_is_due, tell_plan
-from deadpool_megatron.cluster.machine.state import (
-    Failure,
-    PauseOrder,
-    Phase,
-    State,
-    Turn,
-)
-from deadpool_megatron.events import Kind
+from deadpool_megatron.cluster.machine.epoch.closing import close
+from deadpool_megatron.cluster.machine.epoch.deciding import owed_copies, record_nodes, seating
+from deadpool_megatron.cluster.machine.protection import pause_cause, plan_is_due
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.state.phases import PauseOrder, Phase
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.cadence import next_due
 
 # Of the time that is left to a run: the rest is for the dump that follows.
 _SHARE_OF_PAUSE = 0.2
-
-
-def check_opened(turn: Turn) -> None:
-    """Run when every role has restored; what had to wait for that pauses next."""
-    state = turn.state
-    if state.phase is not Phase.OPENING or len(state.restored) < len(state.seats):
-        return
-    turn.set(members=state.members.with_warm(state.seats.role_by_place, turn.now))
-    recovery = state.recovery
-    phases = {**recovery.phases, **recovery.reported} if recovery else {}
-    if recovery is not None:
-        recovery = replace(recovery, mark=turn.now, opened=True)
-    turn.set(phase=Phase.RUNNING, deadline=None, recovery=recovery, ever_ran=True)
-    turn.emit(Kind.EPOCH_OPENED, phases=phases)
-    tell_plan(turn)
-    check_done(turn)
-    enter_pause(turn)
-    consider_pause(turn)
 
 
 def consider_pause(turn: Turn) -> None:

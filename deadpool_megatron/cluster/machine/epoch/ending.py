@@ -11,38 +11,17 @@ from pathlib import PurePath
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
-from deadpool_megatron.cluster.machine.last_words import DumpOrder, LastWords
-from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
-from deadpool_megatron.cluster.machine.state import (
-    OPEN_PHASES,
-    Phase,
-    Turn,
-    poisoned_generations,
-    restore_query,
-)
+from deadpool_megatron.cluster.machine.epoch.recovering import end_recovery
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet, without
+from deadpool_megatron.cluster.machine.state.phases import DumpOrder, LastWords, Phase
+from deadpool_megatron.cluster.machine.state.state import poisoned_generations
+from deadpool_megatron.cluster.machine.turn import Turn, restore_query
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, is_kept
 from deadpool_megatron.layout.records import Generation, Restore
 
-# So many recoveries are told one by one when the run ends; the events have all of them.
-RECOVERIES_SHOWN = 100
 EXIT_SAVED = 75
 EXIT_STOPPED = 130
-
-
-def end_recovery(turn: Turn) -> None:
-    """The first iteration after the recovery is complete: report where the time went."""
-    state = turn.state
-    if state.recovery is None or state.record is None or state.phase not in OPEN_PHASES:
-        return
-    report = state.recovery.finish(state.record, turn.now)
-    turn.set(
-        recovery=None,
-        recoveries=(*state.recoveries, report)[-RECOVERIES_SHOWN:],
-        recovery_count=state.recovery_count + 1,
-        steps_recomputed=state.steps_recomputed + report.steps_recomputed,
-    )
-    turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
 
 
 def dump(turn: Turn) -> None:
@@ -322,3 +301,10 @@ def check_ended(turn: Turn, *, overdue: bool = False) -> None:
         assert turn.state.exit_status is not None
         turn.set(phase=Phase.ENDED, deadline=None)
         turn.act(Exit(turn.state.exit_status))
+
+
+def check_done(turn: Turn) -> None:
+    """End the run well when every role has completed its last iteration."""
+    running = turn.state.phase in (Phase.RUNNING, Phase.PAUSING)
+    if running and len(turn.state.done) == turn.config.world_size:
+        finish(turn, 0, "")

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from immutables import Map
 
-from deadpool_megatron.cluster.machine.persistent import PersistentSet, without
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet, without
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.judge import Judgement
 
