@@ -12,7 +12,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
-from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore

@@ -20,7 +20,7 @@ from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import Request, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.requests import refusal
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.state.state import State
 
 # To save the state needs no journal, and may be the last chance: it is not waited for longer.
 _STOP_SECONDS = 1.0

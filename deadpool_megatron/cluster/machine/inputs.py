@@ -1,4 +1,4 @@
-"""What goes into the coordinator's state machine; what comes out is in machine_actions.
+"""What goes into the coordinator's state machine; what comes out is in actions.
 
 Plain frozen data. An input that names a member carries its incarnation, and one that belongs to an
 epoch carries the epoch: the machine refuses what is stale. Times are seconds.

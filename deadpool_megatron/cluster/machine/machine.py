@@ -12,33 +12,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine import (
-    bugs,
-    checkup,
-    deadlines,
-    ending,
-    history,
-    members,
-    moves,
-    nonfinite,
-    pausing,
-    plans,
-    requests,
-    takeover,
-)
+from deadpool_megatron.cluster.machine import deadlines, faults, members, protection, requests
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import Action, DropNode, Welcome
-from deadpool_megatron.cluster.machine.last_words import LastWords
-from deadpool_megatron.cluster.machine.roster import MemberStatus, NodeState
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    OPEN_PHASES,
-    Config,
-    Failure,
-    Phase,
-    State,
-    Turn,
-)
+from deadpool_megatron.cluster.machine.actions import Action
+from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing, recovering
+from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
+from deadpool_megatron.cluster.machine.state import history
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.phases import OPEN_PHASES, LastWords, Phase
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
@@ -93,13 +77,13 @@ class Machine:
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
-        something has happened to it (see machine_takeover).
+        something has happened to it (see gathering.takeover).
         """
         begun, found = self.start(now), history.as_found(last, gone)
         plan = last.protection
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
-            # over (cli/restarting).
+            # over (cli/start/restarting).
             plan, found["protection_told"] = begun.protection, last.protection
         return replace(
             begun,
@@ -129,12 +113,12 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.Tick():
             deadlines.tick(turn)
         case ev.NodeJoined():
-            _node_joined(turn, event)
+            start.node_joined(turn, event)
         case ev.FactsTold():
             checkup.told(turn, event)
         case ev.Probed():
             checkup.probed(turn, event)
-            deadlines.check_gathered(turn)
+            start.check_gathered(turn)
         case ev.NodeLost(node, cause, silent, kind):
             known = turn.state.nodes.get(node)
             if known is None:
@@ -142,8 +126,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
             if known.returns and not silent and kind is FailureKind.NODE_LOST:
                 turn.set(returning=turn.state.returning | {node})
-            moves.lose_node(turn, node, failure, silent_seconds=silent)
-            deadlines.check_gathered(turn)
+            closing.lose_node(turn, node, failure, silent_seconds=silent)
+            start.check_gathered(turn)
         case ev.RolesHung():
             _roles_hung(turn, event)
         case ev.NodeInventory():
@@ -151,11 +135,11 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.CorruptionFound(bad):
             turn.set(bad_parts=turn.state.bad_parts | {bad})
         case ev.PhaseReported() | ev.Exposed():
-            _timing(turn, event)
+            recovering.reported(turn, event)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
-            turn.set(stacks=(*turn.state.stacks, text)[-bugs.SHOWN_FAILURES :])
+            turn.set(stacks=(*turn.state.stacks, text)[-closing.SHOWN_FAILURES :])
         case ev.LossNotFinite():
             _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
@@ -172,11 +156,11 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DrainRequested(node):
             _drain(turn, node)
         case ev.ProtectionRequested():
-            if why := plans.take_request(turn, event):
+            if why := protection.take_request(turn, event):
                 turn.refuse(f"protection {plan_in_words(event.plan)}", why)
             pausing.consider_pause(turn)
         case ev.JournalWritten(epoch):
-            _journal_written(turn, epoch)
+            opening.journal_written(turn, epoch)
         case ev.JournalFailed(epoch, text):
             if turn.state.phase is Phase.DECIDING and epoch == turn.state.epoch:
                 ending.cannot_decide(turn, f"epoch {epoch} cannot be journalled: {text}")
@@ -185,7 +169,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.DumpExported(generation, path):
             ending.dump_exported(turn, generation, path)
         case ev.Diverged(text):
-            moves.save_and_end(turn, LastWords(EXIT_DIVERGENCE, text))
+            closing.save_and_end(turn, LastWords(EXIT_DIVERGENCE, text))
         case ev.DumpRequested(reason, seconds):
             _dump_requested(turn, reason, seconds)
         case ev.UserStop(reason):
@@ -194,60 +178,16 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             members.handle(turn, event)
 
 
-def _node_joined(turn: Turn, event: ev.NodeJoined) -> None:
-    state, node = turn.state, event.node
-    left_behind = takeover.left_behind(turn, event)
-    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes or left_behind:
-        why = left_behind or state.gone.get(node, "it is connected already")
-        why = "the run is ending" if state.phase in LAST_PHASES else why
-        turn.refuse(f"join of node {node}", why, node)
-        if node not in state.nodes:
-            turn.act(DropNode(node, why))
-        return
-    if why := checkup.objection(turn, event):
-        turn.act(DropNode(node, why, left_out=True))
-        return
-    address = event.host, event.vault_port, event.domain
-    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    turn.set(nodes=state.nodes.set(node, joined))
-    if event.found is not None:
-        turn.set(found=state.found.set(node, event.found))
-    spare = node not in state.seats.nodes
-    turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
-    turn.act(Welcome(node, state.record))
-    to_start: dict[int, int] = {}
-    for slot in range(turn.config.nproc):
-        if slot in event.members:
-            running = event.members[slot]
-            turn.member((node, slot), MemberStatus.RUNNING, incarnation=running)
-        else:
-            # What an earlier coordinator started has been there already.
-            was_there = state.record is not None and node in state.record.nodes
-            role = state.seats.role_by_place.get((node, slot))
-            seated = 0 if role is None else state.seats[role].incarnation
-            known = seated if was_there else -1
-            to_start[slot] = max(known, event.incarnations.get(slot, -1)) + 1
-    takeover.note_join(turn, event)
-    if spare:
-        checkup.look_again(turn, node, fresh=not event.epoch and event.found is None)
-    if to_start and not turn.config.check_only:
-        moves.start_members(turn, node, to_start)
-    if state.phase is Phase.WAITING_SPARE:
-        moves.decide(turn)
-    deadlines.check_gathered(turn)
-    pausing.consider_pause(turn)
-
-
 def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
     state = turn.state
     if event.epoch != state.open_epoch:
         turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
     for role in event.roles:
-        moves.kill(turn, (state.seats[role].node, state.seats[role].slot), hung=True)
+        turn.kill((state.seats[role].node, state.seats[role].slot), hung=True)
     signature = ("hang", *map(str, event.roles))
     first = state.seats[event.roles[0]].node if event.roles else None
-    moves.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))
+    closing.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))
 
 
 def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
@@ -257,34 +197,13 @@ def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
     elif state.phase in OPEN_PHASES or state.phase is Phase.GATHERING:
         # The order of an earlier coordinator that the agent came to only now.
         cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
-        moves.close(turn, Failure(cause, FailureKind.COORDINATOR))
+        closing.close(turn, Failure(cause, FailureKind.COORDINATOR))
     elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
         turn.set(
             inventories=state.inventories.set(inventory.node, inventory),
             awaited=state.awaited.without(inventory.node),
         )
-        moves.check_closed(turn)
-
-
-def _timing(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
-    state = turn.state
-    if state.recovery is not None:
-        if state.record is None or event.epoch != state.record.epoch:
-            return
-        if isinstance(event, ev.PhaseReported):
-            turn.set(recovery=state.recovery.report(event.phase, event.seconds))
-        else:
-            longest = max(state.recovery.exposed, event.seconds)
-            reported = state.recovery.report("reprotect", event.seconds)
-            turn.set(recovery=replace(reported, exposed=longest))
-    elif state.recoveries and state.recoveries[-1].epoch == event.epoch:
-        *earlier, last = state.recoveries
-        if isinstance(event, ev.PhaseReported):
-            last = last.with_phase(event.phase, event.seconds)
-        else:
-            last = last.with_phase("reprotect", event.seconds)
-            last = replace(last, exposed_seconds=max(last.exposed_seconds, event.seconds))
-        turn.set(recoveries=(*earlier, last))
+        closing.check_closed(turn)
 
 
 def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
@@ -295,7 +214,7 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     turn.set(newest=max(state.newest, iteration))
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
-        ending.end_recovery(turn)
+        recovering.end_recovery(turn)
 
 
 def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
@@ -303,7 +222,7 @@ def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     if turn.config.settings.nonfinite == "ignore":
         _step_reported(turn, event.epoch, event.iteration)
     elif event.epoch == state.heard_epoch:
-        nonfinite.loss_not_finite(turn, event)
+        faults.loss_not_finite(turn, event)
     else:
         turn.refuse(f"loss of step {event.iteration}", f"epoch {event.epoch} is not open")
 
@@ -338,21 +257,7 @@ def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     elif pausing.pause_for_dump(turn, reason, seconds):
         turn.set(last_words=words)
     else:
-        moves.save_and_end(turn, words, FailureKind.DRAINED)
-
-
-def _journal_written(turn: Turn, epoch: int) -> None:
-    state = turn.state
-    if state.phase is not Phase.DECIDING or epoch != state.epoch:
-        turn.refuse("journal", f"epoch {epoch} is not being decided")
-    elif state.redecide is None:
-        moves.announce(turn)
-    else:
-        if state.recovery is not None:
-            causes = (*state.recovery.causes, state.redecide.cause)
-            turn.set(recovery=replace(state.recovery, causes=causes))
-        turn.set(pending=None, redecide=None)
-        moves.decide(turn)
+        closing.save_and_end(turn, words, FailureKind.DRAINED)
 
 
 def _dumped(turn: Turn, event: ev.Dumped) -> None:

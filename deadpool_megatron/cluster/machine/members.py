@@ -7,36 +7,29 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
-from deadpool_megatron.cluster.machine import deadlines, repeats, restart, room
+from deadpool_megatron.cluster.machine import faults, protection
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.bugs import note_failure
-from deadpool_megatron.cluster.machine.ending import end_as_found
-from deadpool_megatron.cluster.machine.last_words import LastWords
-from deadpool_megatron.cluster.machine.moves import (
+from deadpool_megatron.cluster.machine.epoch.closing import (
     check_closed,
-    check_done,
     close,
     drop_node,
-    kill,
-    start_members,
+    note_failure,
 )
-from deadpool_megatron.cluster.machine.pausing import (
-    check_opened,
+from deadpool_megatron.cluster.machine.epoch.ending import check_done, end_as_found
+from deadpool_megatron.cluster.machine.epoch.opening import check_opened
+from deadpool_megatron.cluster.machine.epoch.pausing import (
     check_paused,
     consider_pause,
     enter_pause,
     pause_later,
 )
-from deadpool_megatron.cluster.machine.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.roster import MemberStatus
-from deadpool_megatron.cluster.machine.state import (
-    LAST_PHASES,
-    Failure,
-    PauseOrder,
-    Phase,
-    Suspicion,
-    Turn,
-)
+from deadpool_megatron.cluster.machine.gathering import restart
+from deadpool_megatron.cluster.machine.gathering.start import check_gathered
+from deadpool_megatron.cluster.machine.state.blame import Failure, Suspicion
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, LastWords, PauseOrder, Phase
+from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
@@ -93,7 +86,7 @@ def _hello(turn: Turn, event: ev.MemberHello) -> None:
             incarnation=event.incarnation,
             pid=event.pid,
         )
-        deadlines.check_gathered(turn)
+        check_gathered(turn)
 
 
 # What a command answers that was given bad arguments, as argparse does.
@@ -131,14 +124,14 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         and known.layout_hash != layout.layout_hash
         and state.record.restore.kind == "memory"
     ):
-        kill(turn, (event.node, event.slot))
+        turn.kill((event.node, event.slot))
         cause = f"the process built for role {role} lays out its state in another way"
         signature = ("layout", str(role))
         close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
     turn.set(layouts=state.layouts.set(role, layout))
     # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
-    if known is None and (why := room.unfit(turn)):
+    if known is None and (why := protection.unfit(turn)):
         close(turn, Failure(why, FailureKind.DRAINED))
 
 
@@ -174,7 +167,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     if state.heard_epoch is not None and role is not None:
         close(turn, failure)
         if not on_purpose:
-            repeats.crashed(turn, event.node, failure)
+            faults.crashed(turn, event.node, failure)
     elif state.phase is Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         note_failure(turn, slot_too)
@@ -212,7 +205,7 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
     """The next incarnation at once, in the same place; too many of them, and the node goes."""
     node = turn.state.nodes[event.node]
     if counts:
-        node = repeats.with_restart(turn, node)
+        node = faults.with_restart(turn, node)
         turn.set(nodes=turn.state.nodes.set(event.node, node))
     restarts = len(node.restarted_at)
     # What a node holds is wanted as long as the state is not saved.
@@ -221,12 +214,12 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
         signature = ("node", str(event.node))
         drop_node(turn, event.node, Failure(cause, failure.kind, signature, node=event.node))
     else:
-        start_members(turn, event.node, {event.slot: event.incarnation + 1})
+        turn.start_members(event.node, {event.slot: event.incarnation + 1})
 
 
 def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
     role = _role(turn, event)
-    kill(turn, (event.node, event.slot))
+    turn.kill((event.node, event.slot))
     if (role is not None and turn.state.heard_epoch is not None) or _is_pending(turn, event):
         failure = Failure(
             event.cause, FailureKind.MEMBER_FROZEN, ("suspected", str(role)), node=event.node

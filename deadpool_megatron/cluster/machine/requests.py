@@ -11,11 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, kept
-from deadpool_megatron.cluster.machine import ending, plans
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
-from deadpool_megatron.cluster.machine.pausing import consider_pause
-from deadpool_megatron.cluster.machine.state import LAST_PHASES, Phase, State, Turn
+from deadpool_megatron.cluster.machine.epoch import ending
+from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan, plan_in_words
 
@@ -148,7 +151,7 @@ def _protect(turn: Turn, request: Request) -> Request:
     if state.record is not None and state.record.protection == plan == state.protection:
         return request.at(Stage.DONE) if state.phase is Phase.RUNNING else request
     if request.stage is Stage.ASKED:
-        why = plans.take_request(turn, ev.ProtectionRequested(plan, plans.ASKED_FOR))
+        why = protection.take_request(turn, ev.ProtectionRequested(plan, protection.ASKED_FOR))
         if why:
             return request.at(Stage.REFUSED, why)
         consider_pause(turn)

@@ -21,7 +21,8 @@ from deadpool_megatron.cluster.journal.entries import (
 )
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.settings import Settings
 
 DRAIN = {"node": 1}

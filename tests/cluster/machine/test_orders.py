@@ -6,7 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.timing import PHASES
+from deadpool_megatron.cluster.machine.state.recoveries import PHASES
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Restore, Seat
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state import Phase
+from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout.schemes import uniform
 from tests.cluster.machine.world import World
 

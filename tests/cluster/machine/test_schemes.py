@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.state import matters
+from deadpool_megatron.cluster.machine.epoch.closing import matters
 from deadpool_megatron.layout.parity import parity_groups
 from deadpool_megatron.layout.records import Decoding, Recipe, Replay, Source
 from deadpool_megatron.layout.schemes import Kind

@@ -11,7 +11,8 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import DurableError, make_valid
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore
 

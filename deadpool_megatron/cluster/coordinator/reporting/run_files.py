@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS,
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.machine.actions import Finish
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

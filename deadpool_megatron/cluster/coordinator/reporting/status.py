@@ -8,7 +8,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.link.peers import Peers
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout.schemes import in_words
 
 _SHOWN_FAILURES = 5

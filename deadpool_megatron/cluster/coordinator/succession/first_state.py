@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord, Restore
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.plans import most_lost_by
-from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.machine.protection import most_lost_by
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.cadence_rule import StretchMeter, in_words
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes

@@ -7,7 +7,8 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.reporting.status import role_beats
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.peers import Peers
-from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.slowness import OwnTime, Player, SlownessWatch, Verdict
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings

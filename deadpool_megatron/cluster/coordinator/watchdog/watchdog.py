@@ -16,7 +16,8 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
-from deadpool_megatron.cluster.machine.state import Phase, State
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.hang import ProgressClock, find_hang
 from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings

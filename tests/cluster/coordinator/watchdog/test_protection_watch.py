@@ -9,8 +9,8 @@ from immutables import Map
 
 from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.plans import budgets_of, memory_refusal, scene_of
-from deadpool_megatron.cluster.machine.state import State
+from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 from tests.cluster.machine import rig as rig_module

@@ -1,0 +1,1 @@
+"""The life of an epoch, phase by phase, and the end of the run."""

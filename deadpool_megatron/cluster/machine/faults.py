@@ -1,0 +1,93 @@
+"""Faults that repeat on one node, and losses that are not finite. Pure functions on a Turn."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.actions import EmitEvent
+from deadpool_megatron.cluster.machine.epoch.closing import close, save_and_end
+from deadpool_megatron.cluster.machine.epoch.deciding import seating
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, LastWords
+from deadpool_megatron.cluster.machine.state.roster import NodeState
+from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.events import Kind
+
+# A device that failed once may have been hit by a stray particle; one that fails again is broken.
+_DEVICE_ERRORS = 2
+
+
+def with_restart(turn: Turn, node: NodeState) -> NodeState:
+    """The node with one more restart, and without those that are too long ago to count."""
+    times = (*_recent(turn, node.restarted_at), turn.now)
+    return replace(node, restarts=node.restarts + 1, restarted_at=times)
+
+
+def crashed(turn: Turn, node: int, failure: Failure) -> None:
+    """A process of the node ended an epoch by crashing: put the node aside when that faults.
+
+    Only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
+    its vault holds may be what the others restore from.
+    """
+    if turn.state.phase in LAST_PHASES or node not in turn.state.nodes:
+        return
+    known = turn.state.nodes[node]
+    broken = failure.kind is FailureKind.DEVICE_ERROR
+    known = replace(
+        known,
+        crashed_at=(*_recent(turn, known.crashed_at), turn.now),
+        device_errors=known.device_errors + broken,
+    )
+    turn.set(nodes=turn.state.nodes.set(node, known))
+    settings = turn.config.settings
+    if broken and known.device_errors >= _DEVICE_ERRORS:
+        why = f"{known.device_errors} device errors"
+    elif len(known.crashed_at) >= settings.node_crashes:
+        count, window = len(known.crashed_at), settings.node_crash_window_seconds
+        why = f"{count} crashes within {window:g} s"
+    else:
+        return
+    if not _has_better(turn, node):
+        return
+    turn.set(leaving=turn.state.leaving | {node})
+    cause = f"node {node} is put aside after {why}, the last: {failure.cause}"
+    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
+
+
+def _has_better(turn: Turn, node: int) -> bool:
+    """Whether all roles of the node can go to a spare that was not put aside itself."""
+    state = turn.state
+    before = {seat.node for seat in state.seats.values()}
+    found = seating(turn, state.leaving | {node})
+    after = {seat.node for seat in found.seats.values()}
+    return node not in state.leaving and not found.unseated and not (after - before) & state.avoid
+
+
+def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
+    since = turn.now - turn.config.settings.node_crash_window_seconds
+    return tuple(time for time in times if time >= since)
+
+
+EXIT_NONFINITE = 4
+
+
+def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
+    """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
+    state, k = turn.state, event.iteration
+    again = k in state.nonfinite
+    policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
+    facts = {"loss": event.loss, "policy": policy}
+    turn.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
+    cause = f"the loss of iteration {k} is {event.loss} (role {event.role}, node {event.node})"
+    if policy == "stop":
+        once_more = ", and was not finite either when it was computed before" if again else ""
+        # What is saved is the state before the iteration.
+        turn.set(poisoned_from=k)
+        kind = FailureKind.NONFINITE_LOSS
+        save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
+        return
+    turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
+    signature = ("nonfinite", str(k))
+    close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))

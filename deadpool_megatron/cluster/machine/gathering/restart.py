@@ -1,0 +1,72 @@
+"""Going on from memory with new processes: what is said about it, and whether the program fits.
+
+The slots of processes that have all died say which state there is; the program that is started on
+them may be another one than that which filled them. Pure functions on a Turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from deadpool_megatron.cluster.machine.epoch.ending import finish
+from deadpool_megatron.cluster.machine.turn import Turn, restore_query
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import NoRestore
+from deadpool_megatron.layout.inventories import usual_layouts
+from deadpool_megatron.layout.records import Restore, RoleLayout
+
+EXIT_OTHER_MODEL = 2
+
+
+def inherit_layouts(turn: Turn, restore: Restore) -> None:
+    """Before the inventories are dropped: what the slots say of roles whose members have not told
+    this coordinator yet how they lay out their state."""
+    state = turn.state
+    if restore.kind != "memory":
+        turn.set(inherited=frozenset())
+        return
+    unknown = {role for role in range(turn.config.world_size) if role not in state.layouts}
+    found = usual_layouts(unknown, state.held.values())
+    turn.set(layouts=state.layouts.update(found), inherited=state.inherited | found.keys())
+
+
+def refuses(turn: Turn, layout: RoleLayout) -> bool:
+    """A member has built its role: end the run, with the slots kept, if the state in memory is not
+    its own. Nothing was computed by then."""
+    state, role = turn.state, layout.role
+    if role not in state.inherited:
+        return False
+    known = state.layouts[role]
+    if known.layout_hash == layout.layout_hash:
+        turn.set(inherited=state.inherited - {role})
+        return False
+    reason = (
+        f"the state in memory is of another model or other flags: role {role} has layout"
+        f" {known.layout_hash[:16]} there and {layout.layout_hash[:16]} in this program; start the"
+        " run again with the command that it had, or remove the state ('deadpool clean RUN') and"
+        " start anew with another --run-dir"
+    )
+    finish(turn, EXIT_OTHER_MODEL, reason, keeps_slots=True)
+    return True
+
+
+def tell(turn: Turn, restore: Restore) -> None:
+    """After a restart: which state it goes on from, and why no other."""
+    state = turn.state
+    if not state.restarted:
+        return
+    generation = restore.generation
+    if restore.kind == "memory":
+        nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})
+        what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
+        why = "the newest that every role can be given"
+    else:
+        query = replace(restore_query(turn, state.seats), durable=None, start=None)
+        found = turn.planner.choose_restore(query)
+        where = f"{restore.kind} state {restore.path}".rstrip()
+        what = f"{where}, iteration {generation.iteration}"
+        why = "memory has nothing newer"
+        if isinstance(found, NoRestore):
+            why = found.reason
+    text = f"restarted: goes on from {what}: {why}"
+    turn.emit(Kind.LOG, level="notice", text=text)

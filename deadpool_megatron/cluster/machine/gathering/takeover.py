@@ -1,0 +1,129 @@
+"""A coordinator has taken over a run: what it finds goes on, unless something happened to it.
+
+The journal says what was decided last, the agents say what became of it. While they come back the
+machine is GATHERING, members go on working, and what goes wrong is only remembered (``missed``).
+When all are back the newest epoch stays open, or it is closed as after any failure. Pure functions
+on a Turn.
+"""
+
+from __future__ import annotations
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
+from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
+from deadpool_megatron.cluster.machine.gathering import checkup
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.events import Kind
+
+
+def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
+    """Why an agent that comes back has no part in the run any more; empty when it has."""
+    record = turn.state.record
+    if record is None or event.node in record.nodes or not event.epoch:
+        return ""
+    return f"epoch {record.epoch} went on without this node"
+
+
+def note_join(turn: Turn, event: ev.NodeJoined) -> None:
+    """Take what a connected agent says about the newest epoch, while all come back."""
+    state, record = turn.state, turn.state.record
+    if state.phase is not Phase.GATHERING or record is None:
+        return
+    if event.node in record.nodes and not event.epoch and not event.members:
+        turn.set(restarted=True)  # its members have died with the agent before it
+    if event.closed >= record.epoch:
+        cause = f"epoch {record.epoch} was closed before the coordinator changed"
+        close(turn, Failure(cause, FailureKind.COORDINATOR))
+    for slot, epoch in event.restored.items():
+        role = state.role_at(event.node, slot, event.members.get(slot, -1))
+        if epoch == record.epoch and role is not None:
+            turn.set(restored=turn.state.restored.with_item(role))
+
+
+def check_all_back(turn: Turn) -> None:
+    """Go on when every node of the newest record is back or lost.
+
+    After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
+    with their slots, so that as many nodes are awaited as at the start of a run.
+    """
+    state, config = turn.state, turn.config
+    assert state.record is not None
+    assert state.deadline is not None
+    if state.restarted:
+        began = state.deadline - patience_seconds(config)
+        patient = turn.now < began + config.settings.connect_seconds
+        if len(state.nodes) >= config.nodes + (config.spares if patient else 0):
+            time_is_over(turn)
+    elif not state.absent(state.record.nodes):
+        _go_on(turn)
+
+
+def patience_seconds(config: Config) -> float:
+    """How long agents may take to come to a coordinator that has taken over."""
+    settings = config.settings
+    return settings.start_seconds if config.restarted else settings.rejoin_seconds
+
+
+def time_is_over(turn: Turn) -> None:
+    """Who has not come back by now is lost."""
+    state = turn.state
+    assert state.record is not None
+    cause = "did not join again in time"
+    for node in state.absent(state.record.nodes):
+        give_up(turn, node, cause, FailureKind.NODE_LOST)
+    _go_on(turn)
+
+
+def _go_on(turn: Turn) -> None:
+    """The newest epoch stays open; no member notices that the coordinator is another one."""
+    record = turn.state.record
+    assert record is not None
+    checkup.agree_again(turn)
+    failure = turn.state.missed or _happened(turn)
+    turn.set(phase=Phase.OPENING, deadline=turn.now + opening_seconds(turn, record))
+    if failure is not None:
+        close(turn, failure)
+        return
+    text = f"all agents are back, epoch {record.epoch} stays open"
+    turn.emit(Kind.LOG, level="info", text=text)
+    check_opened(turn)
+
+
+def _happened(turn: Turn) -> Failure | None:
+    """What nobody has reported, for there was no coordinator to report it to."""
+    state, record = turn.state, turn.state.record
+    assert record is not None
+    ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
+    if ended and state.restarted:
+        some = f"processes of roles {ended} were started again"
+        return Failure(
+            "all processes were started again" if len(ended) == len(record.seats) else some,
+            FailureKind.RESTART,
+        )
+    for node in sorted(set(record.nodes) - set(state.nodes)):
+        if matters(state, record, node):
+            cause = f"node {node}: {state.gone.get(node, 'gone')}"
+            return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
+    if ended:
+        cause = f"members of roles {ended} ended while there was no coordinator"
+        signature = ("unseen", *map(str, ended))
+        return Failure(
+            cause, FailureKind.PROCESS_CRASH, signature, node=record.seats[ended[0]].node
+        )
+    return None
+
+
+def _plays(turn: Turn, role: int) -> bool:
+    """Whether the very process that has the role's seat is alive."""
+    seat = turn.state.seats[role]
+    member = turn.state.members.get((seat.node, seat.slot))
+    return (
+        member is not None
+        and member.incarnation == seat.incarnation
+        and member.status is not MemberStatus.KILLED
+    )

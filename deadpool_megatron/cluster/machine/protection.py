@@ -1,0 +1,254 @@
+"""What protects the state: which plan may be asked for, whether memory is enough, what is told.
+
+A plan changes only with an epoch. A wanted one waits in the state, goes into the next record for
+whatever reason that is made, and if nothing else happens members pause for it at the next boundary
+that is protected (epoch/pausing), so that nothing is computed again.
+
+With ``mixed`` there is one choice at the start, none afterwards. How the members lay out their
+state is known when all have built it, in the first epoch, or from the slots of a run that goes on
+from memory. The rule (layout.choice) is applied then, before anything is computed. Later nodes may
+be lost: a plan that the others lack memory for is not changed for another one; the run waits for a
+node to join, and is saved if none does. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+
+from deadpool_megatron.cluster.machine.epoch.ending import finish
+from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.cadence import most_lost
+from deadpool_megatron.layout.choice import choose, lacking
+from deadpool_megatron.layout.demand import Scene
+from deadpool_megatron.layout.inventories import usual_layouts
+from deadpool_megatron.layout.parity import MOST_BLOCKS
+from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
+from deadpool_megatron.layout.schemes import Kind as SchemeKind
+from deadpool_megatron.layout.schemes import (
+    ProtectionPlan,
+    losses_survived,
+    plan_in_words,
+    scheme_in_words,
+)
+from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+
+ASKED_FOR = "asked for by 'deadpool protect'"
+
+
+_MIXED = "mixed"
+
+
+def refusal(
+    plan: ProtectionPlan,
+    live_nodes: int,
+    settings: Settings,
+    present: ProtectionPlan | None = None,
+) -> str:
+    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
+
+    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
+    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
+    """
+    kinds = plan.kinds
+    if not 1 <= plan.every <= LONGEST_CADENCE:
+        return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
+    if SchemeKind.RECOMPUTE in kinds and settings.protection != SchemeKind.RECOMPUTE:
+        return (
+            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
+            " start the run with --deadpool-protection recompute"
+        )
+    if SchemeKind.RECOMPUTE in kinds and plan.every > 1:
+        return "recompute needs the gradients of every iteration: choose a cadence of 1"
+    if SchemeKind.LOCAL in kinds and len(kinds) > 1:
+        return "local is for all parts or for none: nothing of a lost node can be had without all"
+    blocks = losses_survived(settings, plan)
+    if SchemeKind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
+        return (
+            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
+            " pip install 'deadpool-megatron[parity]'"
+        )
+    for scheme in (rule.scheme for rule in plan.rules):
+        if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
+            return f"a parity group has at least 2 roles, not {scheme.group}"
+        if scheme.kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+            return (
+                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+            )
+        needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
+        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
+        if is_new and live_nodes < needed:
+            name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
+            return (
+                f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
+                f" are {live_nodes}: attach {needed - live_nodes} more"
+            )
+    return ""
+
+
+def _nodes_needed(kind: SchemeKind, survived: int) -> int:
+    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
+    return survived + (2 if kind is SchemeKind.PARITY else 1)
+
+
+def scene_of(
+    state: State,
+    settings: Settings,
+    seats: Mapping[int, Seat] | None = None,
+    nodes: Mapping[int, NodeAddress] | None = None,
+) -> Scene | None:
+    """Return seats, layouts and nodes as they are, or as the next record will say; None before all
+    members have registered."""
+    chosen = state.seats if seats is None else seats
+    if len(state.layouts) < len(chosen):
+        return None
+    seated = {role: seat.node for role, seat in chosen.items()}
+    live = state.nodes if nodes is None else nodes
+    domains = {node: known.domain for node, known in live.items()}
+    training = set(seated.values())
+    spares = [node for node in domains if node not in training]
+    return Scene(dict(state.layouts), seated, domains, spares, settings.replicas)
+
+
+def budgets_of(state: State) -> dict[int, int]:
+    """Return the bytes for generations on each node that has said how many it has."""
+    return {n: known.memory_bytes for n, known in state.nodes.items() if known.memory_bytes}
+
+
+def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
+    """Return why the nodes have too little memory for ``plan``; empty when they have enough, when
+    that is not known yet, or when only the cadence is another one: slots stay what they are then.
+    """
+    scene = scene_of(state, settings)
+    if scene is None or (state.record and state.record.protection.rules == plan.rules):
+        return ""
+    lack = lacking(plan, scene, budgets_of(state))
+    return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"
+
+
+def take_request(turn: Turn, event: ProtectionRequested) -> str:
+    """Note the wanted plan; answers why it cannot be."""
+    state = turn.state
+    settings = turn.config.settings
+    why = refusal(event.plan, len(state.nodes), settings, state.protection)
+    why = why or memory_refusal(event.plan, state, settings)
+    if state.phase in LAST_PHASES:
+        why = "the run is ending"
+    if not why and event.plan != state.protection:
+        turn.set(protection=event.plan, protection_why=event.why)
+    return why
+
+
+def tell_plan(turn: Turn) -> None:
+    """Say what protects the epoch that was just opened, if that is new."""
+    state, record = turn.state, turn.state.record
+    if record is None or record.protection == state.protection_told:
+        return
+    old, plan = state.protection_told, record.protection
+    settings = turn.config.settings
+    turn.set(protection_told=plan)
+    turn.emit(
+        Kind.PROTECTION,
+        old="" if old is None else plan_in_words(old),
+        new=plan_in_words(plan),
+        why=state.protection_why or record.cause,
+        every=plan.every,
+        survives=losses_survived(settings, plan),
+        most_lost=most_lost_by(plan, state.layouts.values(), settings),
+    )
+
+
+def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: Settings) -> int:
+    """The RPO: the most finished iterations that a failure makes the job compute again."""
+    spans = all(layout.slots <= 2 + settings.max_lag for layout in layouts)
+    return most_lost(plan.every, settings.max_lag, spans_the_world=spans)
+
+
+def plan_is_due(state: State) -> bool:
+    """Whether another plan is wanted than the one in force."""
+    return state.record is not None and state.protection != state.record.protection
+
+
+def pause_cause(state: State) -> str:
+    """Why members pause for a change of the plan; it becomes the cause of the record."""
+    return f"protection becomes {plan_in_words(state.protection)}: {state.protection_why}"
+
+
+def unfit(turn: Turn) -> str:
+    """Return why the first epoch must be left for another plan, which is in the state then; empty
+    when it need not. To be asked once, when the last member has said how it lays out its state."""
+    state, record = turn.state, turn.state.record
+    if state.phase is not Phase.OPENING or record is None or record.restore.kind == "memory":
+        return ""
+    if turn.config.settings.protection != _MIXED or state.protection != record.protection:
+        return ""
+    if why := _choose(turn, scene_of(state, turn.config.settings)):
+        return why
+    changed = turn.state.protection != record.protection
+    return f"{plan_in_words(record.protection)} needs more memory than there is" if changed else ""
+
+
+def settle(
+    turn: Turn, seats: Mapping[int, Seat], nodes: Mapping[int, NodeAddress], restore: Restore
+) -> str:
+    """Return why these nodes cannot keep what is to be restored; empty when they can.
+
+    Where training begins, the state has a plan then that fits.
+    """
+    settings = turn.config.settings
+    if settings.protection != _MIXED:
+        return ""
+    state = _with_layouts(turn)
+    scene = scene_of(state, settings, seats, nodes)
+    if state.restarted or restore.kind != "memory":
+        return _choose(turn, scene)
+    if scene is None:
+        return ""
+    lack = lacking(state.protection, scene, budgets_of(state))
+    return "" if lack is None else f"{plan_in_words(state.protection)}: {lack.in_words()}"
+
+
+def _choose(turn: Turn, scene: Scene | None) -> str:
+    state, budgets = turn.state, budgets_of(turn.state)
+    if scene is None or not budgets:
+        return ""
+    if lacking(state.protection, replace(scene, roomy=True), budgets) is None:
+        return ""
+    choice = choose(scene, budgets, state.protection.every)
+    why = choice.lack.in_words() if choice.lack is not None else ""
+    why = why or refusal(choice.plan, len(scene.domains), turn.config.settings)
+    if why:
+        words = plan_in_words(choice.plan)
+        return (
+            f"--deadpool-protection mixed: {choice.why}, {words} needs least: {why}: raise"
+            " --deadpool-memory-gb or add nodes"
+        )
+    if choice.plan != state.protection:
+        turn.set(protection=choice.plan, protection_why=f"for want of memory: {choice.why}")
+    return ""
+
+
+def wait_or_end(turn: Turn, why: str, restore: Restore) -> None:
+    """Wait for another node, which can help, unless the run is only about to begin."""
+    if not turn.state.ever_ran and restore.kind != "memory":
+        finish(turn, 2, why)
+    elif turn.state.phase is not Phase.WAITING_SPARE:
+        limit = turn.config.settings.spare_timeout_seconds
+        turn.set(phase=Phase.WAITING_SPARE, deadline=turn.now + limit, pending=None, redecide=None)
+        turn.emit(Kind.LOG, level="warning", text=f"{why}; waits {limit:g} s for a node to join")
+
+
+def _with_layouts(turn: Turn) -> State:
+    """The state, with the layouts that a coordinator that took over has only from the slots."""
+    state = turn.state
+    unknown = {role for role in range(turn.config.world_size) if role not in state.layouts}
+    if not unknown:
+        return state
+    found = usual_layouts(unknown, state.held.values())
+    return state.changed({"layouts": state.layouts.update(found)})

@@ -1,0 +1,98 @@
+"""The handling of one input: the state so far, and the actions it has led to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.roster import MemberState, MemberStatus, Place
+from deadpool_megatron.cluster.machine.state.state import State, is_poisoned, poisoned_generations
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import Planner, RestoreQuery
+from deadpool_megatron.layout.records import (
+    Seat,
+)
+
+
+class Turn:
+    """The handling of one input at time ``now`` (seconds, monotonic). Lives no longer than that."""
+
+    def __init__(self, config: Config, planner: Planner, state: State, now: float) -> None:
+        self.config = config
+        self.planner = planner
+        self.state = state
+        self.now = now
+        self.actions: list[Action] = []
+
+    def set(self, **changes: Any) -> None:
+        """Replace fields of the state."""
+        self.state = self.state.changed(changes)
+
+    def act(self, action: Action) -> None:
+        """Append an action."""
+        self.actions.append(action)
+
+    def emit(
+        self,
+        kind: Kind,
+        /,
+        *,
+        node: int | None = None,
+        role: int | None = None,
+        epoch: int | None = None,
+        **data: Any,
+    ) -> None:
+        """Append an event; ``epoch`` defaults to the announced one."""
+        if epoch is None:
+            epoch = self.state.record.epoch if self.state.record else 0
+        self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
+
+    def refuse(self, who: str, why: str, node: int | None = None) -> None:
+        """Report an input that changes nothing, because it is stale or makes no sense."""
+        self.emit(Kind.REFUSED, node=node, who=who, why=why)
+
+    def member(self, place: Place, status: MemberStatus, *, incarnation: int | None = None) -> None:
+        """Set status (and incarnation) of a member as of now."""
+        if incarnation is None:
+            incarnation = self.state.members[place].incarnation
+        changed = MemberState(incarnation, status, self.now)
+        self.set(members=self.state.members.with_member(place, changed))
+
+    def kill(self, place: Place, *, hung: bool = False) -> None:
+        """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
+        member = self.state.members.get(place)
+        if member is not None and member.status is not MemberStatus.KILLED:
+            self.member(place, MemberStatus.KILLED)
+            self.act(KillMember(*place, member.incarnation, hung))
+
+    def start_members(self, node: int, slots: dict[int, int]) -> None:
+        """Start processes (slot -> incarnation), told for which role to build."""
+        roles = self.state.seats.role_by_place
+        provisional = {
+            slot: roles.get((node, slot), self.config.provisional_role(node, slot))
+            for slot in slots
+        }
+        for slot, incarnation in slots.items():
+            self.member((node, slot), MemberStatus.STARTING, incarnation=incarnation)
+        self.act(StartMembers(node, slots, provisional))
+
+
+def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
+    """The question what the next epoch is restored from."""
+    state, start = turn.state, turn.config.start
+    fresh = start.kind == "initial" and not state.ever_ran and not state.newest
+    return RestoreQuery(
+        epoch=state.epoch + 1,
+        world_size=turn.config.world_size,
+        inventories=state.held,
+        seats=seats,
+        owners=state.seats,
+        kept=state.kept,
+        layouts=state.layouts,
+        bad_parts=state.bad_parts,
+        bad_generations=state.bad_generations | poisoned_generations(state),
+        durable=None if state.durable and is_poisoned(state, state.durable) else state.durable,
+        start=start if fresh else None,
+    )
