@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Desk:
     def __init__(self, nodes: int, settings: Settings) -> None:
         machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
         known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
-        self.state: State = replace(machine.start(0.0), fleet=Fleet(Map(known)))
+        self.state: State = machine.start(0.0)._replace(fleet=Fleet(Map(known)))
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)

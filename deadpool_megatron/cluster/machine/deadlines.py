@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, silent
 from deadpool_megatron.cluster.machine.epoch.ending import (
@@ -50,7 +48,7 @@ def _believe(turn: Turn) -> None:
     suspicion, record = turn.state.blame.suspicion, turn.state.record
     if suspicion is not None and turn.now >= suspicion.until and record is not None:
         blame = turn.state.blame.believing(suspicion, record.restore.generation)
-        turn.state = replace(turn.state, blame=blame)
+        turn.state = turn.state._replace(blame=blame)
         close(turn, suspicion.failure)
 
 

@@ -40,7 +40,7 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
         crashed_at=(*_recent(turn, known.crashed_at), turn.now),
         device_errors=known.device_errors + broken,
     )
-    turn.state = replace(turn.state, fleet=turn.state.fleet.with_node(node, known))
+    turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
     if broken and known.device_errors >= _DEVICE_ERRORS:
         why = f"{known.device_errors} device errors"
@@ -52,7 +52,7 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
     if not _has_better(turn, node):
         return
     fleet = turn.state.fleet
-    turn.state = replace(turn.state, fleet=replace(fleet, leaving=fleet.leaving | {node}))
+    turn.state = turn.state._replace(fleet=replace(fleet, leaving=fleet.leaving | {node}))
     cause = f"node {node} is put aside after {why}, the last: {failure.cause}"
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
@@ -89,11 +89,11 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     if policy == "stop":
         once_more = ", and was not finite either when it was computed before" if again else ""
         # What is saved is the state before the iteration.
-        turn.state = replace(state, blame=replace(state.blame, poisoned_from=k))
+        turn.state = state._replace(blame=replace(state.blame, poisoned_from=k))
         kind = FailureKind.NONFINITE_LOSS
         save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
         return
     blame = replace(state.blame, nonfinite=state.blame.nonfinite | {k}, poisoned_from=k)
-    turn.state = replace(state, blame=blame)
+    turn.state = state._replace(blame=blame)
     signature = ("nonfinite", str(k))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))

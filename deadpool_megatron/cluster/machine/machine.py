@@ -88,8 +88,7 @@ class Machine:
             protection = replace(begun.protection, told=last.protection)
         ever_ran = last.restore.kind == "memory"
         durable = durable or begun.line.durable
-        return replace(
-            begun,
+        return begun._replace(
             doing=Rejoining(now + takeover.patience_seconds(self._config)),
             seats=SeatTable(last.seats),
             epoch=last.epoch,
@@ -126,8 +125,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
             if known.returns and not silent and kind is FailureKind.NODE_LOST:
                 fleet = turn.state.fleet
-                turn.state = replace(
-                    turn.state, fleet=replace(fleet, returning=fleet.returning | {node})
+                turn.state = turn.state._replace(
+                    fleet=replace(fleet, returning=fleet.returning | {node})
                 )
             closing.lose_node(turn, node, failure, silent_seconds=silent)
             start.check_gathered(turn)
@@ -136,18 +135,18 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.NodeInventory():
             closing.note_inventory(turn, event.inventory)
         case ev.CorruptionFound(bad):
-            turn.state = replace(turn.state, blame=turn.state.blame.with_bad_parts([bad]))
+            turn.state = turn.state._replace(blame=turn.state.blame.with_bad_parts([bad]))
         case ev.PhaseReported() | ev.Exposed():
             recovering.note_phase(turn, event)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
-            turn.state = replace(turn.state, blame=turn.state.blame.with_stack(text))
+            turn.state = turn.state._replace(blame=turn.state.blame.with_stack(text))
         case ev.LossNotFinite():
             _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
-            turn.state = replace(turn.state, line=replace(turn.state.line, durable=found))
+            turn.state = turn.state._replace(line=replace(turn.state.line, durable=found))
         case ev.Asked():
             requests.take(turn, event)
         case ev.RequestsFound():
@@ -199,7 +198,7 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
         turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
         return
     if iteration > state.line.newest:
-        turn.state = replace(state, line=replace(state.line, newest=iteration))
+        turn.state = state._replace(line=replace(state.line, newest=iteration))
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
         recovering.end_recovery(turn)
@@ -224,7 +223,7 @@ def _drain(turn: Turn, node: int) -> None:
     if node not in state.seats.nodes:
         turn.log("info", f"node {node} has no role to move away", node)
         return
-    turn.state = replace(state, fleet=state.fleet.draining(node))
+    turn.state = state._replace(fleet=state.fleet.draining(node))
     pausing.consider_pause(turn)
     if turn.state.phase is Phase.RUNNING:
         turn.log("warning", f"the drain of node {node} waits for a spare node", node)
@@ -240,6 +239,6 @@ def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     elif state.last_words is not None:
         pausing.shorten_pause(turn, seconds)
     elif pausing.pause_for_dump(turn, reason, seconds):
-        turn.state = replace(turn.state, last_words=words)
+        turn.state = turn.state._replace(last_words=words)
     else:
         closing.save_and_end(turn, words, FailureKind.DRAINED)

@@ -83,7 +83,7 @@ def _hello(turn: Turn, event: ev.MemberHello) -> None:
     if turn.state.fleet.members[place].status is MemberStatus.STARTING:
         started = turn.state.fleet.members[place]
         running = replace(started, status=MemberStatus.RUNNING)
-        turn.state = replace(turn.state, fleet=turn.state.fleet.with_member(place, running))
+        turn.state = turn.state._replace(fleet=turn.state.fleet.with_member(place, running))
         turn.emit(
             Kind.MEMBER_STARTED,
             node=event.node,
@@ -133,7 +133,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         signature = ("layout", str(role))
         close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
-    turn.state = replace(turn.state, memory=turn.state.memory.with_layout(layout))
+    turn.state = turn.state._replace(memory=turn.state.memory.with_layout(layout))
     # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
     if known is None and (why := protection.unfit(turn)):
         close(turn, Failure(why, FailureKind.DRAINED))
@@ -211,7 +211,7 @@ def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool
     node = turn.state.fleet.nodes[event.node]
     if counts:
         node = faults.with_restart(turn, node)
-        turn.state = replace(turn.state, fleet=turn.state.fleet.with_node(event.node, node))
+        turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(event.node, node))
     restarts = len(node.restarted_at)
     # What a node holds is wanted as long as the state is not saved.
     if restarts > turn.config.settings.restarts_in_place and turn.state.last_words is None:
@@ -284,7 +284,7 @@ def _suspect(
     doubtful: bool = False,
 ) -> None:
     blame = turn.state.blame.suspecting(failure, turn.now, bad_parts, doubtful=doubtful)
-    turn.state = replace(turn.state, blame=blame)
+    turn.state = turn.state._replace(blame=blame)
 
 
 def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int, restore: Restore) -> None:
@@ -315,7 +315,7 @@ def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
     chosen = turn.state.protection
     if recomputes(chosen.plan):
         chosen = replace(chosen, plan=without_recompute(chosen.plan))
-        turn.state = replace(turn.state, protection=chosen)
+        turn.state = turn.state._replace(protection=chosen)
         why = "from the next epoch on every iteration is copied whole"
         turn.log("warning", f"role {role}: {text}; {why}")
 

@@ -139,7 +139,7 @@ def take_request(turn: Turn, event: ProtectionRequested) -> str:
     if state.phase in LAST_PHASES:
         why = "the run is ending"
     if not why and event.plan != state.protection.plan:
-        turn.state = replace(state, protection=state.protection.changed(event.plan, event.why))
+        turn.state = state._replace(protection=state.protection.changed(event.plan, event.why))
     return why
 
 
@@ -150,7 +150,7 @@ def tell_plan(turn: Turn) -> None:
         return
     old, plan = state.protection.told, record.protection
     settings = turn.config.settings
-    turn.state = replace(state, protection=replace(state.protection, told=plan))
+    turn.state = state._replace(protection=replace(state.protection, told=plan))
     turn.emit(
         Kind.PROTECTION,
         old="" if old is None else plan_in_words(old),
@@ -204,7 +204,7 @@ def settle(
         return ""
     # A coordinator that took over may have the layouts from the slots only.
     state = turn.state
-    state = replace(state, memory=state.memory.with_inherited(turn.config.world_size))
+    state = state._replace(memory=state.memory.with_inherited(turn.config.world_size))
     scene = scene_of(state, settings, seats, nodes)
     if state.restarted or restore.kind != "memory":
         return _choose(turn, scene)
@@ -231,5 +231,5 @@ def _choose(turn: Turn, scene: Scene | None) -> str:
         )
     if choice.plan != state.protection.plan:
         chosen = state.protection.changed(choice.plan, f"for want of memory: {choice.why}")
-        turn.state = replace(state, protection=chosen)
+        turn.state = state._replace(protection=chosen)
     return ""

@@ -40,12 +40,12 @@ def found(turn: Turn, event: ev.RequestsFound) -> None:
     # A stop that could not wait for the journal was counted without them.
     highest = max((request.number for request in again), default=0)
     ours = [replace(one, number=highest + n) for n, one in enumerate(turn.state.requests, 1)]
-    turn.state = replace(turn.state, requests=kept((*again, *ours)))
+    turn.state = turn.state._replace(requests=kept((*again, *ours)))
 
 
 def take(turn: Turn, event: ev.Asked) -> None:
     """A user has asked, and the journal has it."""
-    turn.state = replace(turn.state, requests=kept((*turn.state.requests, event.request)))
+    turn.state = turn.state._replace(requests=kept((*turn.state.requests, event.request)))
 
 
 def exported(turn: Turn, event: ev.Exported) -> None:
@@ -117,7 +117,7 @@ def _change(turn: Turn, request: Request) -> None:
     if before == request:
         return
     requests = tuple(request if one is before else one for one in known)
-    turn.state = replace(turn.state, requests=requests)
+    turn.state = turn.state._replace(requests=requests)
     if before.stage is not request.stage:
         why = f": {request.why}" if request.why else ""
         text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
@@ -139,7 +139,7 @@ def _drain(turn: Turn, request: Request) -> Request:
         return request.at(Stage.DONE, f"node {node} has no role")
     if node not in state.fleet.drains and node not in state.fleet.leaving:
         turn.emit(Kind.DRAIN, node=node)
-        turn.state = replace(state, fleet=state.fleet.draining(node))
+        turn.state = state._replace(fleet=state.fleet.draining(node))
         consider_pause(turn)
     doing = turn.state.doing
     paused = doing.order.leaving if isinstance(doing, Pausing) else frozenset[int]()

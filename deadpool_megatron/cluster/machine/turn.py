@@ -28,7 +28,7 @@ class Turn:
 
     def enter(self, doing: Doing) -> None:
         """Go on with another phase, or with another state of this one."""
-        self.state = replace(self.state, doing=doing)
+        self.state = self.state._replace(doing=doing)
 
     def act(self, action: Action) -> None:
         """Append an action."""
@@ -64,7 +64,7 @@ class Turn:
         if incarnation is None:
             incarnation = self.state.fleet.members[place].incarnation
         fleet = self.state.fleet.with_member(place, MemberState(incarnation, status, self.now))
-        self.state = replace(self.state, fleet=fleet)
+        self.state = self.state._replace(fleet=fleet)
 
     def kill(self, place: Place, *, hung: bool = False) -> None:
         """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
@@ -80,8 +80,11 @@ class Turn:
             slot: roles.get((node, slot), self.config.provisional_role(node, slot))
             for slot in slots
         }
+        members = self.state.fleet.members
         for slot, incarnation in slots.items():
-            self.set_member((node, slot), MemberStatus.STARTING, incarnation)
+            starting = MemberState(incarnation, MemberStatus.STARTING, self.now)
+            members = members.with_member((node, slot), starting)
+        self.state = self.state._replace(fleet=replace(self.state.fleet, members=members))
         self.act(StartMembers(node, slots, provisional))
 
     def restore_query(self, seats: Mapping[int, Seat]) -> RestoreQuery:

@@ -194,7 +194,7 @@ class Rig:
     def alter(self, part: str, **changes: object) -> None:
         """Other values in one part of the state, such as ``fleet``."""
         known = replace(getattr(self.state, part), **changes)
-        self.state = replace(self.state, **{part: known})  # type: ignore[arg-type]
+        self.state = self.state._replace(**{part: known})  # type: ignore[arg-type]
 
 
 def g(iteration: int, lineage: int = 1) -> Generation:

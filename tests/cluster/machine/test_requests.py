@@ -103,7 +103,7 @@ def test_a_takeover_finds_what_the_one_before_had_done() -> None:
     ask(old, Verb.DRAIN, node=1)
     before = old.state.requests
     moved(old)
-    old.state = replace(old.state, requests=before)
+    old.state = old.state._replace(requests=before)
     rig = taken_over(old)
     rejoin(rig, old, 0, 1, 2, closed=1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")

@@ -77,6 +77,6 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     }
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
-    opening = replace(rig.state, doing=Opening(0.0, PersistentSet(set(rig.state.seats) - {0})))
+    opening = rig.state._replace(doing=Opening(0.0, PersistentSet(set(rig.state.seats) - {0})))
     assert matters(opening, record, first)
     assert matters(opening, record, second)

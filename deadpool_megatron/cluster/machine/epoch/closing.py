@@ -50,7 +50,7 @@ def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
         case Opening() | Running() | Pausing() if state.record is not None:
             _close_open(turn, state.record, failure, silent_seconds)
         case Closing():
-            turn.state = replace(state, recoveries=state.recoveries.with_cause(failure.cause))
+            turn.state = state._replace(recoveries=state.recoveries.with_cause(failure.cause))
             check_closed(turn)
         case Deciding() as deciding:
             turn.enter(replace(deciding, redecide=failure))
@@ -66,7 +66,7 @@ def save_and_end(turn: Turn, words: LastWords, kind: FailureKind | None = None) 
     state = turn.state
     if state.phase in LAST_PHASES or state.last_words is not None:
         return
-    turn.state = replace(state, last_words=words)
+    turn.state = state._replace(last_words=words)
     if isinstance(state.doing, Gathering):
         dump(turn)  # nothing was begun
     else:
@@ -80,8 +80,7 @@ def _close_open(turn: Turn, record: EpochRecord, failure: Failure, silent_second
     signs = min(turn.now - silent_seconds, suspicion.at if suspicion else turn.now)
     turn.act(CloseEpoch(record.epoch, failure.cause))
     turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
-    turn.state = replace(
-        state,
+    turn.state = state._replace(
         doing=Closing(
             turn.now + turn.config.settings.gather_seconds,
             PersistentSet(node for node in record.nodes if node in state.fleet.nodes),
@@ -99,7 +98,7 @@ def note_failure(turn: Turn, failure: Failure) -> None:
     state = turn.state
     blame = state.blame.with_failure(state.line.newest, failure)
     words = state.last_words or blame.crash_loop(turn.config.settings.restarts_in_place)
-    turn.state = replace(state, blame=blame, last_words=words)
+    turn.state = state._replace(blame=blame, last_words=words)
 
 
 def check_closed(turn: Turn) -> None:
@@ -107,7 +106,7 @@ def check_closed(turn: Turn) -> None:
     match turn.state.doing:
         case Closing(awaited=awaited) if not awaited and not turn.state.fleet.members.killed:
             recoveries = turn.state.recoveries.spent("close", turn.now)
-            turn.state = replace(turn.state, recoveries=recoveries)
+            turn.state = turn.state._replace(recoveries=recoveries)
             decide(turn)
 
 
@@ -123,7 +122,7 @@ def note_inventory(turn: Turn, inventory: Inventory) -> None:
             close(turn, Failure(cause, FailureKind.COORDINATOR))
         case Closing(awaited=awaited) as closing if inventory.node in awaited:
             left = replace(closing, awaited=awaited.without(inventory.node))
-            turn.state = replace(state, doing=left, memory=state.memory.with_promise(inventory))
+            turn.state = state._replace(doing=left, memory=state.memory.with_promise(inventory))
             check_closed(turn)
 
 
@@ -135,8 +134,8 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     doing = before.doing
     if isinstance(doing, Closing):
         doing = replace(doing, awaited=doing.awaited.without(node))
-    turn.state = replace(
-        before, doing=doing, fleet=before.fleet.without_node(node), memory=_without(before, node)
+    turn.state = before._replace(
+        doing=doing, fleet=before.fleet.without_node(node), memory=_without(before, node)
     )
     give_up(turn, node, failure.cause, failure.kind)
     match doing:
@@ -150,7 +149,7 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
 
 def give_up(turn: Turn, node: int, cause: str, kind: FailureKind) -> None:
     """A node has no part in the run any more; none comes back under its number."""
-    turn.state = replace(turn.state, fleet=turn.state.fleet.given_up([node], cause))
+    turn.state = turn.state._replace(fleet=turn.state.fleet.given_up([node], cause))
     turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
     if turn.state.record is not None and turn.state.phase not in LAST_PHASES:
         turn.act(NoteGone(node, cause))

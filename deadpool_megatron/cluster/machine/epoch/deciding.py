@@ -51,7 +51,7 @@ def decide(turn: Turn) -> None:
     fleet = turn.state.fleet
     seats = seating(turn, fleet.leaving)
     if seats.unseated and fleet.leaving:  # the spare for the drain has gone in the meantime
-        turn.state = replace(turn.state, fleet=replace(fleet, leaving=frozenset()))
+        turn.state = turn.state._replace(fleet=replace(fleet, leaving=frozenset()))
         seats = seating(turn, frozenset())
     restore = turn.planner.choose_restore(turn.restore_query(seats.seats))
     if isinstance(restore, NoRestore):
@@ -83,7 +83,7 @@ def decide(turn: Turn) -> None:
     )
     # A journal that cannot be written for a while is tried again until then.
     deadline = turn.now + 2 * turn.config.settings.spare_timeout_seconds
-    turn.state = replace(state, epoch=record.epoch, doing=Deciding(deadline, record))
+    turn.state = state._replace(epoch=record.epoch, doing=Deciding(deadline, record))
     turn.act(WriteRecord(record))
 
 

@@ -59,14 +59,14 @@ def _forget_lost(turn: Turn, dumping: Dumping) -> None:
 def cannot_decide(turn: Turn, why: str) -> None:
     """No epoch can follow; to save what there is does not need one."""
     words = turn.state.last_words or LastWords(1, why)
-    turn.state = replace(turn.state, last_words=words)
+    turn.state = turn.state._replace(last_words=words)
     dump(turn)
 
 
 def end_as_found(turn: Turn, words: LastWords) -> None:
     """The program does not come up. What an earlier start has left in memory stays."""
     if turn.state.record is None:
-        turn.state = replace(turn.state, last_words=words)
+        turn.state = turn.state._replace(last_words=words)
         dump(turn)  # nothing was begun
         return
     run = PurePath(turn.config.dump_directory).parent
@@ -159,7 +159,7 @@ def dump_failed(turn: Turn, dumping: Dumping, node: int, why: str) -> None:
         turn.log("error", f"node {node} could not write all it holds: {why}", node)
         check_dumped(turn)
         return
-    turn.state = replace(turn.state, memory=turn.state.memory.without_node(node))
+    turn.state = turn.state._replace(memory=turn.state.memory.without_node(node))
     turn.log("error", f"node {node} cannot dump: {why}", node)
     dump(turn)
 
@@ -309,7 +309,7 @@ def finish(
     end_recovery(turn)
     deadline = turn.now + turn.config.settings.close_seconds
     blame = replace(turn.state.blame, suspicion=None)
-    turn.state = replace(turn.state, doing=Ending(deadline, status), blame=blame)
+    turn.state = turn.state._replace(doing=Ending(deadline, status), blame=blame)
     named = str(kind or "")
     turn.act(Finish(status, reason, resume, named, keeps_slots))
     turn.emit(Kind.RUN_ENDED, exit_status=status, reason=reason, kind=named)

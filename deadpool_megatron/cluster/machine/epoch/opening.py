@@ -33,7 +33,7 @@ def journal_written(turn: Turn, epoch: int) -> None:
         case Deciding(pending=pending, redecide=None) if epoch == state.epoch:
             announce(turn, pending)
         case Deciding(redecide=Failure(cause=cause)) if epoch == state.epoch:
-            turn.state = replace(state, recoveries=state.recoveries.with_cause(cause))
+            turn.state = state._replace(recoveries=state.recoveries.with_cause(cause))
             decide(turn)
         case _:
             turn.refuse("journal", f"epoch {epoch} is not being decided")
@@ -48,8 +48,7 @@ def announce(turn: Turn, record: EpochRecord) -> None:
     recoveries = before.recoveries.spent("decide", turn.now)
     restart.inherit_layouts(turn, record.restore)
     restart.tell(turn, record.restore)
-    turn.state = replace(
-        turn.state,
+    turn.state = turn.state._replace(
         doing=Opening(turn.now + opening_seconds(turn, record)),
         record=record,
         seats=SeatTable(record.seats),
@@ -99,8 +98,7 @@ def check_opened(turn: Turn) -> None:
     recovery = state.recoveries.current
     phases = {**recovery.phases, **recovery.reported} if recovery else {}
     warm = state.fleet.members.with_warm(state.seats.role_by_place, turn.now)
-    turn.state = replace(
-        state,
+    turn.state = state._replace(
         doing=Running(opening.done),
         fleet=replace(state.fleet, members=warm),
         line=replace(state.line, ever_ran=True),

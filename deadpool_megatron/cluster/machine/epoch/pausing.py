@@ -135,5 +135,5 @@ def check_paused(turn: Turn, *, overdue: bool = False) -> None:
     # Cheap for all but the last: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
-        turn.state = replace(turn.state, fleet=replace(turn.state.fleet, leaving=order.leaving))
+        turn.state = turn.state._replace(fleet=replace(turn.state.fleet, leaving=order.leaving))
         close(turn, Failure(order.cause, FailureKind.DRAINED))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Open
 from deadpool_megatron.cluster.machine.turn import Turn
@@ -16,7 +14,7 @@ def end_recovery(turn: Turn) -> None:
     if recovery is None or state.record is None or not isinstance(state.doing, Open):
         return
     report = recovery.finish(state.record, turn.now)
-    turn.state = replace(state, recoveries=state.recoveries.with_finished(report))
+    turn.state = state._replace(recoveries=state.recoveries.with_finished(report))
     turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
 
 
@@ -28,4 +26,4 @@ def note_phase(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
     exposed = event.seconds if is_exposed else 0.0
     known = state.recoveries.reported(state.record, event.epoch, phase, event.seconds, exposed)
     if known is not state.recoveries:
-        turn.state = replace(state, recoveries=known)
+        turn.state = state._replace(recoveries=known)

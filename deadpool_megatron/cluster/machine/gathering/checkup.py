@@ -88,7 +88,7 @@ def agree_again(turn: Turn) -> None:
     """After a takeover all nodes are back: what they have in common holds for those to come."""
     if turn.config.settings.check != "off":
         known = [node.facts for node in turn.state.fleet.nodes.values() if node.facts is not None]
-        turn.state = replace(turn.state, agreed=judge.agree(known))
+        turn.state = turn.state._replace(agreed=judge.agree(known))
 
 
 def told(turn: Turn, event: ev.FactsTold) -> None:
@@ -99,7 +99,7 @@ def told(turn: Turn, event: ev.FactsTold) -> None:
     if event.node not in fleet.nodes:
         return
     known = replace(fleet.nodes[event.node], facts=event.facts)
-    turn.state = replace(state, fleet=fleet.with_node(event.node, known))
+    turn.state = state._replace(fleet=fleet.with_node(event.node, known))
     if event.node not in state.seats.nodes:
         look_again(turn, event.node, fresh=False)
 
@@ -119,7 +119,7 @@ def look_again(turn: Turn, node: int, *, fresh: bool) -> None:
         fleet = replace(fleet, avoid=fleet.avoid | {node})
     elif judged.standing is Standing.GOOD and known.judged.standing is Standing.WEAK:
         fleet = replace(fleet, avoid=fleet.avoid - {node})
-    turn.state = replace(state, fleet=fleet)
+    turn.state = state._replace(fleet=fleet)
     if judged.standing is Standing.LEFT_OUT:
         _leave_out(turn, node, judged)
 
@@ -219,8 +219,7 @@ def _judge_all(turn: Turn, links: Mapping[int, tuple[Link, ...]]) -> None:
         for node, one in judged.items()
         if one.standing is not Standing.GOOD
     }
-    turn.state = replace(
-        state,
+    turn.state = state._replace(
         fleet=replace(state.fleet, nodes=state.fleet.nodes.update(changed)),
         agreed=judge.agree(report.facts for report in kept if report.facts is not None),
     )
@@ -271,13 +270,13 @@ def _weak_ones_last(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     """Weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, one in judged.items() if one.standing is Standing.WEAK}
     fleet, seated = turn.state.fleet, turn.state.seats.nodes
-    turn.state = replace(turn.state, fleet=replace(fleet, avoid=fleet.avoid | weak))
+    turn.state = turn.state._replace(fleet=replace(fleet, avoid=fleet.avoid | weak))
     spares = sum(node not in seated and node not in weak for node in fleet.nodes)
     leaving = sorted(weak & seated)[:spares]
     while leaving and not _can_spare(turn, frozenset(leaving)):
         leaving.pop()
     fleet = replace(turn.state.fleet, leaving=frozenset(leaving))
-    turn.state = replace(turn.state, fleet=fleet)
+    turn.state = turn.state._replace(fleet=fleet)
 
 
 def _can_spare(turn: Turn, leaving: frozenset[int]) -> bool:

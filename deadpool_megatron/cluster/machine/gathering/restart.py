@@ -24,7 +24,7 @@ def inherit_layouts(turn: Turn, restore: Restore) -> None:
         memory = memory.with_inherited(turn.config.world_size)
     else:
         memory = replace(memory, inherited=frozenset())
-    turn.state = replace(turn.state, memory=memory)
+    turn.state = turn.state._replace(memory=memory)
 
 
 def refuses(turn: Turn, layout: RoleLayout) -> bool:
@@ -36,7 +36,7 @@ def refuses(turn: Turn, layout: RoleLayout) -> bool:
     known = memory.layouts[role]
     if known.layout_hash == layout.layout_hash:
         memory = replace(memory, inherited=memory.inherited - {role})
-        turn.state = replace(turn.state, memory=memory)
+        turn.state = turn.state._replace(memory=memory)
         return False
     reason = (
         f"the state in memory is of another model or other flags: role {role} has layout"

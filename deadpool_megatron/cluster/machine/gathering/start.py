@@ -5,8 +5,6 @@ Pure functions on a Turn.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
 from deadpool_megatron.cluster.machine.epoch import pausing
@@ -39,9 +37,9 @@ def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         return
     address = event.host, event.vault_port, event.domain
     joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    turn.state = replace(state, fleet=state.fleet.with_node(node, joined))
+    turn.state = state._replace(fleet=state.fleet.with_node(node, joined))
     if event.found is not None:
-        turn.state = replace(turn.state, memory=state.memory.with_found(node, event.found))
+        turn.state = turn.state._replace(memory=state.memory.with_found(node, event.found))
     spare = node not in state.seats.nodes
     turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
     turn.act(Welcome(node, state.record))
@@ -122,7 +120,7 @@ def gathered_enough(turn: Turn, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
     fleet = turn.state.fleet
     fleet = fleet.given_up(fleet.absent(turn.state.seats.nodes), "did not join in time")
-    turn.state = replace(turn.state, fleet=fleet)
+    turn.state = turn.state._replace(fleet=fleet)
     if not isinstance(turn.state.doing, Gathering) or not checkup.is_judged(turn, turn.state.doing):
         return
     fleet = turn.state.fleet

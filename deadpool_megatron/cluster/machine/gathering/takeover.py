@@ -43,8 +43,7 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
             restored = restored.with_item(role)
     # Members without an epoch: theirs have died with the agent before it.
     came_anew = event.node in record.nodes and not event.epoch and not event.members
-    turn.state = replace(
-        state,
+    turn.state = state._replace(
         doing=replace(state.doing, restored=restored),
         restarted=state.restarted or came_anew,
     )

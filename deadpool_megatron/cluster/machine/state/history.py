@@ -33,8 +33,7 @@ def of_next_epoch(state: State, restore: Restore) -> History:
 def with_history(state: State, history: History, gone: Mapping[int, str]) -> State:
     """Returns the state with what the newest record gives back; ``gone``: nodes given up since."""
     failures = tuple((int(one["iteration"]), Failure.from_record(one)) for one in history.failures)
-    return replace(
-        state,
+    return state._replace(
         fleet=replace(state.fleet, gone=Map({**history.gone, **gone})),
         line=replace(state.line, kept=history.kept),
         # So that what repeats ends the run, whoever coordinates when it does.

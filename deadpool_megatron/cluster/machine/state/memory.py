@@ -38,7 +38,8 @@ class Memory:
 
     def with_layout(self, layout: RoleLayout) -> Memory:
         """Returns the memory with the layout that a role's own member has told."""
-        return replace(self, layouts=self.layouts.set(layout.role, layout))
+        layouts = self.layouts.set(layout.role, layout)
+        return Memory(self.promised, self.found, layouts, self.inherited)
 
     def without_node(self, node: int) -> Memory:
         """Returns the memory without what a node held."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.cluster.machine.state.blame import Blame
@@ -35,26 +35,27 @@ from deadpool_megatron.preflight.judge import Agreed
 from deadpool_megatron.preflight.schedule import Checkup
 
 
-@dataclass(frozen=True)
-class State:
-    """Everything. ``seats``: of the last announced record, before that the wished ones.
+class State(NamedTuple):
+    """Everything. A tuple, because another one is made for nearly every message, and that is three
+    times the work with a frozen dataclass of so many fields.
 
-    ``epoch``: highest number given to a record. ``record``: the last announced. ``restarted``: new
-    agents have come to an epoch that was open. ``last_words``: the run ends with them when its
-    state is saved. ``requests``: of users, open or just ended. ``agreed``: what the nodes have in
-    common, None until they are judged.
+    ``seats``: of the last announced record, before that the wished ones. ``epoch``: highest number
+    given to a record. ``record``: the last announced. ``restarted``: new agents have come to an
+    epoch that was open. ``last_words``: the run ends with them when its state is saved.
+    ``requests``: of users, open or just ended. ``agreed``: what the nodes have in common, None
+    until they are judged.
     """
 
     doing: Doing
     seats: SeatTable
     epoch: int = 0
     record: EpochRecord | None = None
-    fleet: Fleet = field(default_factory=Fleet)
-    memory: Memory = field(default_factory=Memory)
-    line: KeptLine = field(default_factory=KeptLine)
-    blame: Blame = field(default_factory=Blame)
-    protection: ChosenProtection = field(default_factory=ChosenProtection)
-    recoveries: Recoveries = field(default_factory=Recoveries)
+    fleet: Fleet = Fleet()
+    memory: Memory = Memory()
+    line: KeptLine = KeptLine()
+    blame: Blame = Blame()
+    protection: ChosenProtection = ChosenProtection()
+    recoveries: Recoveries = Recoveries()
     restarted: bool = False
     last_words: LastWords | None = None
     requests: tuple[Request, ...] = ()

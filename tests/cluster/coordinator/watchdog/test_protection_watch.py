@@ -38,7 +38,7 @@ def train(watch: ProtectionWatch, count: int, wait: float = 0.0, ship: float = 0
 def with_memory(rig: Rig, nbytes: int) -> State:
     """The state in which every node has said how much it has."""
     nodes = {n: replace(known, memory_bytes=nbytes) for n, known in rig.state.fleet.nodes.items()}
-    return replace(rig.state, fleet=replace(rig.state.fleet, nodes=Map(nodes)))
+    return rig.state._replace(fleet=replace(rig.state.fleet, nodes=Map(nodes)))
 
 
 def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
