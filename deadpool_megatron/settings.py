@@ -97,7 +97,7 @@ class Settings:
         3.2, "a node that cannot reach its coordinator for this long ends its members"
     )
     takeover_seconds: float = _setting(
-        3.0, "a standby takes over from a coordinator without a sign of life for this long"
+        2.0, "a standby takes over from a coordinator without a sign of life for this long"
     )
     rejoin_seconds: float = _setting(
         12.0, "a node that has not come to the new coordinator for this long is taken for lost"

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "deadpool_megatron"
 SCRIPTS = [*sorted((ROOT / "scripts").glob("*.sh")), ROOT / ".ci" / "run"]
 LONGEST_MODULE = 450
 # Reads an index of torch's with a list of the classes it may name; see test_verify.py.
-RESTRICTED_UNPICKLER = PACKAGE / "cli" / "checkpoint_files.py"
+RESTRICTED_UNPICKLER = PACKAGE / "cli" / "storage" / "checkpoint_files.py"
 
 
 @pytest.fixture(scope="module")

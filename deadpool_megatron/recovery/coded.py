@@ -26,11 +26,13 @@ WholeCopies = Callable[[int, str, Generation], tuple[Source, ...]]
 
 @dataclass
 class _Composition:
-    """One way in which roles were grouped; ``blocks``: number from k on -> its parity role."""
+    """One way in which roles were grouped; ``blocks``: number from k on -> parity roles, of which
+    plans that came to the same group have one each.
+    """
 
     group: tuple[int, ...]
     parities: int
-    blocks: dict[int, int] = field(default_factory=dict)
+    blocks: dict[int, list[int]] = field(default_factory=dict)
 
 
 class CodedShelf:
@@ -76,7 +78,7 @@ class CodedShelf:
                 number, parities = parity_numbers(layout)
                 key = (layout.peers, parities, tuple(part.name for part in layout.parts))
                 one = compositions.setdefault(key, _Composition(layout.peers, parities))
-                one.blocks[len(layout.peers) + number] = layout.role
+                one.blocks.setdefault(len(layout.peers) + number, []).append(layout.role)
             same = {x.role for x in inventory.layouts if hashes.get(x.role) == x.layout_hash}
             for holding in inventory.holdings:
                 if holding.role in same and MEMBERS in holding.parts:
@@ -96,8 +98,8 @@ class CodedShelf:
             found = () if role == wanted else self._copies(role, part, generation)
             if found or not self._has(role, part):
                 blocks[number] = found
-        for number, role in sorted(one.blocks.items()):
-            if found := self._parity(role, part, generation):
+        for number, roles in sorted(one.blocks.items()):
+            if found := tuple(s for role in roles for s in self._parity(role, part, generation)):
                 blocks[number] = found
         return blocks
 

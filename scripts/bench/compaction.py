@@ -29,8 +29,8 @@ from measuring import ROOT, machine_facts, write_facts
 from protection import SIZES, Protected, run_protected
 from protection import parameters as parameters_of
 
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.story import summary
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.story import summary
 from deadpool_megatron.vault.compaction import (
     Exceptions,
     Splitter,

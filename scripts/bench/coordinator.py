@@ -28,7 +28,7 @@ from pathlib import Path
 from measuring import ROOT, machine_facts, write_facts
 from simulated import Cluster, until
 
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings

@@ -29,10 +29,10 @@ from typing import Any
 
 from measuring import MARK, ROOT, cpu_seconds, machine_facts, memory_bytes, write_facts
 
-from deadpool_megatron.cli.report import read_story
-from deadpool_megatron.cli.results import ResultError
-from deadpool_megatron.cli.story import summary
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.report import read_story
+from deadpool_megatron.cli.show.results import ResultError
+from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args

@@ -31,7 +31,7 @@ from peer_outcomes import Outcome, OutcomeError, first_difference, outcome, rati
 from peer_sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
 from protection import AFTER, NODES, SIZES, TOKENS, WARM_UP, parameters
 
-from deadpool_megatron.cli.story import summary
+from deadpool_megatron.cli.show.story import summary
 
 _ENVIRONMENTS = Path.home() / ".cache" / "deadpool-megatron" / "peers"
 

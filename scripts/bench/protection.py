@@ -28,12 +28,12 @@ from typing import Any
 from measuring import ROOT, machine_facts, write_facts
 from overhead import BenchError, Measured, watch
 
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.numbers import TimedStep
-from deadpool_megatron.cli.report import read_story
-from deadpool_megatron.cli.results import ResultError, RunResult, read_result
-from deadpool_megatron.cli.story import summary
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.numbers import TimedStep
+from deadpool_megatron.cli.show.report import read_story
+from deadpool_megatron.cli.show.results import ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Kind
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE

@@ -19,9 +19,9 @@ from typing import Any
 
 from measuring import machine_facts, write_facts
 
-from deadpool_megatron.cli.demo import DemoError, Outcome, judge, kill_in_backward, run_once
-from deadpool_megatron.cli.live import PlainDisplay
-from deadpool_megatron.cli.story import summary
+from deadpool_megatron.cli.show.demo import DemoError, Outcome, judge, kill_in_backward, run_once
+from deadpool_megatron.cli.show.live import PlainDisplay
+from deadpool_megatron.cli.show.story import summary
 
 KINDS = {"node killed": "node", "process killed": "self"}
 

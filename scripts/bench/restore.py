@@ -23,9 +23,9 @@ from measuring import machine_facts, write_facts
 from overhead import BenchError
 from protection import SIZES, Protected, parameters, run_protected
 
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.results import RunResult
-from deadpool_megatron.cli.story import summary
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.results import RunResult
+from deadpool_megatron.cli.show.story import summary
 
 STEPS = 6
 # Side -> (flags of deadpool, flags of the trainer).

@@ -30,9 +30,9 @@ from typing import Any
 from measuring import ROOT, machine_facts, write_facts
 from slow_steps import VARIABLE
 
-from deadpool_megatron.cli.report import read_story
-from deadpool_megatron.cli.story import summary
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.report import read_story
+from deadpool_megatron.cli.show.story import summary
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term, newest_term

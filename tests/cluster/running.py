@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -28,7 +28,7 @@ from tests.told import read_final
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
 # What commands that start runs import; the processes of the tests are forks of one that has.
-_IMPORTED = ("deadpool_megatron.cli.run", "deadpool_megatron.cli.node")
+_IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
 # Deadlines are for hangs only: a busy machine may take long, and no test waits this long to pass.
 PATIENCE_SECONDS = 60.0
 FAST = (

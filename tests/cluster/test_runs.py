@@ -277,6 +277,7 @@ def test_refill_starts_a_new_spare(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0, options=("--refill", "1")) as run:
         run.wait_iteration(3)
         assert deadpool("kill", str(run.run.path), "--node", "1").returncode == 0
+        run.wait_event(Kind.RECOVERED)
         final = run.finish()
     assert final["recoveries"][0]["seats_changed"]["1"][1][0] == 2
 

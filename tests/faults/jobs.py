@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cli import scripts
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.preloading import DEFAULT_PRELOAD
-from deadpool_megatron.cli.results import read_result
-from deadpool_megatron.cli.tail import EventTail
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.results import read_result
+from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cli.start import scripts
+from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests import forks
@@ -237,7 +237,7 @@ def _importer(command: Sequence[str]) -> forks.ForkServer | None:
         return None
     environment = {} if script is None else {scripts.VARIABLE: script}
     modules = scripts.modules(None, DEFAULT_PRELOAD, members)
-    return forks.server(("deadpool_megatron.cli.run", *modules), environment)
+    return forks.server(("deadpool_megatron.cli.start.run", *modules), environment)
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.events import Kind
 from tests.faults import jobs, layouts
 from tests.netns.cluster import Cluster, Job

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cli.compare import compare_results
-from deadpool_megatron.cli.results import read_result
+from deadpool_megatron.cli.show.compare import compare_results
+from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults import jobs, layouts
@@ -22,6 +22,8 @@ pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
 _GONE_SECONDS = 60.0
+# Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
+_CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
 Measured = Callable[[str, str], None]
 
@@ -54,11 +56,11 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
         hosts = cluster.hosts
         cluster.wait_progress(5)
         hosts[1].cut()
-        time.sleep(3)
+        time.sleep(_CUT_SECONDS)
         hosts[1].mend()
         mended = time.time()
         cluster.wait_progress()
-        measured("training: cable cut for 3 s", f"a step after {time.time() - mended:.1f} s")
+        measured("training: cable cut for 1.5 s", f"a step after {time.time() - mended:.1f} s")
         assert hosts[2].reset_connections(cluster.coordinator_host(), cluster.term().port) == 1
         cluster.wait_progress(3)
         hosts.switch.lose("host3", 2)

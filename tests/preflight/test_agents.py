@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.cli import check_table
+from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256

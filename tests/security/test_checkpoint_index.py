@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cli import checkpoint_files, main
+from deadpool_megatron.cli import main
+from deadpool_megatron.cli.storage import checkpoint_files
 
 _MODULES = sorted(
     {module for module, _ in checkpoint_files._ALLOWED}

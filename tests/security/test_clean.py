@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import clean as _loaded_as_root  # noqa: F401
+from deadpool_megatron.cli.storage import clean as _loaded_as_root  # noqa: F401
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings

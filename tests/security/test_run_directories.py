@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli import demo, node, scripts
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.show import demo
+from deadpool_megatron.cli.start import agent, scripts
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth
@@ -55,7 +56,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path.touch()
         raise CommandError("this is as far as a test goes")
 
-    monkeypatch.setattr(node, "preload_modules", imported)
+    monkeypatch.setattr(agent, "preload_modules", imported)
     return path
 
 

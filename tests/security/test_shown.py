@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cli.common import shown, warn_in_the_clear
-from deadpool_megatron.cli.live import PlainDisplay
+from deadpool_megatron.cli.show.live import PlainDisplay
 from deadpool_megatron.cluster.process import member_main
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.settings import Settings

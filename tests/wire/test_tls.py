@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings, SettingsError
 from deadpool_megatron.vault.transport import SocketChannel, TcpTransport, realm_of
@@ -204,6 +205,7 @@ def test_a_whole_run_under_tls(tls_settings: Files, tmp_path: Path) -> None:
     with Run(tmp_path / "run", nproc=2, options=certificates.options(tls_settings)) as run:
         run.wait_iteration(3)
         assert deadpool("kill", str(run.run.path), "--node", "1").returncode == 0
+        run.wait_event(Kind.RECOVERED)
         status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
         final = run.finish()
     assert final["recoveries"]

@@ -295,7 +295,8 @@ class Agent:
             return
         if self._standby is not None:
             info = self._options.info
-            self._standby.place(claim_order(record, info.nodes, info.spares, self._node))
+            run = (record, info.nodes, info.spares, self._node)
+            self._standby.place(partial(claim_order, *run))
         if self._node not in record.nodes:
             if self._record is not None:
                 self._fence(f"epoch {record.epoch} goes on without this node")

@@ -108,10 +108,13 @@ class Rhythm:
 _TURNS_FOR_SPARES = 10
 
 
-def claim_order(record: EpochRecord | None, nodes: int, spares: int, node: int) -> int:
-    """How many others may claim before ``node``: spares come first, so that the coordinator is on
-    no training node where there is a choice, and of them the highest number, which gets a role
-    last. ``nodes`` and ``spares``: as the run was ordered.
+def claim_order(
+    record: EpochRecord | None, nodes: int, spares: int, node: int, coordinator: int | None = None
+) -> int:
+    """Returns how many others may claim before ``node``: spares come first, so that the coordinator
+    is on no training node where there is a choice, and of them the highest number, which gets a
+    role last. ``nodes`` and ``spares``: as the run was ordered. ``coordinator``: the node of the
+    one that is to be followed. It comes last: its host may be what failed.
     """
     if record is None:
         if node >= nodes:
@@ -119,16 +122,18 @@ def claim_order(record: EpochRecord | None, nodes: int, spares: int, node: int) 
         return nodes - 1 - node + (spares + _TURNS_FOR_SPARES if spares else 0)
     ready = {n for n, address in record.nodes.items() if address.spare}
     everybody = [*sorted(ready, reverse=True), *sorted(record.nodes.keys() - ready, reverse=True)]
+    everybody.sort(key=lambda other: other == coordinator)
     return everybody.index(node) if node in everybody else len(everybody)
 
 
 class Succession:
     """When a standby may claim the next term. Pure of I/O; times are monotonic seconds.
 
-    ``order``: see :func:`claim_order`; each place further back waits one ``beat`` x 2 longer, so
-    that mostly only one claims. Terms up to ``ended`` (0: there were none) have no coordinator any
-    more: the next one is claimed as soon as its turn has come. What could not be looked at proves
-    nothing: after a journal that hung or failed everything counts anew.
+    ``order``: see :func:`claim_order`; each place further back waits one ``stall`` longer. Two
+    standbys may learn of the same sign of life with less than that between them, so the first in
+    order claims. Terms up to ``ended`` (0: there were none) have no coordinator any more: the next
+    one is claimed as soon as its turn has come, each place 2 x ``beat`` later. What could not be
+    looked at proves nothing: after a journal that hung or failed everything counts anew.
     """
 
     def __init__(
@@ -159,9 +164,10 @@ class Succession:
         agent still hears the coordinator. If it is cut off from the others, so is this node, and
         those others come first.
         """
-        still = now - self._changed_at - 2 * self._rhythm.beat * order
+        waited = now - self._changed_at
         if self._mark[0] <= self._ended:
-            return still >= 0
+            return waited >= 2 * self._rhythm.beat * order
+        still = waited - self._rhythm.stall * order
         if refused and self.is_stale(now):
             return still >= 0
         return still >= (2 if in_touch else 1) * self._silence_seconds

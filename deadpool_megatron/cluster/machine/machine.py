@@ -84,7 +84,7 @@ class Machine:
         protection = replace(begun.protection, plan=last.protection)
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
-            # over (cli/restarting).
+            # over (cli/start/restarting).
             protection = replace(begun.protection, told=last.protection)
         ever_ran = last.restore.kind == "memory"
         durable = durable or begun.line.durable

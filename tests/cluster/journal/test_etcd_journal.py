@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient, EtcdError
 from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal
 from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings, SettingsError
 from tests.cluster.journal.etcd_server import EtcdServer, free_port
 from tests.cluster.running import Run, deadpool, send
@@ -362,6 +363,7 @@ def test_a_run_with_its_journal_in_etcd_survives_its_coordinator(
         send(read_json(run.run.coordinator)["pid"])
         run.wait_iteration(6)
         assert deadpool("kill", str(run.run.path), "--role", "0").returncode == 0
+        run.wait_event(Kind.RECOVERED)
         final = run.finish()
     assert final["recoveries"]
     assert list(run.run.journal.iterdir()) == []

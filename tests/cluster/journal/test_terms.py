@@ -57,6 +57,8 @@ def test_spares_claim_before_nodes_that_train() -> None:
     known = record(training=3, spares=2)
     order = sorted(range(6), key=lambda node: claim_order(known, 3, 2, node))
     assert order == [4, 3, 2, 1, 0, 5]
+    after = sorted(range(5), key=lambda node: claim_order(known, 3, 2, node, coordinator=4))
+    assert after == [3, 2, 1, 0, 4], "the host of the one that is gone may be gone as well"
     swapped = EpochRecord(
         **{
             **known.__dict__,
@@ -101,8 +103,8 @@ def test_silence_is_waited_for_unless_nobody_listens() -> None:
     assert succession.may_claim(0, refused=True, now=6.5)
     assert not succession.may_claim(0, refused=False, now=7.9)
     assert succession.may_claim(0, refused=False, now=8.0)
-    assert not succession.may_claim(1, refused=False, now=8.9)
-    assert succession.may_claim(1, refused=False, now=9.0)
+    assert not succession.may_claim(1, refused=False, now=9.9)
+    assert succession.may_claim(1, refused=False, now=10.0)
 
 
 def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
@@ -117,7 +119,7 @@ def test_another_claim_or_sign_of_life_starts_the_clock_anew() -> None:
 def test_who_still_hears_the_coordinator_lets_the_others_go_first() -> None:
     succession = Succession(RHYTHM, 3.0, now=0.0)
     succession.look(1, "1 1", 0.0, 0.0)
-    assert succession.may_claim(2, refused=False, now=5.0)
+    assert succession.may_claim(1, refused=False, now=5.0)
     assert not succession.may_claim(0, refused=False, now=5.9, in_touch=True)
     assert succession.may_claim(0, refused=False, now=6.0, in_touch=True)
     assert succession.may_claim(0, refused=True, now=2.0, in_touch=True)

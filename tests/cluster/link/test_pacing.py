@@ -18,7 +18,7 @@ from deadpool_megatron.settings import Settings
 
 
 def test_small_clusters_beat_as_the_setting_says_and_large_ones_share() -> None:
-    settings = Settings(fence_seconds=6.0, node_silence_seconds=8.0)
+    settings = Settings(fence_seconds=6.0, node_silence_seconds=8.0, takeover_seconds=3.0)
     assert beat_seconds(64, settings) == settings.beat_interval_seconds
     assert beat_seconds(2000, settings) == 0.5
     assert beat_seconds(4096, settings) == beat_seconds(100_000, settings) == 1.0
@@ -28,7 +28,10 @@ def test_small_clusters_beat_as_the_setting_says_and_large_ones_share() -> None:
 @pytest.mark.parametrize("fence_seconds", [1.2, 3.0, 6.0])
 def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float) -> None:
     settings = Settings(
-        fence_seconds=fence_seconds, node_silence_seconds=fence_seconds * 4 / 3, freeze_seconds=0.6
+        fence_seconds=fence_seconds,
+        node_silence_seconds=fence_seconds * 4 / 3,
+        freeze_seconds=0.6,
+        takeover_seconds=fence_seconds,
     )
     beat = beat_seconds(agents, settings)
     # The newest acknowledged beat is at most so old while all is well.

@@ -158,7 +158,7 @@ def test_standby_is_started_as_soon_as_that_is_possible(
     async def run() -> None:
         looks = asyncio.Event()
         line = "import os, sys, time; os.write(int(sys.argv[2]), b'%s'); time.sleep(60)"
-        look = b'{"term": 1, "beat": "1 1", "at": 1.0, "address": null}\\n'
+        look = b'{"term": 1, "beat": "1 1", "at": 1.0, "node": null, "address": null}\\n'
         program = line % look.decode()
         keeper = StandbyKeeper(
             ("-c", program),

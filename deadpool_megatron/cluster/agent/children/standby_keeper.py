@@ -55,6 +55,8 @@ class StandbyKeeper:
         self._unread = b""
         self._address: tuple[str, int] | None = None
         self._contact = False
+        self._order: Callable[[int | None], int] | None = None
+        self._coordinator: int | None = None
         self._place: int | None = None
         self._was_in_touch = False
         self._closing = False
@@ -127,11 +129,17 @@ class StandbyKeeper:
         process.returncode = 0  # reaped by its pid: this object must not try to as well
         return ChildWatch(process.pid, self._ended)
 
-    def place(self, order: int) -> None:
-        """How many others may claim before it, by the newest record."""
-        if order != self._place:
-            self._place = order
-            self._tell(f"place {order}")
+    def place(self, order: Callable[[int | None], int]) -> None:
+        """``order(coordinator)``: how many others may claim before it, by the newest record, if a
+        coordinator on that node is to be followed."""
+        self._order = order
+        self._tell_place()
+
+    def _tell_place(self) -> None:
+        place = None if self._order is None else self._order(self._coordinator)
+        if place is not None and place != self._place:
+            self._place = place
+            self._tell(f"place {place}")
 
     def contact(self, there_is: bool) -> None:
         """Whether the coordinator answers this agent; a standby looks more often while not."""
@@ -181,7 +189,8 @@ class StandbyKeeper:
             self._look(line, int(line["term"]), str(line["beat"]))
 
     def _look(self, line: Mapping[str, Any], term: int, beat: str) -> None:
-        address = line["address"]
+        self._coordinator, address = line["node"], line["address"]
+        self._tell_place()
         if address is not None:
             self._address = (str(address[0]), int(address[1]))
         self._on_look(term, beat, float(line["at"]))

@@ -49,7 +49,7 @@ class SignOfLife:
         return now - self._written_at <= self._rhythm.gap
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or until another one has taken over."""
         loop = asyncio.get_running_loop()
         known = ""
         while True:
@@ -64,6 +64,7 @@ class SignOfLife:
                     self._shown(time.monotonic())
                 if newer > self._term:
                     self._on_newer(newer)
+                    return  # whatever else was found says nothing more
             if trouble and trouble != known:
                 self._on_trouble(trouble)
             known = trouble

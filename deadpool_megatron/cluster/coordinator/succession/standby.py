@@ -114,8 +114,10 @@ class Standby:
         number = 0 if self._term is None else self._term.number
         self._succession.look(number, beat, at, time.monotonic())
         self._trouble = ""
-        address = None if self._term is None else list(self._term.address)
-        self._report({"term": number, "beat": beat, "at": at, "address": address})
+        node, address = None, None
+        if self._term is not None:
+            node, address = self._term.node, list(self._term.address)
+        self._report({"term": number, "beat": beat, "at": at, "node": node, "address": address})
 
     def _consider(self) -> tuple[Term, socket.socket] | None:
         info, refused = self._options.info, False
@@ -142,7 +144,8 @@ class Standby:
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
             self._journal.beat(f"{number} 0")
-        self._report({"claimed": term.number, "at": now, "address": list(term.address)})
+        address = list(term.address)
+        self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener
 
     def _nobody_listens(self, address: tuple[str, int]) -> bool:

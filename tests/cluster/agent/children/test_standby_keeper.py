@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeepe
 _ECHO = """
 import json, os, sys
 for line in sys.stdin:
-    look = {"term": 1, "beat": line.strip(), "at": 1.0, "address": None}
+    look = {"term": 1, "beat": line.strip(), "at": 1.0, "node": 9, "address": None}
     os.write(int(sys.argv[2]), (json.dumps(look) + "\\n").encode())
 """
 
@@ -36,13 +36,13 @@ def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: P
         )
         keeper.start()
         for place in (5, 5, 3):
-            keeper.place(place)
+            keeper.place(lambda coordinator, place=place: place - (coordinator == 9))
         keeper.contact(True)
-        await until(lambda: heard == ["place 5", "place 3", "found"])
+        await until(lambda: heard == ["place 5", "place 3", "found", "place 2"])
         heard.clear()
         assert keeper._watcher is not None
         keeper._watcher.kill()
-        await until(lambda: heard == ["place 3", "found"])
+        await until(lambda: heard == ["place 2", "found"])
         await keeper.close(0.0)
 
     asyncio.run(run())
@@ -50,7 +50,7 @@ def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: P
 
 _CLAIMS = """
 import json, os, sys, time
-claim = {"claimed": 2, "at": 5.0, "address": ["10.0.0.7", 4000]}
+claim = {"claimed": 2, "at": 5.0, "node": 1, "address": ["10.0.0.7", 4000]}
 os.write(int(sys.argv[2]), (json.dumps(claim) + "\\n").encode())
 time.sleep(600)
 """

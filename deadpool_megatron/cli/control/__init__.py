@@ -1,0 +1,1 @@
+"""What is asked of a run that goes on: its status, and requests that change it."""

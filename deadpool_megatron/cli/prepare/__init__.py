@@ -1,0 +1,1 @@
+"""What comes before a run: will it hold, is this host fit, is Megatron-LM patched?"""

@@ -1,0 +1,299 @@
+"""``deadpool demo``: kill a node of a training run in the middle of a step, and compare.
+
+Two runs of the same seed, one undisturbed. In the other, the node that holds role 0 is killed with
+SIGKILL in a backward pass, by the process itself, so that the moment is exact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from deadpool_megatron.cli.show import plot
+from deadpool_megatron.cli.show.compare import Comparison, compare_results, describe
+from deadpool_megatron.cli.show.live import Display, RunFailedError, make_display, watch_run
+from deadpool_megatron.cli.show.results import PHASES, Recovery, ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.story import Story
+from deadpool_megatron.cli.tables import table
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+
+NODES, SPARES, NPROC_PER_NODE = 4, 1, 2
+CONFIG = Path(__file__).parents[3] / "configs" / "tiny.args"
+# A machine that is busy with other things may take long to import torch in the first process.
+_SILENCE_SECONDS = 300.0
+# The learning rate of the configuration warms up for five.
+_FEWEST_ITERATIONS = 8
+
+
+class DemoError(Exception):
+    """The demo cannot run, or one of its runs failed; the message says what and where to look."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class DemoRun:
+    """One finished run of the demo; ``struck_at``: wall clock of the kill."""
+
+    directory: Path
+    command: list[str]
+    seconds: float
+    story: Story
+    result: RunResult
+    struck_at: float | None = None
+
+
+def launch_command(run_directory: Path, iterations: int) -> list[str]:
+    """What a user would type, with this interpreter."""
+    return [
+        sys.executable,
+        *("-m", "deadpool_megatron", "run"),
+        *("--nodes", str(NODES), "--spares", str(SPARES)),
+        *("--nproc-per-node", str(NPROC_PER_NODE), "--run-dir", str(run_directory), "--"),
+        *("-m", "deadpool_megatron.trainer", f"@{CONFIG}"),
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--use-distributed-optimizer", "--train-iters", str(iterations)),
+    ]
+
+
+def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
+    """The fault that kills the process of role 0 (``self``) or all of its node (``node``)."""
+    return {
+        "id": f"kill-{target}-of-role-0",
+        "point": "backward",
+        "match": {"role": 0, "iteration": iteration},
+        "action": "signal",
+        "target": target,
+        "signal": "KILL",
+    }
+
+
+def run_once(
+    display: Display, base: Path, name: str, iterations: int, fault: dict[str, Any] | None = None
+) -> DemoRun:
+    """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
+    directory = base / name
+    environment = dict(os.environ)
+    environment.pop(FAULTS_VARIABLE, None)
+    fired = None
+    if fault is not None:
+        plan = base / f"{name}-faults.json"
+        plan.write_text(json.dumps([fault], indent=1))
+        environment[FAULTS_VARIABLE] = str(plan)
+        fired = base / f"{plan.name}.fired" / fault["id"]
+    command = launch_command(directory, iterations)
+    began = time.monotonic()
+    try:
+        story = watch_run(
+            command, environment, directory, display, silence_seconds=_SILENCE_SECONDS
+        )
+        result = read_result(directory)
+    except RunFailedError as error:
+        status = 2 if error.status == 2 else 1
+        raise DemoError(f"{name} run: {error}", status) from error
+    except (ResultError, ValueError, TypeError, KeyError) as error:
+        raise DemoError(f"{name} run: {error}", 1) from error
+    return DemoRun(
+        directory=directory,
+        command=command,
+        seconds=time.monotonic() - began,
+        story=story,
+        result=result,
+        struck_at=fired.stat().st_mtime if fired is not None and fired.exists() else None,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the demo found out."""
+
+    undisturbed: DemoRun
+    struck: DemoRun
+    comparison: Comparison
+    recovery: Recovery
+    strike: int
+
+    @property
+    def kill_to_next_step(self) -> float | None:
+        """Seconds from the kill to the end of the step it interrupted, by the demo's own watch."""
+        if self.struck.struck_at is None:
+            return None
+        ends = [s.wall_seconds for s in self.struck.story.steps if s.step.iteration >= self.strike]
+        return min(ends) - self.struck.struck_at if ends else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            **self.comparison.to_dict(),
+            "iterations": self.undisturbed.result.iterations,
+            "killed_in_iteration": self.strike,
+            "cause": self.recovery.cause,
+            "phases": dict(self.recovery.phases),
+            "recovery_seconds": self.recovery.seconds,
+            "kill_to_next_step_seconds": self.kill_to_next_step,
+            "steps_recomputed": self.recovery.steps_recomputed,
+            "exposed_seconds": self.recovery.exposed_seconds,
+            "runs": {
+                name: {"seconds": demo_run.seconds, "command": demo_run.command}
+                for name, demo_run in (("undisturbed", self.undisturbed), ("struck", self.struck))
+            },
+        }
+
+
+def judge(undisturbed: DemoRun, struck: DemoRun, strike: int) -> Outcome:
+    """Compare the runs. Raises DemoError when the strike or the recovery did not happen."""
+    if struck.struck_at is None:
+        raise DemoError("the node was not killed: the planned fault never came due", 1)
+    if not struck.result.recoveries:
+        raise DemoError("the run says nothing of a recovery, although a node was killed", 1)
+    try:
+        comparison = compare_results(undisturbed.result, struck.result)
+    except ResultError as error:
+        raise DemoError(str(error), 1) from error
+    return Outcome(undisturbed, struck, comparison, struck.result.recoveries[0], strike)
+
+
+def summary_lines(outcome: Outcome) -> list[str]:
+    """The table at the end, and the verdict as the last line."""
+    recovery = outcome.recovery
+    rows = [
+        [name, f"{value:.3f}"]
+        for name, value in recovery.phases.items()
+        if value or name != "abandoned"
+    ]
+    if outcome.kill_to_next_step is not None:
+        rows.append(["from the kill to the next finished step", f"{outcome.kill_to_next_step:.3f}"])
+    if recovery.exposed_seconds is not None:
+        rows.append(["without all copies in memory", f"{recovery.exposed_seconds:.3f}"])
+    rows = [[f"{row[0]}: {PHASES[row[0]]}" if row[0] in PHASES else row[0], row[1]] for row in rows]
+    lines = ["", *table(["recovery", "seconds"], rows)]
+    lines += ["", f"steps recomputed: {recovery.steps_recomputed}"]
+    if len(outcome.struck.result.recoveries) > 1:
+        more = len(outcome.struck.result.recoveries) - 1
+        lines.append(f"further recoveries in the same run: {more}")
+    return [*lines, *describe(outcome.comparison)]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``demo`` to the commands."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="kill a node of a small training run and show that its numbers do not notice",
+        description=(
+            "Trains a small GPT with tensor, pipeline and data parallelism (2 x 2 x 2) twice, on"
+            f" {NODES} nodes of {NPROC_PER_NODE} processes and {SPARES} spare; in the second run"
+            " a node is killed in the middle of a step. Exit status: 0 bit-identical, 1 not,"
+            " 2 something needed is missing."
+        ),
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="put both runs into DIR")
+    parser.add_argument("--keep", action="store_true", help="keep both runs' directories")
+    parser.add_argument(
+        "--iterations", type=int, default=30, metavar="N", help="steps to train (default: 30)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool demo``."""
+    display = make_display()
+    try:
+        _check(args)
+        base = _base_directory(args)
+    except DemoError as error:
+        print(f"deadpool demo: {error}", file=sys.stderr)
+        return error.status
+    kept = args.keep or args.run_dir is not None
+    # A demo that is told to end takes its run along, whichever way it is told.
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        outcome = _both_runs(display, base, args.iterations)
+        identical = outcome.comparison.identical
+        _write_files(outcome, args)
+    except DemoError as error:
+        print(f"deadpool demo: {error}\nThe runs are kept in {base}", file=sys.stderr)
+        return error.status
+    except KeyboardInterrupt:
+        print(f"\ndeadpool demo: interrupted; the runs are kept in {base}", file=sys.stderr)
+        return 130
+    if kept or not identical:
+        display.line(
+            f"The runs are kept in {base}; try: deadpool report {outcome.struck.directory}"
+        )
+    else:
+        shutil.rmtree(base)
+    for line in summary_lines(outcome):
+        display.line(line)
+    return 0 if identical else 1
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _both_runs(display: Display, base: Path, iterations: int) -> Outcome:
+    strike = iterations // 2 + 1
+    roles = NODES * NPROC_PER_NODE
+    display.line(
+        f"A small GPT in {roles} processes, tensor 2 x pipeline 2 x data 2, on {NODES} nodes of"
+        f" {NPROC_PER_NODE} and {SPARES} spare node.\n\n1. Undisturbed, {iterations} steps"
+    )
+    undisturbed = run_once(display, base, "undisturbed", iterations)
+    display.line(
+        "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
+        f" {strike}"
+    )
+    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike))
+    return judge(undisturbed, struck, strike)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.iterations < _FEWEST_ITERATIONS:
+        raise DemoError(
+            f"--iterations must be at least {_FEWEST_ITERATIONS}, got {args.iterations}", 2
+        )
+    if not CONFIG.is_file():
+        raise DemoError(f"{CONFIG} is missing: run the demo from a checkout of the repository", 2)
+    for path in (args.json, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise DemoError(f"the folder of {path} does not exist", 2)
+    if args.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise DemoError("--plot needs matplotlib: pip install matplotlib", 2) from None
+
+
+def _base_directory(args: argparse.Namespace) -> Path:
+    if args.run_dir is None:
+        return Path(tempfile.mkdtemp(prefix="deadpool-demo-"))
+    base: Path = args.run_dir.absolute()
+    if base.exists() and any(base.iterdir()):
+        raise DemoError(f"{base} is not empty; choose another --run-dir", 2)
+    RunDirectory(base).make()
+    return base
+
+
+def _write_files(outcome: Outcome, args: argparse.Namespace) -> None:
+    try:
+        if args.json is not None:
+            args.json.write_text(json.dumps(outcome.to_dict(), indent=1) + "\n")
+        if args.plot is not None:
+            stories = outcome.undisturbed.story, outcome.struck.story
+            plot.draw(args.plot, *stories, identical=outcome.comparison.identical)
+    except (OSError, plot.PlotError) as error:
+        raise DemoError(str(error), 2) from error

@@ -1,0 +1,333 @@
+"""``deadpool agent``: the processes of one node, for schedulers and for hosts started by hand.
+
+``deadpool run`` starts its agents by itself; on a cluster every node runs this one command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import arguments, ownership
+from deadpool_megatron.cli.common import (
+    CommandError,
+    ask_at,
+    parse_address,
+    raw,
+    warn_in_the_clear,
+)
+from deadpool_megatron.cli.prepare import check_table
+from deadpool_megatron.cli.slurm_environment import (
+    INTERFACE_VARIABLE,
+    SlurmNode,
+    host_address,
+    interface_address,
+    local_address,
+    slurm_environment,
+)
+from deadpool_megatron.cli.start import scripts
+from deadpool_megatron.cli.start.checks import (
+    check_address,
+    check_command,
+    check_domains,
+    check_journal,
+    check_shared_memory,
+    check_sizes,
+    check_vault_cpus,
+)
+from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
+from deadpool_megatron.cli.start.resuming import Others, resume_point, write_what_is_left
+from deadpool_megatron.cli.start.serving import Place, serve
+from deadpool_megatron.cli.start.sizes import add_size, make_info
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.terms import newest_term
+from deadpool_megatron.cluster.run_directory.cleanup import claim_segments
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
+from deadpool_megatron.events import read_events
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire import auth, tls
+from deadpool_megatron.wire.framing import WireError
+
+_EXAMPLES = """\
+Start the same command on N + S nodes, with a node id each; they agree among themselves on who
+coordinates. The first to come makes the run directory, which all of them share.
+
+examples:
+  deadpool agent --run-dir /shared/run1 --node-id $SLURM_PROCID --host $(hostname -i) \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- -m deadpool_megatron.trainer @train.txt
+  srun --no-kill --kill-on-bad-exit=0 --wait=0 --ntasks-per-node=1 \\
+      deadpool agent --from-slurm --run-dir /shared/run1 \\
+      --nodes 16 --spares 2 --nproc-per-node 8 -- train.py
+  deadpool agent --run-dir /shared/run1 --attach --host $(hostname -i)     one more spare, any time
+  srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --deadpool-check links \\
+      --run-dir /shared/check1 --nodes 16 --spares 2 --nproc-per-node 8
+
+exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
+nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
+out as not fit."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    agent = raw(
+        subparsers.add_parser(
+            "agent",
+            help="one node of a run (clusters)",
+            usage="deadpool agent --run-dir DIR (--node-id I | --attach | --from-slurm) [options]"
+            " [-- COMMAND]",
+            epilog=_EXAMPLES,
+        )
+    )
+    agent.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="shared by all nodes"
+    )
+    which = agent.add_mutually_exclusive_group()
+    which.add_argument("--node-id", type=int, metavar="I", help="0 to N + S - 1")
+    which.add_argument(
+        "--attach", action="store_true", help="join a running job as one more spare node"
+    )
+    agent.add_argument(
+        "--from-slurm",
+        action="store_true",
+        help="node id (unless given), address and failure domain are what Slurm tells this task",
+    )
+    add_size(agent, required=False)
+    agent.add_argument(
+        "--resume", type=Path, metavar="OLD", help="a new run goes on from the newest state of OLD"
+    )
+    address = agent.add_mutually_exclusive_group()
+    address.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach")
+    address.add_argument(
+        "--interface",
+        metavar="NAME",
+        help=f"or the network interface that has it (default: the variable {INTERFACE_VARIABLE})",
+    )
+    agent.add_argument("--domain", default="", help="failure domain (rack) of this node")
+    agent.add_argument(
+        "--rejoin",
+        type=int,
+        default=3,
+        metavar="K",
+        help="after having been cut off, come back as a new spare, up to K times (default: 3)",
+    )
+    agent.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="where the coordinator listens, for a host without the shared run directory",
+    )
+    agent.add_argument(
+        "--coordinator-port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on which this node's standby listens once it coordinates (default: a free one)",
+    )
+    agent.add_argument(
+        "--no-standby", action="store_true", help="this node never takes over as coordinator"
+    )
+    agent.add_argument(
+        "--check-only",
+        action="store_true",
+        help="a run that ends when its nodes are judged: which of them are fit to train?",
+    )
+    agent.add_argument(
+        "--json", action="store_true", help="with --check-only: one JSON object, no table"
+    )
+    agent.add_argument("--run-id", metavar="ID", help="refuse to serve another run")
+    agent.add_argument(
+        "--preload", metavar="MODULES", help="imported once per node (default: torch, megatron)"
+    )
+    arguments.add_arguments(agent)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until the run is over; answers its exit status."""
+    run = RunDirectory(args.run_dir)
+    ownership.check_directory(run.path)
+    if args.node_id is not None and args.node_id < 0:
+        raise CommandError(f"--node-id must be at least 0, got {args.node_id}")
+    if args.check_only and (args.attach or args.resume is not None):
+        raise CommandError("--check-only is for all nodes at once: not with --attach or --resume")
+    slurm = slurm_environment(os.environ) if args.from_slurm else None
+    node = _node_id(args, slurm)
+    fixed = None if args.coordinator is None else parse_address(args.coordinator)
+    if not (run.path / "run.json").exists():
+        if fixed is not None:
+            _fetch_run(run, args, fixed)
+        else:
+            _create_run(run, args)
+    elif args.resume is not None:
+        write_what_is_left(RunDirectory(args.resume))
+    info = _run_of(run, args)
+    secret = auth.load_secret(run.path)  # before anything that the directory names is imported
+    tls.contexts(info.settings)  # this node's files are looked at before anything starts
+    check_journal(run, info)
+    check_shared_memory(info, 1)
+    check_vault_cpus(info)
+    place = _place(args, node, slurm, info.settings)
+    check_address(run, place.host)
+    warn_in_the_clear(place.host, info.settings)
+    if fixed is not None:
+        _probe(fixed, secret, info)
+    modules = _prepare_members(info, args)
+    held = claim_segments(run, info.run_id)
+    if os.getpgid(0) != os.getpid():
+        os.setsid()
+    # Without the shared directory a standby would see another journal than all others.
+    alone = fixed is not None and info.settings.journal == "directory"
+    try:
+        status = serve(
+            run,
+            info,
+            place,
+            modules,
+            secret,
+            standby_port=None if alone or args.no_standby else args.coordinator_port,
+            fixed=fixed,
+            rejoins=max(0, args.rejoin),
+        )
+    finally:
+        os.close(held)
+    if info.check_only and run.final.exists() and place.node == _last_coordinator(run, info):
+        _show_check(run, info, args)
+    return status
+
+
+def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
+    """Look for the program, and import what its processes share; answers those modules."""
+    if info.check_only:
+        return ()
+    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)
+    if (script := scripts.script_of(info.command)) is not None:
+        check_command([script])  # this may be another host than the one that made the run
+    scripts.announce(info.command, os.environ)
+    preload_modules(info.settings, modules)
+    return modules
+
+
+def _node_id(args: argparse.Namespace, slurm: SlurmNode | None) -> int | None:
+    """Settled before anything else; None for one that the coordinator hands out."""
+    if args.attach:
+        return None
+    if args.node_id is not None:
+        return int(args.node_id)
+    if slurm is not None:
+        return slurm.node_id
+    raise CommandError("which node is this? give --node-id I, --attach or --from-slurm")
+
+
+def _place(
+    args: argparse.Namespace, node: int | None, slurm: SlurmNode | None, settings: Settings
+) -> Place:
+    """What is given goes before what Slurm tells, a domains file before Slurm's topology."""
+    host, domain = args.host, args.domain
+    interface = args.interface or os.environ.get(INTERFACE_VARIABLE, "")
+    if slurm is not None and not settings.domains_file:
+        domain = domain or slurm.domain
+    if host is None and interface:
+        host = interface_address(interface)
+    elif host is None:
+        # The name of an interface is an order, the address that every node would have is none.
+        named = settings.interface in (name for _, name in socket.if_nameindex())
+        if slurm is None or named:
+            host = local_address(settings.interface)
+        else:
+            host = host_address(slurm.host)
+    return Place(node, host, domain)
+
+
+def _last_coordinator(run: RunDirectory, info: RunInfo) -> int | None:
+    """The node whose standby has coordinated: it speaks for all."""
+    term = newest_term(open_journal(info.settings, info.run_id, run.journal))
+    return None if term is None else term.node
+
+
+def _show_check(run: RunDirectory, info: RunInfo, args: argparse.Namespace) -> None:
+    final = read_json(run.final)
+    nodes = check_table.judged_nodes(read_events(run.events))
+    if args.json:
+        ok = int(final["exit_status"]) == 0
+        answer = {"ok": ok, "reason": final["reason"], "nodes": nodes}
+        print(json.dumps(answer, allow_nan=False))
+    else:
+        check_table.show(nodes, str(final["reason"]), info.nodes)
+
+
+def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
+    """The first agent to come makes the run; every other one finds it made."""
+    if args.check_only:
+        args.command = []
+    if args.nodes is None or args.nproc_per_node is None or not (args.command or args.check_only):
+        raise CommandError(
+            f"there is no run in {run.path}: give --nodes, --nproc-per-node and -- COMMAND, or"
+            " --coordinator HOST:PORT"
+        )
+    if not args.check_only:
+        check_command(args.command)
+        scripts.adopt(args)
+    settings, restore = arguments.settings_from(args), None
+    if args.resume is not None:
+        others = Others(run, args.nodes, args.node_id, settings.connect_seconds)
+        restore = resume_point(RunDirectory(args.resume), args, others)
+    info = replace(make_info(args, settings, restore), check_only=args.check_only)
+    tls.contexts(info.settings)
+    check_sizes(info)
+    check_domains(info)
+    check_journal(run, info)
+    run.make()
+    auth.create_secret(run.path)  # before run.json, which says that everything is there
+    run.create(info)
+
+
+def _run_of(run: RunDirectory, args: argparse.Namespace) -> RunInfo:
+    info = run.read_run()
+    if run.final.exists():
+        raise CommandError(f"the run in {run.path} is over")
+    if args.run_id is not None and args.run_id != info.run_id:
+        raise CommandError(f"{run.path} belongs to run {info.run_id}, not {args.run_id}")
+    for flag, given, known in (
+        ("--nodes", args.nodes, info.nodes),
+        ("--spares", args.spares or None, info.spares),
+        ("--nproc-per-node", args.nproc_per_node, info.nproc_per_node),
+    ):
+        if given is not None and given != known:
+            raise CommandError(f"the run has {flag} {known}")
+    if args.check_only != info.check_only:
+        kind = "only a check" if info.check_only else "no mere check"
+        raise CommandError(f"the run in {run.path} is {kind}: choose another --run-dir")
+    if (
+        args.command
+        and not info.check_only
+        and scripts.member_command(args.command) != info.command
+    ):
+        raise CommandError(f"the run has another command: {' '.join(info.command)}")
+    return info
+
+
+def _fetch_run(run: RunDirectory, args: argparse.Namespace, address: tuple[str, int]) -> None:
+    """Without a shared file system: the facts of the run come from the coordinator."""
+    if args.run_id is None or auth.ENVIRONMENT_NAME not in os.environ:
+        raise CommandError(
+            f"{run.path} is no run directory: share the coordinator's, or give --run-id and"
+            f" {auth.ENVIRONMENT_NAME}"
+        )
+    settings = arguments.settings_from(args)  # those of the run come with the answer
+    answer = ask_at(address, run, args.run_id, {"command": "info"}, settings)
+    run.create(RunInfo.from_dict(answer["info"]))
+
+
+def _probe(address: tuple[str, int], secret: bytes, info: RunInfo) -> None:
+    """Fail at once for a wrong address or secret, rather than after the whole patience."""
+    try:
+        limit, contexts = info.settings.connect_seconds, tls.contexts(info.settings)
+        auth.connect(address, secret, info.run_id, limit, contexts).close()
+    except auth.AuthenticationError:
+        raise
+    except (OSError, WireError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"no coordinator at {address[0]}:{address[1]} ({reason})") from error

@@ -1,0 +1,310 @@
+"""The launcher: starts the agents on this host, watches over them, cleans up behind.
+
+It has one thread for its whole life, for agents and (through them) members are forked from it after
+torch and Megatron have been imported once. A pipe to each agent, of which only the launcher holds
+the other end, tells the agent of its death, even by SIGKILL; a byte in it appoints the agent, which
+then keeps a standby. Two agents are appointed at any time: one of their standbys coordinates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool_megatron.cli.slurm_environment import local_address
+from deadpool_megatron.cli.start.preloading import preload_modules
+from deadpool_megatron.cli.start.serving import Place, serve
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.liveness import Ending, last_line
+from deadpool_megatron.cluster.run_directory.cleanup import (
+    claim_segments,
+    clean_node,
+    clean_run,
+    coordinator_processes,
+    node_directories,
+)
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    read_json,
+    slots_are_kept,
+)
+from deadpool_megatron.wire import auth
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+_POLL_SECONDS = 0.1
+_STANDBYS = 2
+_LEAVE_SECONDS = 1.0
+_FENCE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """``refill``: how many dead nodes are followed by a new spare node; ``say``: one line to the
+    user; ``look``: called several times a second, to show progress. ``numbers``: of the nodes to
+    start with.
+    """
+
+    run: RunDirectory
+    info: RunInfo
+    port: int
+    modules: tuple[str, ...]
+    refill: int
+    say: Callable[[str], None]
+    look: Callable[[], object]
+    numbers: tuple[int, ...]
+
+
+class Launcher:
+    """One run on this host. Use :meth:`run` once; ``trouble`` is why it failed, if it was not for
+    a reason that the coordinator has written down.
+    """
+
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
+        self._run = options.run
+        self._info = options.info
+        self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
+        self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
+        self._appointed: set[int] = set()
+        self._port_of = -1  # the node whose standby has the port that was asked for
+        self._next_node = max(options.numbers) + 1
+        self._refills = options.refill
+        self._signals = 0
+        self._stopped: set[int] = set()
+        self._stop_deadline = 0.0
+        self._address = ""
+        self._held = -1
+        self._ending = False
+        self.trouble = ""
+
+    def run(self) -> int:
+        """From the first process to the last; returns the exit status of the run.
+
+        Raises CommandError for what is wrong with the environment; nothing is left running then.
+        """
+        self._address = local_address(self._info.settings.interface)
+        previous = {
+            number: signal.signal(number, self._on_signal)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            self._run.create(self._info)
+            auth.create_secret(self._run.path)
+            self._held = claim_segments(self._run, self._info.run_id)
+            preload_modules(self._info.settings, self._options.modules)
+            for node in sorted(self._options.numbers, reverse=True):
+                if not self._signals:
+                    self._start_agent(node)
+            self._supervise()
+            return self._exit_status()
+        finally:
+            self._end_all()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    # Starting.
+
+    def _start_agent(self, node: int) -> None:
+        if self._port_of not in self._agents:
+            self._port_of = node
+        port = self._options.port if self._port_of == node else 0
+        sys.stdout.flush()
+        sys.stderr.flush()
+        theirs, ours = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _become_agent(
+                lambda: serve(
+                    self._run,
+                    self._info,
+                    Place(node, self._address, ""),
+                    self._options.modules,
+                    auth.load_secret(self._run.path),
+                    standby_port=port,
+                    launcher_fd=theirs,
+                ),
+                theirs,
+                self._run.log(f"node{node}-agent"),
+            )
+        os.close(theirs)
+        self._agents[node] = (pid, os.pidfd_open(pid))
+        self._lines[node] = ours
+        self._appoint()
+
+    def _appoint(self) -> None:
+        """The agents of the highest numbers get roles last, if at all."""
+        self._appointed &= self._agents.keys()
+        others = sorted(self._agents.keys() - self._appointed, reverse=True)
+        for node in others[: _STANDBYS - len(self._appointed)]:
+            self._appointed.add(node)
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and is reaped next
+                os.write(self._lines[node], b"\0")
+
+    # Watching.
+
+    def _supervise(self) -> None:
+        """Until the run is over and its coordinator has ended, or has had its time to."""
+        while True:
+            self._options.look()
+            self._reap_agents()
+            if not self._agents:
+                self._note_trouble()
+                return
+            coordinators = coordinator_processes(self._run)
+            if not coordinators and self._run.final.exists():
+                return
+            for pid in set(coordinators) - self._stopped if self._signals else ():
+                self._stopped.add(pid)
+                posix.kill(pid, signal.SIGTERM)
+            if self._stop_deadline and time.monotonic() > self._stop_deadline:
+                self._options.say("the run does not end by itself: killing it")
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        for _, handle in self._agents.values():
+            poller.register(handle, select.POLLIN)
+        poller.poll(_POLL_SECONDS * 1000)
+
+    def _reap_agents(self) -> None:
+        ended = {
+            node: status
+            for node, (pid, _) in self._agents.items()
+            for found, status in [os.waitpid(pid, os.WNOHANG)]
+            if found
+        }
+        for node in ended:
+            os.close(self._agents.pop(node)[1])
+            self._hang_up(node)
+            # What the node held is gone with it, as on a real machine.
+            kept = self._keeps_slots() if self._ending else slots_are_kept(self._run)
+            clean_node(self._run, self._info.run_id, node, keep_slots=kept)
+        if self._run.final.exists() or self._stop_deadline:
+            return
+        for node, status in ended.items():
+            self._options.say(f"node {node}: agent {Ending.from_wait_status(status)}")
+            if self._refills > 0:
+                self._refills -= 1
+                self._options.say(f"node {self._next_node} starts as a new spare")
+                self._start_agent(self._next_node)
+                self._next_node += 1
+        self._appoint()
+
+    def _note_trouble(self) -> None:
+        """What no coordinator can notice: that no node came up, or that none is left."""
+        if self._stop_deadline or self._run.final.exists():
+            return
+        if self._came_up():
+            self.trouble = "no node is left; the same command goes on from the newest checkpoint"
+            return
+        line = last_line(self._run.log(f"node{min(self._options.numbers)}-agent"))
+        self.trouble = f"no node came up: {line}" if line else "no node came up"
+
+    def _came_up(self) -> bool:
+        """Whether an epoch was ever decided; True as well when the journal does not say."""
+        try:
+            journal = open_journal(self._info.settings, self._info.run_id, self._run.journal)
+            return journal.newest("epoch") is not None
+        except JournalError:
+            return True
+
+    def _exit_status(self) -> int:
+        if self.trouble:
+            return EXIT_FAILED
+        try:
+            final = read_json(self._run.final)
+        except (OSError, ValueError):
+            return EXIT_INTERRUPTED if self._signals else EXIT_FAILED
+        self._options.look()
+        return int(final["exit_status"])
+
+    # Ending.
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        """The first signal ends the run in order, the second one at once."""
+        del number, frame
+        self._signals += 1
+        settings = self._info.settings
+        now = time.monotonic()
+        self._stop_deadline = now + 2 * settings.close_seconds if self._signals == 1 else now
+
+    def _end_all(self) -> None:
+        """Nothing of the run is left on this host when this returns, but for slots that are to be
+        gone on from."""
+        self._ending = True
+        self._stop_deadline = time.monotonic()  # from here on nothing is started again
+        if self._run.final.exists() and self._signals < 2:
+            self._wait_for_agents(_LEAVE_SECONDS)
+        for node in list(self._lines):
+            self._hang_up(node)
+        # They notice, and know best what they have started only an instant ago.
+        self._wait_for_agents(_FENCE_SECONDS)
+        for pid, handle in self._agents.values():
+            posix.kill(pid)
+            os.waitpid(pid, 0)
+            os.close(handle)
+        self._agents.clear()
+        run_id = self._info.run_id
+        kept = self._keeps_slots() and any(
+            any(node.glob("*.seg")) for node in node_directories(run_id)
+        )
+        clean_run(self._run, run_id, keep_slots=kept)
+        if kept and not self._run.final.exists():
+            self._options.say(
+                "what it holds in memory stays: the same command goes on from it, 'deadpool clean"
+                f" {self._run.path}' removes it"
+            )
+        if self._held >= 0:
+            os.close(self._held)
+
+    def _hang_up(self, node: int) -> None:
+        """Close the line to an agent, which ends when it lives."""
+        if node in self._lines:
+            os.close(self._lines.pop(node))
+
+    def _keeps_slots(self) -> bool:
+        """Where the result says so, or where there is none and nobody stopped the run: then only
+        starting it has failed, perhaps not for the first time."""
+        if slots_are_kept(self._run):
+            return True
+        return not self._run.final.exists() and not self._signals and self._came_up()
+
+    def _wait_for_agents(self, deadline_seconds: float) -> None:
+        limit = time.monotonic() + deadline_seconds
+        while self._agents and time.monotonic() < limit:
+            self._wait()
+            self._reap_agents()
+
+
+def _become_agent(serve_node: Callable[[], int], line: int, log: Path) -> None:
+    """In the forked child: a session of its own, no descriptors but the line; ends here."""
+    code = EXIT_FAILED
+    try:
+        os.setsid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        gc.freeze()
+        posix.close_inherited((line,))
+        posix.redirect_output(log)
+        code = serve_node()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,145 @@
+"""``deadpool run``: a whole run on this host, every node a set of processes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import arguments, failpoints
+from deadpool_megatron.cli.common import CommandError, listen, raw
+from deadpool_megatron.cli.show.live import Follower, make_display
+from deadpool_megatron.cli.slurm_environment import local_address
+from deadpool_megatron.cli.start import checks, scripts
+from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
+from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
+from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
+from deadpool_megatron.cli.start.resuming import resume_point
+from deadpool_megatron.cli.start.sizes import add_size, make_info
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.wire import tls
+
+_DESCRIPTION = """\
+Starts N + S nodes (agent, vault, P training processes each) and follows the run.
+A node that dies is replaced by a spare within the running job."""
+_EXAMPLES = """\
+examples:
+  deadpool run --nodes 2 --spares 1 --nproc-per-node 2 --run-dir runs/first \\
+      -- -m deadpool_megatron.trainer --train-iters 50
+  deadpool run --nodes 4 --nproc-per-node 1 --run-dir runs/second --deadpool-replicas 2 -- train.py
+  deadpool run --nodes 4 --spares 1 --nproc-per-node 8 --run-dir runs/gpt \\
+      -- Megatron-LM/pretrain_gpt.py $(cat configs/megatron-lm/small.args) --deadpool
+  deadpool run --resume runs/first --nodes 2 --nproc-per-node 2 --run-dir runs/third \\
+      -- -m deadpool_megatron.trainer --train-iters 50
+
+exit status: 0 done; 1 the command failed; 2 bad input or environment; 3 a replayed iteration gave
+other numbers; 75 no spare was left, state was dumped (use --resume); 130 interrupted."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = raw(
+        subparsers.add_parser(
+            "run",
+            help="train, and keep training when nodes die",
+            usage="deadpool run [options] -- -m MODULE ARGS | SCRIPT.py ARGS",
+            description=_DESCRIPTION,
+            epilog=_EXAMPLES,
+        )
+    )
+    add_size(parser, required=True)
+    parser.add_argument(
+        "--run-dir",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new directory for this run; or that of a run whose processes have all died: it goes"
+        " on from what is in memory",
+    )
+    parser.add_argument(
+        "--refill", type=int, default=0, metavar="K", help="start up to K new spares as nodes die"
+    )
+    parser.add_argument(
+        "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
+    )
+    parser.add_argument(
+        "--port", type=int, default=0, metavar="N", help="of the coordinator (default: a free one)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
+    parser.add_argument(
+        "--preload",
+        metavar="MODULES",
+        help="imported once for all processes"
+        f" (default: {DEFAULT_PRELOAD}; for a script with --deadpool {scripts.PRELOAD})",
+    )
+    arguments.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything, then run; answers the exit status of the run."""
+    keep_single_threaded()  # even looking for the user's module may import its packages
+    checks.check_command(args.command)
+    scripts.adopt(args)
+    directory = RunDirectory(args.run_dir)
+    settings = arguments.settings_from(args)
+    restart = restart_of(directory, args, settings)
+    if restart is not None:
+        info = restart.info
+    else:
+        restore = None if args.resume is None else resume_point(RunDirectory(args.resume), args)
+        info = make_info(args, settings, restore)
+    modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
+    checks.check_sizes(info)
+    checks.check_domains(info)
+    if restart is None:
+        checks.check_run_directory(directory)
+        checks.check_shared_memory(info, info.nodes + info.spares)
+    checks.check_journal(directory, info)
+    checks.check_vault_cpus(info)
+    # Refused here, or it would be in a standby.
+    listen(local_address(settings.interface), args.port).close()
+    tls.contexts(settings)
+    checks.check_modules(modules)
+    checks.check_memory(info)
+    if args.refill < 0:
+        raise CommandError(f"--refill must be at least 0, got {args.refill}")
+    try:
+        failpoints.load()  # a plan that cannot be read is better found here than in each process
+    except failpoints.FaultPlanError as error:
+        raise CommandError(str(error)) from error
+    scripts.announce(args.command, os.environ)
+    lock = hold(directory)
+    display = make_display(quiet=args.quiet)
+    if restart is not None:
+        display.line(begin(directory, restart))
+    follower = Follower(directory, display)
+    if restart is not None:
+        follower.skip()
+    launcher = Launcher(
+        LaunchOptions(
+            run=directory,
+            info=info,
+            port=args.port,
+            modules=modules,
+            refill=args.refill,
+            say=display.line,
+            look=follower.look,
+            numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
+        )
+    )
+    try:
+        status = launcher.run()
+    finally:
+        follower.close()
+        os.close(lock)
+    _say_result(directory, status, launcher.trouble)
+    return status
+
+
+def _say_result(directory: RunDirectory, status: int, reason: str) -> None:
+    if not reason and directory.final.exists():
+        reason = str(read_json(directory.final)["reason"])
+    if status != 0:
+        print(f"deadpool run: exit status {status}: {reason or 'no reason known'}", file=sys.stderr)

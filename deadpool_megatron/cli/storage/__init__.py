@@ -1,0 +1,1 @@
+"""What runs leave in memory and on disk: verified, or removed."""

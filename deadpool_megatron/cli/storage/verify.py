@@ -1,0 +1,230 @@
+"""``deadpool verify``: do all generations, in memory and on disk, still have the bytes they had?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.storage import checkpoint_files
+from deadpool_megatron.cli.tables import size, table
+from deadpool_megatron.cluster.run_directory.cleanup import node_directories
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.vault.verify import (
+    Finding,
+    Meter,
+    Progress,
+    Verdict,
+    sealed_bytes,
+    segment_files,
+    verify_segment,
+)
+
+EXIT_BAD = 1
+_DESCRIPTION = """\
+Hashes every sealed part of every generation and compares it with its checksum. Read-only: a run
+that is alive is not disturbed, and a slot that it is just overwriting counts as busy, not as bad.
+
+DIR may be
+  a run directory      all of the run's memory on this host, its dumps, its durable checkpoints
+  /dev/shm/deadpool-*  (or nodeN in it) generations in memory
+  a dump               what vaults wrote when a run ended for want of nodes (RUN/dump/...)
+  a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
+                       range that it names is there, and the checksums inside match"""
+_EXAMPLES = """\
+examples:
+  deadpool verify /shared/run1
+  deadpool verify --json /dev/shm/deadpool-20261104-120000-ab12cd/node3
+  deadpool verify /shared/saves/iter_0001000
+  srun --ntasks-per-node=1 deadpool verify RUN        the memory of all nodes
+
+exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad input, nothing to
+verify in DIR"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One directory to look at. ``kind``: memory, dump or checkpoint."""
+
+    kind: str
+    path: Path
+
+    def nbytes(self) -> int:
+        """About how much there is to read."""
+        if self.kind == "checkpoint":
+            return checkpoint_files.checkpoint_bytes(self.path)
+        return sum(sealed_bytes(path) for path in segment_files(self.path))
+
+    def verify(self, progress: Progress) -> Iterator[Finding]:
+        """All findings."""
+        if self.kind == "checkpoint":
+            yield from checkpoint_files.verify_checkpoint(self.path, progress)
+            return
+        for path in segment_files(self.path):
+            yield from verify_segment(path, progress)
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = raw(
+        subparsers.add_parser(
+            "verify",
+            help="check the checksums of all generations, in memory and on disk",
+            description=_DESCRIPTION,
+            epilog=_EXAMPLES,
+        )
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="see above")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify and say what was found."""
+    targets = find_targets(args.directory)
+    found: list[tuple[Target, Finding]] = []
+    with _Bar(sum(target.nbytes() for target in targets), quiet=args.json) as show:
+        meter = Meter(show)
+        for target in targets:
+            found += [(target, finding) for finding in target.verify(meter)]
+    bad = [finding for _, finding in found if finding.verdict is Verdict.BAD]
+    if args.json:
+        print(json.dumps({"ok": not bad, "findings": [_to_dict(t, f) for t, f in found]}))
+    else:
+        print("\n".join(_lines(targets, found)))
+    return EXIT_BAD if bad else 0
+
+
+def find_targets(directory: Path) -> list[Target]:
+    """What is to be verified in a directory. Raises CommandError when there is nothing."""
+    if not directory.is_dir():
+        raise CommandError(f"{directory} is not a directory")
+    found = list(dict.fromkeys(_targets(directory)))
+    if not found:
+        raise CommandError(
+            f"{directory} holds nothing to verify: name a run directory, /dev/shm/deadpool-...,"
+            " a dump, or a torch_dist checkpoint"
+        )
+    return found
+
+
+def _targets(directory: Path) -> Iterator[Target]:
+    if (directory / "run.json").exists():
+        yield from _of_run(RunDirectory(directory))
+    elif (directory / checkpoint_files.METADATA).exists():
+        yield Target("checkpoint", directory)
+    elif files := segment_files(directory):
+        dumped = all(path.name.startswith("dump-") for path in files)
+        yield Target("dump" if dumped else "memory", directory)
+    else:
+        below = sorted(path for path in directory.iterdir() if path.is_dir())
+        for path in below:
+            if (path / checkpoint_files.METADATA).exists() or segment_files(path):
+                yield from _targets(path)
+
+
+def _of_run(run: RunDirectory) -> Iterator[Target]:
+    for node in node_directories(run.read_run().run_id):
+        if segment_files(node):
+            yield Target("memory", node)
+    for dumped in sorted(run.dump.glob("*")) if run.dump.is_dir() else ():
+        if segment_files(dumped):
+            yield Target("dump", dumped)
+    for path in dict.fromkeys(_durable(run)):
+        if path.is_dir():
+            yield Target("checkpoint", path)
+
+
+def _durable(run: RunDirectory) -> Iterator[Path]:
+    for event in read_events(run.events):
+        if event.kind is Kind.DURABLE:
+            yield Path(str(event.data["path"]))
+    if run.latest.exists():
+        newest = read_json(run.latest)
+        if newest.get("kind") == "durable":
+            yield Path(str(newest["path"]))
+
+
+def _to_dict(target: Target, finding: Finding) -> dict[str, Any]:
+    values = {
+        "kind": target.kind,
+        "path": str(finding.path),
+        "what": finding.what,
+        "bytes": finding.nbytes,
+        "verdict": str(finding.verdict),
+        "reason": finding.reason,
+        "role": finding.role,
+        "generation": finding.generation.to_list() if finding.generation else None,
+    }
+    return {key: value for key, value in values.items() if value not in (None, "")}
+
+
+def _lines(targets: Iterable[Target], found: list[tuple[Target, Finding]]) -> list[str]:
+    rows = []
+    for target in targets:
+        mine = [finding for of, finding in found if of == target]
+        generations = sorted({f.generation for f in mine if f.generation is not None})
+        for generation in [*reversed(generations), None]:
+            those = [f for f in mine if f.generation == generation]
+            if those:
+                rows.append(_row(target, generation, those))
+        if not mine:
+            rows.append([f"{target.kind} {target.path}", "-", "-", "0", "0 B", "nothing sealed"])
+    header = ("where", "generation", "roles", "parts", "size", "verdict")
+    lines = table(header, rows)
+    for _, finding in found:
+        if finding.verdict is Verdict.BAD:
+            where = f"{finding.path}: {finding.what}"
+            if finding.generation is not None:
+                where += f" of {finding.generation.lineage}:{finding.generation.iteration}"
+            lines.append(f"  BAD {where}: {finding.reason}")
+    return lines
+
+
+def _row(target: Target, generation: Any, findings: list[Finding]) -> list[str]:
+    counts = {verdict: sum(f.verdict is verdict for f in findings) for verdict in Verdict}
+    shown = [f"{n} {verdict}" for verdict, n in counts.items() if n and verdict is not Verdict.GOOD]
+    roles = {finding.role for finding in findings if finding.role is not None}
+    return [
+        f"{target.kind} {target.path}",
+        "-" if generation is None else f"{generation.lineage}:{generation.iteration}",
+        str(len(roles)) if roles else "-",
+        str(len(findings)),
+        size(sum(finding.nbytes for finding in findings)),
+        ", ".join(shown) or "good",
+    ]
+
+
+class _Bar:
+    """A progress bar on standard error where that is a terminal with rich, else nothing."""
+
+    def __init__(self, total: int, *, quiet: bool) -> None:
+        self._total = total
+        self._progress: Any = None
+        self._quiet = quiet or not sys.stderr.isatty()
+
+    def __enter__(self) -> Callable[[int], None]:
+        if not self._quiet:
+            try:
+                from rich.console import Console
+                from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
+                from rich.progress import Progress as RichProgress
+            except ImportError:
+                return lambda _: None
+            console = Console(stderr=True)
+            columns = (BarColumn(bar_width=40), DownloadColumn(), TimeRemainingColumn())
+            self._progress = RichProgress(*columns, console=console, transient=True)
+            task = self._progress.add_task("", total=self._total)
+            self._progress.start()
+            progress = self._progress
+            return lambda done: progress.update(task, completed=done)
+        return lambda _: None
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

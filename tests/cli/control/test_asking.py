@@ -1,0 +1,169 @@
+"""Requests of every kind: what is printed of them, how long they are waited for, exit statuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.common import Refused, RunNotReachable
+from deadpool_megatron.cli.control import asking
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+
+WHAT: dict[str, dict[str, Any]] = {
+    "drain": {"node": 1},
+    "protect": {"words": "buddy"},
+    "persist": {"directory": "/run/exports"},
+    "stop": {"dump": True},
+    "kill": {"part": "vault", "number": 1, "signal": "KILL"},
+}
+Answer = tuple[Stage, str] | Exception
+
+
+class Coordinator:
+    """Gives one answer after the other, the last one for ever."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked: list[dict[str, Any]] = []
+
+    def __call__(self, _run: Any, message: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(dict(message))
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        verb = Verb(message["command"])
+        request = Request(3, message["token"], verb, WHAT[verb], *answer)
+        return {"ok": True, "request": request.to_dict()}
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Any:
+    """Give a command to a coordinator; answers its status, and what it printed."""
+
+    def give(coordinator: Coordinator, *arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(asking, "ask", coordinator)
+        monkeypatch.setattr(asking, "_LOOK_SECONDS", 0.001)
+        monkeypatch.setattr(asking, "_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(asking, "_TAKEOVER_SECONDS", 0.05)
+        name, *rest = arguments
+        status = cli.main([name, str(tmp_path), *rest])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return give
+
+
+ASKED, UNDER_WAY = (Stage.ASKED, ""), (Stage.UNDER_WAY, "waits for a spare node")
+NOBODY = RunNotReachable("no coordinator")
+
+
+def test_a_request_is_given(command: Any) -> None:
+    coordinator = Coordinator(ASKED)
+    status, said = command(coordinator, "drain", "--node", "1")
+    assert (status, said) == (0, "node 1 leaves as soon as a spare can take its roles\n")
+    (message,) = coordinator.asked
+    assert (message["command"], message["node"]) == ("drain", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("drain", "--node", "1"), "drain of node 1"),
+        (("protect", "--every", "3"), "protection buddy"),
+        (("persist",), "checkpoint in /run/exports"),
+        (("kill", "--vault", "1"), "SIGKILL to vault 1"),
+    ],
+)
+def test_waiting_ends_with_the_outcome(command: Any, arguments: tuple[str, ...], what: str) -> None:
+    coordinator = Coordinator(ASKED, UNDER_WAY, NOBODY, UNDER_WAY, (Stage.DONE, "so it is"))
+    assert command(coordinator, *arguments, "--wait") == (0, f"{what}: done: so it is\n")
+    tokens = {message["token"] for message in coordinator.asked}
+    assert (len(coordinator.asked), len(tokens)) == (5, 1), "the same request again"
+    refused = Coordinator(UNDER_WAY, (Stage.REFUSED, "node 1 was lost"))
+    said = f"deadpool {arguments[0]}: refused: node 1 was lost\n"
+    assert command(refused, *arguments, "--wait", "60") == (1, said)
+    status, said = command(Coordinator(UNDER_WAY), *arguments, "--wait", "0.01")
+    assert status == 3
+    assert "not done within 0.01 s: under way, waits for a spare node; it goes on" in said
+
+
+@pytest.mark.parametrize("wait", [(), ("--wait",)])
+def test_what_is_refused_at_once(command: Any, wait: tuple[str, ...]) -> None:
+    coordinator = Coordinator(Refused("node 1 is not connected"))
+    status, said = command(coordinator, "drain", "--node", "1", *wait)
+    assert (status, said) == (1, "deadpool drain: refused: node 1 is not connected\n")
+
+
+@pytest.mark.parametrize("wait", [(), ("--wait", "0.01")])
+def test_nobody_there(command: Any, wait: tuple[str, ...]) -> None:
+    status, said = command(Coordinator(NOBODY), "kill", "--coordinator", *wait)
+    assert status == 2
+    assert "no coordinator" in said
+
+
+def test_a_coordinator_that_is_being_replaced_is_waited_for(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "nodes").mkdir()
+    listing = {"hostname": socket.gethostname(), "agent": os.getpid()}
+    write_json(tmp_path / "nodes" / "0.json", listing)
+    coordinator = Coordinator(NOBODY, NOBODY, ASKED)
+    status, said = command(coordinator, "drain", "--node", "1")
+    assert status == 0
+    assert said.count("tried again for a while") == 1
+    assert len({message["token"] for message in coordinator.asked}) == 1
+
+
+def test_a_run_that_ends_meanwhile(command: Any, tmp_path: Path) -> None:
+    write_json(
+        RunDirectory(tmp_path).final, {"exit_status": 75, "reason": "enough", "iterations": 9}
+    )
+    over = "over, exit status 75: enough; 9 iterations"
+    assert command(Coordinator(NOBODY), "stop", "--wait") == (0, over + "\n")
+    refused = f"deadpool drain: refused: the run is {over}\n"
+    assert command(Coordinator(ASKED, NOBODY), "drain", "--node", "1", "--wait") == (1, refused)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part", "number"),
+    [
+        (("--node", "0"), "node", 0),
+        (("--role", "3"), "role", 3),
+        (("--vault", "1"), "vault", 1),
+        (("--agent", "0"), "agent", 0),
+        (("--coordinator",), "coordinator", None),
+    ],
+)
+def test_every_part_can_be_killed(
+    command: Any, arguments: tuple[str, ...], part: str, number: int | None
+) -> None:
+    coordinator = Coordinator(UNDER_WAY)
+    assert command(coordinator, "kill", *arguments, "--signal", "STOP")[0] == 0
+    (message,) = coordinator.asked
+    assert (message["part"], message["number"], message["signal"]) == (part, number, "STOP")
+
+
+def test_where_a_checkpoint_is_to_go(
+    command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = Coordinator(ASKED)
+    monkeypatch.chdir(tmp_path)
+    assert command(coordinator, "persist", "there")[0] == 0
+    assert coordinator.asked[0]["directory"] == str(tmp_path / "there")
+
+
+def test_the_time_that_a_run_has_goes_by(command: Any) -> None:
+    coordinator = Coordinator(UNDER_WAY)
+    assert command(coordinator, "stop", "--dump", "--within", "50")[0] == 0
+    assert 49 < coordinator.asked[0]["seconds"] <= 50
+
+
+def test_without_a_run_it_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["persist", str(tmp_path)]) == 2
+    assert "is not a run directory" in capsys.readouterr().err

@@ -1,0 +1,192 @@
+"""Agents started one by one, and what clean-up finds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    read_json,
+    segment_root,
+    write_json,
+)
+from deadpool_megatron.events import Kind
+from tests.cluster.counting_member import expected_sha256
+from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
+from tests.told import read_final
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    """Starts commands in the background, each in a session of its own."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def begin(*arguments: str, **extra: str) -> subprocess.Popen[bytes]:
+        with open(tmp_path / f"command-{len(children)}.out", "wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "deadpool_megatron", *arguments],
+                env=environment(extra),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        children.append(child)
+        return child
+
+    yield begin
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def wait_for(what: str, ready: object) -> None:
+    limit = time.monotonic() + PATIENCE_SECONDS
+    while not ready():  # type: ignore[operator]
+        assert time.monotonic() < limit, what
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """It has only an address, an id and the secret; the other one coordinates."""
+    run = RunDirectory(tmp_path / "r")
+    size = ("--nodes", "2", "--nproc-per-node", "1", *FAST)
+    member = ("--preload", "", "--", MEMBER, "--iterations", "10")
+    first = start("agent", "--run-dir", str(run.path), "--node-id", "1", *size, *member)
+    wait_for("the coordinator to listen", run.coordinator.exists)
+    found = read_json(run.coordinator)
+    secret = (run.path / "secret").read_text()
+    run_id = run.read_run().run_id
+    # The counting members meet in a file of the run directory: share that alone.
+    far = tmp_path / "far"
+    far.mkdir()
+    (far / "lockstep").symlink_to(run.path / "lockstep")
+    address = ("--coordinator", f"{found['host']}:{found['port']}", "--run-id", run_id)
+    away = ("agent", "--run-dir", str(far), "--node-id", "0", "--preload", "")
+    second = start(*away, *address, DEADPOOL_SECRET=secret)
+    assert first.wait(PATIENCE_SECONDS) == 0
+    assert second.wait(PATIENCE_SECONDS) == 0
+    assert not list((far / "journal").iterdir()), "no standby looks into a journal of its own"
+    final = read_final(run.path)
+    assert final["exit_status"] == 0
+    assert final["roles"]["1"]["sha256"] == expected_sha256(1, 10)
+    assert not segment_root(run_id).exists()
+
+
+@pytest.mark.slow
+def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        pids = read_json(run.run.node(0))
+        twin = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "0", "--preload", "")
+        assert twin.returncode == 2
+        assert "node 0 already has an agent" in twin.stderr
+        assert read_json(run.run.node(0)) == pids
+        final = run.finish()
+    assert final["recoveries"] == []
+
+
+@pytest.mark.slow
+def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        late = start("agent", "--run-dir", str(run.run.path), "--node-id", "7", "--preload", "")
+        wait_for("a spare", lambda: any(e.node == 7 for e in run.events(Kind.MEMBER_WARM)))
+        assert deadpool("kill", str(run.run.path), "--node", "0").returncode == 0
+        run.wait_event(Kind.RECOVERED)
+        final = run.finish()
+        assert late.wait(PATIENCE_SECONDS) == 0
+    assert final["recoveries"][-1]["seats_changed"]["0"][1][0] == 7
+
+
+@pytest.mark.slow
+def test_clean_leaves_a_live_run_alone_and_removes_a_dead_one(tmp_path: Path) -> None:
+    with Run(tmp_path / "r") as run:
+        run.wait_iteration(2)
+        refused = deadpool("clean", str(run.run.path))
+        assert refused.returncode == 2
+        assert "is alive" in refused.stderr
+        # Everything that could clean up dies in the same instant: only orphans are left.
+        info = run.run.read_run()
+        listings = run.run.node_listings()
+        coordinator = read_json(run.run.coordinator)["pid"]
+        watchers = [run.launcher.pid, coordinator, *(one["agent"] for one in listings.values())]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in watchers:
+                os.kill(pid, number)
+        run.launcher.wait()
+        vaults = [int(one["vault"]) for one in listings.values()]
+        posix.wait_gone(watchers, PATIENCE_SECONDS)
+        assert all(posix.is_alive(pid) for pid in vaults)
+        assert segment_root(info.run_id).exists()
+        done = deadpool("clean")
+        assert done.returncode == 0, done.stderr
+        assert f"run {info.run_id}: " in done.stdout
+        assert not any(posix.is_alive(pid) for pid in vaults)
+        assert not segment_root(info.run_id).exists()
+        assert cleanup.run_processes(run.run, info.run_id) == []
+
+
+def test_clean_removes_memory_of_a_run_whose_directory_is_gone(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "gone")
+    run.path.mkdir()
+    os.close(cleanup.claim_segments(run, "7e57907e"))
+    shutil.rmtree(run.path)
+    try:
+        done = deadpool("clean")
+        assert "run 7e57907e: 0 processes killed" in done.stdout
+        assert not segment_root("7e57907e").exists()
+    finally:
+        shutil.rmtree(segment_root("7e57907e"), ignore_errors=True)
+
+
+SIZE = ("--nodes", "2", "--nproc-per-node", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--node-id", "0"), "there is no run in"),
+        ((*SIZE, "--node-id", "-3", "--", MEMBER), "--node-id must be at least 0"),
+        (("--nodes", "1", *SIZE[2:], "--node-id", "0", "--", MEMBER), "needs at least 2 nodes"),
+        (("--from-slurm", *SIZE, "--", MEMBER), "this is no Slurm job"),
+        (
+            (
+                *("--node-id", "0", *SIZE, "--deadpool-connect-seconds", "1"),
+                *("--deadpool-journal", "etcd://127.0.0.1:1/p", "--", MEMBER),
+            ),
+            "etcd does not answer",
+        ),
+    ],
+)
+def test_agent_that_cannot_work_says_so_at_once(
+    tmp_path: Path, arguments: tuple[str, ...], line: str
+) -> None:
+    done = deadpool("agent", "--run-dir", str(tmp_path / "r"), *arguments)
+    assert done.returncode == 2
+    assert line in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.slow
+def test_agent_that_only_its_own_host_could_reach_is_refused(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", spares=0) as run:
+        run.wait_iteration(2)
+        write_json(run.run.node(9), {"hostname": "elsewhere"})
+        refused = deadpool("agent", "--run-dir", str(run.run.path), "--node-id", "5")
+        assert refused.returncode == 2
+        assert "nodes on other hosts (elsewhere): give --host" in refused.stderr
+        run.run.node(9).unlink()
+        run.finish()

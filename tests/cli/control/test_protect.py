@@ -1,0 +1,96 @@
+"""``deadpool protect``, and what status, report and progress say about the protection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from immutables import Map
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.control.commands import _rpo_line
+from deadpool_megatron.cli.show.narration import describe_protection
+from deadpool_megatron.cluster.coordinator.commands import Commands
+from deadpool_megatron.cluster.journal.requests import Verb
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.fleet import Fleet
+from deadpool_megatron.cluster.machine.state.roster import NodeState
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.run_directory.directory import RunInfo
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.schemes import ProtectionPlan
+from deadpool_megatron.recovery import plan
+from deadpool_megatron.settings import Settings
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((), "nothing to change: give --scheme, --every or both"),
+        (("--scheme", "buddy", "--group", "3"), "--group belongs to --scheme parity"),
+        (("--every", "3"), "no-run is not a run directory"),
+    ],
+)
+def test_bad_input(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["protect", str(tmp_path / "no-run"), *more]) == 2
+    assert said in capsys.readouterr().err
+
+
+class Desk:
+    """The commands of a coordinator that has ``nodes`` connected."""
+
+    def __init__(self, nodes: int, settings: Settings) -> None:
+        machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
+        known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
+        self.state: State = machine.start(0.0)._replace(fleet=Fleet(Map(known)))
+        self.commands = Commands.__new__(Commands)
+        self.commands._info = RunInfo.__new__(RunInfo)
+        object.__setattr__(self.commands._info, "settings", settings)
+        self.commands._state = lambda: self.state
+
+    def ask(self, **wish: object) -> dict[str, Any] | str:
+        return self.commands._what(Verb.PROTECT, wish)
+
+
+def test_what_is_not_named_stays() -> None:
+    desk = Desk(4, Settings(cadence="3"))
+    found = desk.ask(scheme="parity", group=2)
+    assert isinstance(found, dict)
+    assert found["words"] == "parity(2); every 3 iterations"
+    wanted = ProtectionPlan.from_dict(found["plan"])
+    assert (wanted.rules[0].scheme.group, wanted.every) == (2, 3)
+    found = desk.ask(every=5)
+    assert isinstance(found, dict)
+    assert found["words"] == "buddy; every 5 iterations"
+
+
+def test_refused_at_once_with_the_reason() -> None:
+    desk = Desk(2, Settings())
+    assert "attach 1 more" in str(desk.ask(scheme="parity"))
+    assert "start the run with" in str(desk.ask(scheme="recompute"))
+    assert "not between 1 and 1000" in str(desk.ask(every=0))
+    assert "by buddy already" in str(desk.ask(every=1))
+    with pytest.raises(ValueError, match="no-such"):
+        desk.ask(scheme="no-such")
+
+
+def test_lines_for_people() -> None:
+    known = {
+        "plan": "buddy; every 3 iterations",
+        "wanted": "",
+        "survives": 1,
+        "most_lost": 5,
+        "most_lost_seconds": 40.6,
+    }
+    assert _rpo_line(known) == "  RPO: at most 5 iterations, about 40.6 s"
+    later = {**known, "wanted": "parity(4)", "most_lost_seconds": None}
+    assert _rpo_line(later) == "  RPO: at most 5 iterations; becomes parity(4)"
+    data = {"old": "buddy", "new": "buddy; every 3 iterations", "why": "asked for", "most_lost": 5}
+    change = Event(Kind.PROTECTION, 2, data=data)
+    assert describe_protection(change) == (
+        "buddy; every 3 iterations from epoch 2 on (asked for); RPO: at most 5 iterations"
+    )

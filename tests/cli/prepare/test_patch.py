@@ -1,0 +1,378 @@
+"""``deadpool patch``: in and out byte for byte, only where it belongs, wherever the tree lies."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import deadpool_megatron
+from deadpool_megatron import cli
+from deadpool_megatron.cli.prepare import patch as command
+from deadpool_megatron.hookpoints import POINTS
+from tests.megatron_lm.checkout import TAG, checkout, needs_megatron_lm
+
+REPOSITORY = Path(__file__).parents[3]
+PATCHES = REPOSITORY / "patches"
+MARKED = "from m import mark\n"
+# A release in miniature: what each file holds without the patches and with them.
+BEFORE = {
+    "pkg/one.py": "import a\n\n\ndef f():\n    return 1\n",
+    "pkg/two.py": "x = 1\r\ny = 'é'\n\ndef g():\n    return 2\n",
+    "three.py": "z = 1\n\ndef h():\n    return 3\n",
+}
+AFTER = {name: MARKED + text.replace("def ", "@mark\ndef ") for name, text in BEFORE.items()}
+
+
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text.encode())
+    return root
+
+
+def write_patch_set(directory: Path, before: dict[str, str] = BEFORE) -> Path:
+    directory.mkdir(parents=True)
+    rows = ["# a table", f"{hashlib.sha256(b'run()').hexdigest()} - main.py"]
+    for number, (name, text) in enumerate(before.items()):
+        old, new = text.encode(), AFTER[name].encode()
+        diff = difflib.diff_bytes(
+            difflib.unified_diff,
+            old.splitlines(keepends=True),
+            new.splitlines(keepends=True),
+            f"a/{name}".encode(),
+            f"b/{name}".encode(),
+            n=1,
+        )
+        (directory / f"{number}.patch").write_bytes(b"For people.\n\n" + b"".join(diff))
+        rows.append(" ".join([*(hashlib.sha256(text).hexdigest() for text in (old, new)), name]))
+    (directory / "hashes").write_text("\n".join(rows) + "\n")
+    return directory
+
+
+@pytest.fixture
+def sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the command finds its patch sets: one, for the release in miniature."""
+    root = tmp_path / "sets"
+    write_patch_set(root / "v1")
+    monkeypatch.setattr(command, "patch_roots", lambda: [tmp_path / "nothing-here", root])
+    return root
+
+
+@pytest.fixture
+def tree(sets: Path) -> Path:
+    """What the patch set in ``sets`` is for."""
+    return write_tree(sets.parent / "tree", {**BEFORE, "main.py": "run()"})
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file outside .git."""
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file() and ".git" not in path.relative_to(root).parts
+    }
+
+
+def patch(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert cli.main(["patch", *map(str, arguments)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """The one line of a refusal, after which the tree is as it was."""
+    root = Path(str(arguments[-1]))
+    before = contents(root)
+    assert cli.main(["patch", *map(str, arguments)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("deadpool patch: ")
+    assert captured.err.count("\n") == 1
+    assert contents(root) == before
+    return captured.err
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(patch(capsys, *arguments, "--json"))
+    assert values["ok"] is True
+    return values
+
+
+def git(root: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+    quiet = {**os.environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
+    done = subprocess.run(
+        ["git", *identity, *arguments],
+        cwd=root,
+        env=quiet,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("where", ["no git", "checkout", "worktree", "below", "ignored below"])
+def test_in_and_out_again(
+    where: str, tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where in ("checkout", "worktree"):
+        git(tree, "init", "-q")
+        git(tree, "add", "-A")
+        git(tree, "commit", "-q", "-m", "one")
+        git(tree, "config", "apply.whitespace", "error-all")
+    if where == "worktree":
+        git(tree, "worktree", "add", "-q", "../beside")
+        tree = tree.parent / "beside"
+    if "below" in where:
+        # Inside somebody else's repository git leaves out what is not below the current directory.
+        git(tree.parent, "init", "-q")
+    if where == "ignored below":
+        (tree.parent / ".gitignore").write_text("*\n")
+    monkeypatch.setenv("GIT_DIR", str(tree.parent / "another"))
+    before = contents(tree)
+    assert "3 files of" in patch(capsys, "check", tree)
+    assert contents(tree) == before
+    assert "3 files of" in patch(capsys, "apply", tree)
+    applied = contents(tree)
+    assert {name: content.decode() for name, content in applied.items()} == {
+        **AFTER,
+        "main.py": "run()",
+    }
+    assert "nothing to do" in patch(capsys, "apply", tree)
+    assert "patched already" in patch(capsys, "check", tree)
+    assert contents(tree) == applied
+    assert "3 files of" in patch(capsys, "revert", tree)
+    assert contents(tree) == before
+    assert "nothing to do" in patch(capsys, "revert", tree)
+    assert contents(tree) == before
+
+
+def test_status_shows_every_file(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "three.py").write_text(AFTER["three.py"])
+    (tree / "pkg" / "two.py").unlink()
+    (tree / "main.py").write_text("run(1)\n")
+    said = patch(capsys, "status", tree)
+    words = [line.split() for line in said.splitlines()]
+    assert said.startswith(f"{tree}: unknown (held against v1)")
+    for row in (
+        ["pkg/one.py", "released"],
+        ["pkg/two.py", "missing"],
+        ["three.py", "patched"],
+        ["main.py", "changed"],
+    ):
+        assert row in words
+    assert "apply would be refused: main.py is not that of v1" in said
+
+
+def test_json_of_every_action(tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert facts(capsys, "check", tree) == {
+        "ok": True,
+        "action": "check",
+        "tree": str(tree),
+        "state": "released",
+        "tag": "v1",
+        "patches": str(sets / "v1"),
+        "files": dict.fromkeys([*BEFORE, "main.py"], "released"),
+        "apply_refused": None,
+    }
+    assert facts(capsys, "apply", tree)["state"] == "patched"
+    assert facts(capsys, "revert", tree)["state"] == "released"
+    (tree / "three.py").write_text("mine\n")
+    status = facts(capsys, "status", tree)
+    assert status["state"] == "unknown"
+    assert cli.main(["patch", "check", str(tree), "--json"]) == 2
+    captured = capsys.readouterr()
+    refusal = json.loads(captured.out)
+    assert refusal == {"ok": False, "action": "check", "error": status["apply_refused"]}
+    assert captured.err == f"deadpool patch: {refusal['error']}\n"
+
+
+@pytest.mark.parametrize("done", [["pkg/one.py"], ["pkg/two.py", "three.py"]])
+def test_half_patched_is_finished_or_undone(
+    done: list[str], tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(tree)
+    for action, outcome in (("apply", "patched"), ("revert", "released")):
+        for name in done:
+            (tree / name).write_bytes(AFTER[name].encode())
+        assert facts(capsys, "status", tree)["state"] == "half-patched"
+        assert "'deadpool patch apply' finishes it" in patch(capsys, "status", tree)
+        patch(capsys, action, tree)
+        assert facts(capsys, "status", tree)["state"] == outcome
+        patch(capsys, "revert", tree)
+        assert contents(tree) == before
+
+
+@pytest.mark.parametrize("action", ["apply", "check", "revert"])
+def test_changes_of_the_user_are_left_alone(
+    action: str, tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # One line longer, elsewhere: git apply alone would patch this.
+    (tree / "three.py").write_text(BEFORE["three.py"] + "mine = 1\n")
+    assert "three.py has other changes than the patch: save them" in refused(capsys, action, tree)
+    (tree / "three.py").unlink()
+    assert "three.py is missing" in refused(capsys, action, tree)
+
+
+def test_files_that_are_not_patched_matter_to_apply_only(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch(capsys, "apply", tree)
+    (tree / "main.py").write_text("run(1)\n")
+    for action in ("apply", "check"):
+        assert "main.py is not that of v1" in refused(capsys, action, tree)
+    patch(capsys, "revert", tree)
+
+
+def test_the_set_is_chosen_by_the_tree(
+    tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {name: text + "# 2\n" for name, text in BEFORE.items()}
+    write_patch_set(sets / "v2", other)
+    assert facts(capsys, "status", tree)["tag"] == "v1"
+    write_tree(tree, {name: other[name] for name in ("pkg/one.py", "pkg/two.py")})
+    assert facts(capsys, "status", tree)["tag"] == "v2"
+    assert "three.py has other changes" in refused(capsys, "apply", tree)
+
+
+@pytest.mark.usefixtures("sets")
+def test_no_tree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for action in ("apply", "check", "revert", "status"):
+        assert "does not exist" in refused(capsys, action, tmp_path / "absent")
+        assert "is not a directory" in refused(capsys, action, tmp_path / "file")
+        assert "not a checkout of Megatron-LM" in refused(capsys, action, tmp_path / "empty")
+
+
+def test_nothing_is_written_through_a_link_out_of_the_tree(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tree / "pkg").rename(tmp_path / "elsewhere")
+    (tree / "pkg").symlink_to(tmp_path / "elsewhere")
+    for action in ("apply", "check"):
+        assert "is beyond a symbolic link" in refused(capsys, action, tree)
+    assert (tmp_path / "elsewhere" / "one.py").read_text() == BEFORE["pkg/one.py"]
+    (tree / "pkg").unlink()
+    (tree / "pkg").symlink_to("pkg")
+    assert "Too many levels of symbolic links" in refused(capsys, "apply", tree)
+
+
+def test_without_git(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tree))
+    assert "git was not found: install it" in refused(capsys, "apply", tree)
+    assert facts(capsys, "status", tree)["state"] == "released"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("hashes", "one two\n", "hashes is damaged"),
+        ("1.patch", "--- a/pkg/one.py\n+++ b/pkg/one.py\n@@ -1,2 +1,3 @@\n x\n", "corrupt patch"),
+        ("0.patch", "--- a/pkg/one.py\n+++ b/pkg/one.py\n@@ -1 +1 @@\n-x\n+y\n", "patch failed"),
+    ],
+)
+def test_damaged_patch_sets_are_named(
+    name: str, damage: str, said: str, tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (sets / "v1" / name).write_text(damage)
+    assert said in refused(capsys, "apply", tree)
+
+
+def test_a_patch_that_makes_another_file_is_told(
+    tree: Path, sets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = sets / "v1" / "2.patch"
+    file.write_text(file.read_text().replace("@mark", "@mork"))
+    assert cli.main(["patch", "apply", str(tree)]) == 2
+    assert "do not make three.py what their table" in capsys.readouterr().err
+
+
+def test_patch_sets_of_an_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site-packages" / "deadpool_megatron" / "__init__.py"
+    monkeypatch.setattr(deadpool_megatron, "__file__", str(package))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    # Somebody else's package of that name.
+    (tmp_path / "site-packages" / "patches" / "core").mkdir(parents=True)
+    found = write_patch_set(tmp_path / "prefix/share/deadpool_megatron/patches/v1")
+    assert [patch_set.directory for patch_set in command.find_patch_sets()] == [found]
+
+
+def test_every_patch_set_is_installed() -> None:
+    with open(REPOSITORY / "pyproject.toml", "rb") as file:
+        declared = tomllib.load(file)["tool"]["setuptools"]["data-files"]
+    assert declared == {
+        f"share/deadpool_megatron/patches/{directory.name}": [f"patches/{directory.name}/*"]
+        for directory in PATCHES.iterdir()
+    }
+
+
+@pytest.fixture
+def megatron(tmp_path: Path) -> Path:
+    """The files that the table names, copied from the checkout."""
+    source = checkout()
+    assert source is not None
+    [patch_set] = command.find_patch_sets()
+    for name in patch_set.hashes:
+        target = tmp_path / "Megatron-LM" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, target)
+    return tmp_path / "Megatron-LM"
+
+
+@needs_megatron_lm
+@pytest.mark.megatron_lm
+def test_patches_mark_every_point_and_nothing_else(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(megatron)
+    assert facts(capsys, "apply", megatron)["tag"] == TAG
+    added = {b"from deadpool_megatron.hookpoints import hookpoint\n", b"@hookpoint\n"}
+    for name, content in contents(megatron).items():
+        points = {p.function for p in POINTS if p.module.replace(".", "/") + ".py" == name}
+        compile(content, name, "exec")
+        assert marked_functions(content) == points
+        lines = content.splitlines(keepends=True)
+        assert b"".join(line for line in lines if line not in added) == before[name]
+        assert sum(line in added for line in lines) == (len(points) + 1 if points else 0)
+    patch(capsys, "revert", megatron)
+    assert contents(megatron) == before
+
+
+def marked_functions(source: bytes) -> set[str]:
+    """Functions of the module with the decorator, once its import has been seen."""
+    marked = set()
+    imported = False
+    for node in ast.parse(source).body:
+        imported |= ast.unparse(node) == "from deadpool_megatron.hookpoints import hookpoint"
+        if isinstance(node, ast.FunctionDef) and imported:
+            marked |= {node.name for d in node.decorator_list if ast.unparse(d) == "hookpoint"}
+    return marked
+
+
+@needs_megatron_lm
+@pytest.mark.megatron_lm
+def test_release_with_the_same_training_code_is_told_apart(
+    megatron: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """core_v0.16.0 has the same four files; what is under them differs."""
+    version = megatron / "megatron" / "core" / "package_info.py"
+    version.write_text(version.read_text().replace("PATCH = 1\n", "PATCH = 0\n"))
+    for action in ("apply", "check"):
+        line = refused(capsys, action, megatron)
+        assert f"package_info.py is not that of {TAG} (this is 0.16.0): use a checkout of" in line

@@ -1,0 +1,167 @@
+"""``deadpool compare``: yes only for equal facts, and the first difference first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import write_run
+
+from deadpool_megatron.cli.show import compare
+from deadpool_megatron.cli.show.results import ResultError, read_result
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def compared(tmp_path: Path, change: Change, **options: Any) -> compare.Comparison:
+    first = write_run(tmp_path / "first")
+    second = write_run(tmp_path / "second", change=change, **options)
+    return compare.compare_results(read_result(first), read_result(second))
+
+
+def test_a_recovered_run_equals_the_undisturbed_one(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, lambda final: None, strike=6)
+    assert comparison.identical
+    assert comparison.compared == {"roles": 8, "steps": 10, "evaluations": 1, "hashes": 1}
+    assert compare.describe(comparison)[0].startswith("bit-identical: yes")
+
+
+def set_step(number: int, name: str, value: Any) -> Change:
+    def change(final: dict[str, Any]) -> None:
+        final["numbers"]["step"][number][name] = value
+
+    return change
+
+
+def put(value: Any, *path: Any) -> Change:
+    def change(final: dict[str, Any]) -> None:
+        holder = final
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "iteration", "role"),
+    [
+        (set_step(4, "loss", (1.0).hex()), "loss", 4, None),
+        (set_step(5, "grad_norm", None), "grad norm", 5, None),
+        (set_step(9, "learning_rate", (1e-4).hex()), "learning rate", 9, None),
+        (set_step(2, "skipped", True), "skipped", 2, None),
+        (set_step(2, "samples", 15), "samples", 2, None),
+        (lambda final: final["numbers"]["step"].pop(7), "step", 7, None),
+        (put((9.0).hex(), "numbers", "evaluation", 10, "loss"), "evaluation loss", 10, None),
+        (lambda final: final["numbers"]["evaluation"].clear(), "evaluation loss", 10, None),
+        (put("b" * 64, "numbers", "state-hash", 5, "sha256"), "state", 5, 0),
+        (put("b" * 64, "roles", "3", "sha256"), "state", None, 3),
+        (put(79, "roles", "3", "samples"), "samples", None, 3),
+        (lambda final: final["roles"].pop("7"), "role", None, 7),
+        (put(4, "world_size"), "world size", None, None),
+        (put(3, "exit_status"), "exit status", None, None),
+    ],
+)
+def test_each_kind_of_difference_is_found(
+    tmp_path: Path, change: Change, what: str, iteration: int | None, role: int | None
+) -> None:
+    comparison = compared(tmp_path, change)
+    assert not comparison.identical
+    (found,) = comparison.differences
+    assert (found.what, found.iteration, found.role) == (what, iteration, role)
+
+
+def test_one_bit_of_a_loss_is_a_difference(tmp_path: Path) -> None:
+    one_bit = (1.0 + 2.0**-52).hex()
+    first = write_run(tmp_path / "first", change=set_step(4, "loss", (1.0).hex()))
+    second = write_run(tmp_path / "second", change=set_step(4, "loss", one_bit))
+    assert not compare.compare_results(read_result(first), read_result(second)).identical
+
+
+def test_an_event_that_cannot_be_understood_is_left_out_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = compared(tmp_path, set_step(4, "loss", 1.5))
+    (found,) = comparison.differences
+    assert (found.iteration, found.second) == (4, "missing")
+    assert "events.jsonl, line" in capsys.readouterr().err
+
+
+def test_a_run_that_went_astray_is_listed_in_part(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, lambda final: None, iterations=1500, strike=4, shift=1e-9)
+    assert len(comparison.differences) == 1000
+    assert comparison.more == 1497 + 8 + 8 + 3 - 1000, "steps, states, samples, recoveries"
+    assert compare.describe(comparison)[-1] == f"  and {1000 - 12 + comparison.more} more"
+
+
+def test_hashes_that_only_one_run_took_are_no_difference(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, lambda final: final["numbers"]["state-hash"].clear())
+    assert comparison.identical
+    assert comparison.compared["hashes"] == 0
+
+
+def test_the_first_difference_comes_first_and_the_rest_is_counted(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, lambda final: None, strike=4, shift=1e-9)
+    assert comparison.differences[0].iteration == 4
+    lines = compare.describe(comparison)
+    assert lines[0].startswith("bit-identical: no")
+    assert lines[1].startswith("first difference: iteration 4: loss: 0x")
+    assert lines[-1] == "  and 3 more"
+
+
+def test_nothing_is_never_identical_to_nothing(tmp_path: Path) -> None:
+    def empty(final: dict[str, Any]) -> None:
+        final.update(roles={}, exit_status=75, reason="no spare is left")
+        final["numbers"]["step"].clear()
+
+    first = write_run(tmp_path / "first", change=empty)
+    second = write_run(tmp_path / "second", change=empty)
+    with pytest.raises(ResultError, match="exit status 75, no spare is left"):
+        compare.compare_results(read_result(first), read_result(second))
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    compare.add_parser(parser.add_subparsers())
+    return parser.parse_args(["compare", *argv])
+
+
+def test_exit_statuses_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write_run(tmp_path / "first")
+    same = write_run(tmp_path / "same")
+    other = write_run(tmp_path / "other", strike=5, shift=1e-9)
+    assert compare.run(parse(str(first), str(same))) == 0
+    assert compare.run(parse(str(first), str(other), "--json")) == 1
+    printed = capsys.readouterr().out.split("\n", 1)
+    assert printed[0].startswith("bit-identical: yes")
+    facts = json.loads(printed[1])
+    assert facts["bit_identical"] is False
+    assert facts["differences"][0]["iteration"] == 5
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda path: None, "no such directory"),
+        (lambda path: path.mkdir(), "is not the directory of a run"),
+        (lambda path: (path.mkdir(), (path / "run.json").touch()), "has no final.json"),
+        (lambda path: (path.mkdir(), (path / "final.json").write_text("{")), "cannot be read"),
+        (lambda path: (path.mkdir(), (path / "final.json").write_text("{}")), "is damaged"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    prepare: Callable[[Path], object],
+    said: str,
+) -> None:
+    first = write_run(tmp_path / "first")
+    prepare(tmp_path / "second")
+    assert compare.run(parse(str(first), str(tmp_path / "second"))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error

@@ -1,0 +1,167 @@
+"""``deadpool report``: the story of failures from events, finished or not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import pytest
+from synthetic_run import events_of, write_run
+
+from deadpool_megatron.cli.show import report
+from deadpool_megatron.cli.show.narration import describe_loss
+from deadpool_megatron.cli.show.story import Story, summary
+from deadpool_megatron.events import Event, EventLog, Kind, to_line
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    report.add_parser(parser.add_subparsers())
+    return parser.parse_args(["report", *argv])
+
+
+def story_of(events: list[Event]) -> Story:
+    story = Story()
+    for event in events:
+        story.add(event)
+    return story
+
+
+def struck_events() -> list[Event]:
+    return list(events_of(10, 6, 0.0, began=1000.0))
+
+
+def test_a_failure_is_told_in_ten_lines_at_most(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", strike=6)
+    assert report.run(parse(str(run))) == 0
+    text = capsys.readouterr().out
+    told = text.split("Failure 1: ")[1].split("\n\n")[0].splitlines()
+    assert len(told) <= 10
+    assert told[0] == "node 0 lost: connection of its agent closed"
+    assert "after iteration 5," in told[1]
+    for part in (
+        "of iteration 5 (computed in epoch 1)",
+        "role 0: node 0 slot 0 -> node 4 slot 0",
+        "rebuild 0.212",
+        "1 step recomputed",
+        "0.899 s until the next step",
+        "0.247 s without all copies",
+    ):
+        assert any(part in line for line in told), part
+    assert "ended with exit status 0" in text
+    assert "1 wait, 0.040 s over all roles, the longest 0.040 s (role 2, iteration 3)" in text
+
+
+def test_json_holds_the_same_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", strike=6)
+    assert report.run(parse(str(run), "--json")) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["steps"] == 10
+    assert facts["exit_status"] == 0
+    (failure,) = facts["failures"]
+    assert failure["phases"]["rebuild"] == pytest.approx(0.212)
+    assert failure["generation"] == [1, 5]
+    assert failure["steps_recomputed"] == 1
+
+
+def test_a_run_without_failures(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    text = "\n".join(report.describe(run, report.read_story(run), None))
+    assert "Failure" not in text
+    assert "seconds per step: mean 0.400" in text
+
+
+def test_a_run_in_the_middle_of_a_recovery(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = struck_events()
+    rebuilding = next(
+        number for number, e in enumerate(events) if e.kind is Kind.PHASE and e.phase == "restore"
+    )
+    log = EventLog(tmp_path / "events.jsonl")
+    for event in events[:rebuilding]:
+        log.append(to_line(event))
+    log.close()
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"kind": "step", "torn')
+    assert report.run(parse(str(tmp_path))) == 0
+    text = capsys.readouterr().out
+    assert "last phase heard of: rebuild" in text
+    assert "it was killed as a whole" in text
+
+
+def test_step_times_leave_out_the_struck_step() -> None:
+    story = story_of(struck_events())
+    assert len(story.step_seconds()) == 8
+    assert max(story.step_seconds()) < 0.41
+
+
+def test_a_failure_during_a_recovery_is_the_same_failure() -> None:
+    events = struck_events()
+    opened = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_OPENED)
+    second = [
+        Event(Kind.MEMBER_LOST, epoch=2, node=3, role=6, data={"slot": 0, "signal": 9}),
+        Event(Kind.EPOCH_CLOSED, epoch=2, data={"cause": "node 3 slot 0 lost"}),
+    ]
+    story = story_of(events[:opened] + second + events[opened:])
+    (failure,) = story.failures
+    assert failure.closes == 2
+    assert describe_loss(failure.losses[-1]) == "node 3 slot 0 with role 6 (signal 9)"
+    text = "\n".join(report.describe_failure(failure, story))
+    assert "struck 2 times before the run went on" in text
+
+
+def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:
+    events = struck_events()
+    spare = Event(Kind.NODE_LOST, epoch=1, node=4, wall_seconds=1001.5)
+    story = story_of([events[0], spare, *events[1:]])
+    assert [loss.node for loss in story.failures[0].losses] == [0]
+    assert [loss.node for loss in story.unrelated_losses] == [4]
+
+
+def test_a_drain_is_a_planned_swap() -> None:
+    events = [e for e in struck_events() if e.kind is not Kind.NODE_LOST]
+    closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
+    events.insert(closed, Event(Kind.DRAIN, epoch=1, node=0))
+    story = story_of(events)
+    assert report.describe_failure(story.failures[0], story)[0].startswith("Planned swap 1")
+
+
+def test_a_wait_reported_twice_counts_once() -> None:
+    wait = [
+        Event(Kind.GATE_WAIT, epoch=1, role=0, iteration=3, data={"seconds": s}) for s in (5.0, 7.5)
+    ]
+    assert sum(story_of(wait).gate_waits.values()) == 7.5
+
+
+def test_many_failures_share_a_table_of_means() -> None:
+    story = Story()
+    for number in range(8):
+        for event in events_of(10, 6, 0.0, began=1000.0 + 100 * number):
+            story.add(event)
+    lines = report.describe(Path("x"), story, None)
+    table = lines[lines.index("Seconds in each phase") + 1 :]
+    assert table[0].split() == ["phase", "failures", "mean", "longest"]
+    assert table[2].split() == ["detect", "8", "0.012", "0.012"]
+
+
+def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.run(parse(str(tmp_path))) == 2
+    assert "is not the directory of a run" in capsys.readouterr().err
+    (tmp_path / "events.jsonl").write_text('{"kind": "no such kind"}\n')
+    assert report.run(parse(str(tmp_path))) == 0, "of a newer version"
+    assert capsys.readouterr().err == ""
+
+
+def test_summary_is_untrimmed_and_by_nearest_rank() -> None:
+    assert summary([]) == {"count": 0}
+    values = [float(n) for n in range(1, 101)]
+    found = summary([*values, 1000.0])
+    assert found["p50"] == 51.0
+    assert found["p99"] == 100.0
+    assert found["max"] == 1000.0
+    assert math.isclose(found["mean"], (5050 + 1000) / 101)

@@ -1,0 +1,350 @@
+"""Whatever a user gets wrong: one clear line, exit status 2, nothing started or left behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import socket
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.start import checks, launch, restarting, resuming
+from deadpool_megatron.cluster.run_directory import cleanup
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    segment_root,
+    write_json,
+)
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import VaultError
+
+SCRIPT = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_launcher: launch.Launcher) -> int:
+        raise AssertionError("the launcher was reached")
+
+    monkeypatch.setattr(launch.Launcher, "run", start)
+
+
+def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line of a refused command."""
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    assert lines[0].startswith(f"deadpool {arguments[0]}: ")
+    return lines[0]
+
+
+def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SCRIPT) -> list[str]:
+    size = ["--nodes", str(nodes), "--nproc-per-node", "1", "--preload", ""]
+    return ["run", *size, "--run-dir", str(directory), *more, "--", *command.split()]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--deadpool-replicas", "2"), "needs at least 3 nodes"),
+        (("--deadpool-replicas", "0"), "--deadpool-replicas must be at least 1"),
+        (("--deadpool-protection", "parity"), "there are 2: use buddy"),
+        (
+            ("--deadpool-protection", "parity", "--spares", "2", "--deadpool-replicas", "3"),
+            "groups of 2 and 3 blocks each needs 5 nodes (spares count), there are 4: use buddy",
+        ),
+        (("--deadpool-protection", "twice"), "must be one of buddy, parity, local"),
+        (("--spares", "-1"), "--spares must be at least 0"),
+        (("--refill", "-1"), "--refill must be at least 0"),
+        (("--deadpool-close-seconds", "1"), "--deadpool-close-seconds (1 s) must be at least"),
+        (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
+        (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
+        (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
+        (
+            ("--deadpool-compaction", "yes"),
+            "--deadpool-compaction must be one of off, on, got 'yes'",
+        ),
+        (
+            ("--deadpool-compaction", "on", "--deadpool-protection", "parity"),
+            "--deadpool-compaction on is for copies on other nodes: it needs --deadpool-protection",
+        ),
+        (
+            ("--deadpool-protection", "recompute", "--deadpool-cadence", "2"),
+            "--deadpool-cadence must be 1 with --deadpool-protection recompute",
+        ),
+        (("--deadpool-domains", "/nonexistent"), "No such file"),
+        (("--deadpool-interface", "nosuch0"), "'nosuch0' is neither an address nor a network"),
+        (("--deadpool-vault-cpus", "0,9999"), "processors 9999 are not among those"),
+        (("--deadpool-dscp", "64"), "--deadpool-dscp must be between 0 and 63, got 64"),
+        (("--preload", "no_such_module_x"), "'no_such_module_x' is missing"),
+        (("--preload", "no_such.module_x"), "'no_such.module_x' is missing"),
+        (("--resume", "/nonexistent"), "is not a run directory"),
+    ],
+)
+def test_bad_options(
+    more: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *run_arguments(tmp_path / "r", *more))
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("", "no command"),
+        ("-m", "needs the name of a module"),
+        ("-m no_such_module_x", "no module 'no_such_module_x'"),
+        ("-m no_such.module_x", "command not found"),
+        ("-m json", "package without __main__"),
+        ("no_such_script.py", "no script 'no_such_script.py'"),
+    ],
+)
+def test_bad_commands(
+    command: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in complain(capsys, *run_arguments(tmp_path / "r", command=command))
+
+
+def test_domains_file_that_cannot_be_understood(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "domains").write_text("0 rack1 extra\n")
+    arguments = run_arguments(tmp_path / "r", "--deadpool-domains", str(tmp_path / "domains"))
+    assert "line 1" in complain(capsys, *arguments)
+
+
+def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    assert "is not empty" in complain(capsys, *run_arguments(tmp_path / "full"))
+    assert "is not a directory" in complain(capsys, *run_arguments(tmp_path / "full" / "x"))
+    old = old_run(tmp_path / "old")
+    old.final.write_text("{}")
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), {"started": {str(os.getppid()): None, "1": 1}})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    parent = os.getppid()
+    started = Path(f"/proc/{parent}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    write_json(old.node(0), {"started": {str(parent): int(started)}, "hostname": "elsewhere"})
+    assert "holds an earlier run" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), {"started": {str(parent): int(started)}})
+    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    old.final.unlink()
+    assert "which is alive" in complain(capsys, *run_arguments(old.path))
+    write_json(old.node(0), {})
+    other = complain(capsys, *run_arguments(old.path, "--resume", str(tmp_path)))
+    assert "leave --resume out" in other
+
+
+def old_run(path: Path, world_size: int = 2) -> RunDirectory:
+    run = RunDirectory(path)
+    brief = Settings(drain_seconds=0.1, close_seconds=0.2)
+    info = RunInfo("01d01d01", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
+    run.create(info)
+    return run
+
+
+def test_resume_points_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = old_run(tmp_path / "old")
+
+    def resume() -> str:
+        return complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+
+    assert "no durable state" in resume()
+    old.latest.write_text("{")
+    assert "damaged" in resume()
+    restore = Restore("durable", Generation(1, 5), path=str(tmp_path / "gone"))
+    write_json(old.latest, restore.to_dict())
+    assert "is not there any more" in resume()
+    other = old_run(tmp_path / "other", world_size=4)
+    write_json(other.latest, restore.to_dict())
+    arguments = run_arguments(tmp_path / "r", "--resume", str(other.path))
+    assert "has 4 roles, this one 2" in complain(capsys, *arguments)
+
+
+def test_resume_does_not_leave_behind_what_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be newer than the checkpoint, which would be gone on from without a word."""
+    old = old_run(tmp_path / "old")
+    write_json(old.latest, Restore("durable", Generation(1, 5), path=str(tmp_path)).to_dict())
+
+    def full(*_: object) -> list[str]:
+        raise VaultError("no space")
+
+    monkeypatch.setattr(resuming, "salvage", full)
+    line = complain(capsys, *run_arguments(tmp_path / "r", "--resume", str(old.path)))
+    assert "cannot be written: no space; make room" in line
+
+
+def test_too_little_shared_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(64, 64, 0))
+    assert "0 MiB free" in complain(capsys, *run_arguments(tmp_path / "r"))
+    monkeypatch.setattr(checks, "SEGMENT_ROOT", tmp_path / "no-shm")
+    assert "missing or not writable" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+def test_too_little_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "available_memory", lambda: 50 << 20)
+    assert "50 MiB of memory are free" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+def test_fault_plan_that_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "plan").write_text('[{"point": 3}]')
+    monkeypatch.setenv("DEADPOOL_FAULTS", str(tmp_path / "plan"))
+    assert "fault plan" in complain(capsys, *run_arguments(tmp_path / "r"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("status",),
+        ("stop",),
+        ("drain", "--node", "0"),
+        ("kill", "--node", "0"),
+        ("kill", "--role", "0"),
+        ("clean",),
+    ],
+)
+def test_commands_about_a_run_that_is_not_there(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complain(capsys, arguments[0], str(tmp_path), *arguments[1:])
+    assert "is not a run directory" in line
+
+
+@pytest.mark.parametrize("arguments", [("--within", "5"), ("--dump", "--within", "0")])
+def test_a_time_limit_without_a_dump_or_without_time(
+    arguments: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = complain(capsys, "stop", str(old_run(tmp_path / "old").path), *arguments)
+    assert "--within needs --dump" in line
+
+
+def test_run_whose_coordinator_is_dead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "secret").write_text("s" * 32)
+    (run.path / "secret").chmod(0o600)
+    assert "no coordinator yet" in complain(capsys, "status", str(run.path))
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    write_json(run.coordinator, {"host": "127.0.0.1", "port": port, "pid": 1})
+    kill = ("kill", "--node", "1")
+    for command in (("status",), ("stop",), ("drain", "--node", "1"), kill):
+        line = complain(capsys, command[0], str(run.path), *command[1:])
+        assert f"no coordinator at 127.0.0.1:{port}" in line
+        assert "deadpool clean" in line
+    agent = ("agent", "--run-dir", str(run.path), "--node-id", "0")
+    wrong = (*agent, "--coordinator", f"127.0.0.1:{port}")
+    assert f"no coordinator at 127.0.0.1:{port}" in complain(capsys, *wrong)
+    assert "is not HOST:PORT" in complain(capsys, *agent, "--coordinator", "nowhere")
+    assert "belongs to run 01d01d01" in complain(capsys, *agent, "--run-id", "new")
+    (run.path / "secret").chmod(0o644)
+    assert "chmod 600" in complain(capsys, "status", str(run.path))
+
+
+def test_two_launchers_of_one_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one has found nobody alive, as the first one has not started anything yet."""
+    held = []
+
+    def first_was_faster(_info: RunInfo) -> None:
+        held.append(restarting.hold(RunDirectory(tmp_path / "r")))
+
+    monkeypatch.setattr(checks, "check_memory", first_was_faster)
+    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(tmp_path / "r"))
+    os.close(held.pop())
+    monkeypatch.undo()
+    checks.check_run_directory(RunDirectory(tmp_path / "r"))
+
+
+def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
+    run = old_run(tmp_path / "old")
+    info = run.read_run()
+    run.skeletons.mkdir()
+    told = restarting.begin(run, restarting.Restart(info, (0, 1)))
+    assert run.skeletons.is_dir(), "the roles of a lost host may not be built again"
+    assert told == "run 01d01d01 is started again; no slots are in memory"
+    other = replace(info, command=("x.py", "--seed", "2"))
+    assert "another one than before" in restarting.begin(run, restarting.Restart(other, (0, 1)))
+    assert not run.skeletons.exists(), "recipes of the other command"
+    assert run.read_run().command == other.command
+
+
+def test_clean_of_a_run_whose_agent_is_just_coming_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Between two numbers of its node it is in no listing, and its environment names no run."""
+    run = old_run(tmp_path / "old")
+    run_id = run.read_run().run_id
+    held = cleanup.claim_segments(run, run_id)
+    try:
+        assert "is alive" in complain(capsys, "clean", str(run.path))
+        assert segment_root(run_id).exists()
+    finally:
+        os.close(held)
+    assert cli.main(["clean", str(run.path)]) == 0
+    assert not segment_root(run_id).exists()
+
+
+def test_damaged_run_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = old_run(tmp_path / "old")
+    (run.path / "run.json").write_text(json.dumps({"run_id": "x"}))
+    assert "run.json is damaged" in complain(capsys, "status", str(run.path))
+
+
+def test_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = complain(capsys, *run_arguments(tmp_path / "r", "--port", port))
+    assert "Address already in use" in line
+    assert not (tmp_path / "r" / "run.json").exists()
+
+
+def test_help_of_every_command_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], *([name] for name in cli.COMMANDS)):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*command, "--help"])
+        assert stop.value.code == 0
+        assert "usage: deadpool" in capsys.readouterr().out
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["fly"])
+    assert stop.value.code == 2
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_several_parity_blocks_without_zfec(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "zfec" else find(name, *a)
+    )
+    more = ("--deadpool-protection", "parity", "--deadpool-replicas", "2", "--spares", "3")
+    said = complain(capsys, *run_arguments(tmp_path / "r", *more))
+    assert "needs the package zfec" in said
+    assert "pip install 'deadpool-megatron[parity]'" in said

@@ -1,0 +1,44 @@
+"""What a launcher leaves behind when it cannot start a run."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import launch
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, segment_root
+from deadpool_megatron.settings import Settings
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_start_that_fails_does_not_cost_the_state_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, began: bool
+) -> None:
+    """As with a package that is missing in the environment in which a run is started again."""
+    run_id, run = uuid.uuid4().hex[:8], RunDirectory(tmp_path)
+    info = RunInfo(run_id, 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    run.create(info)
+    if began:
+        open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
+    slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
+    slots.parent.mkdir(parents=True)
+    slots.touch()
+
+    def missing(*_: object) -> None:
+        raise CommandError("no module named megatron")
+
+    monkeypatch.setattr(launch, "preload_modules", missing)
+    said: list[str] = []
+    options = launch.LaunchOptions(run, info, 0, (), 0, said.append, lambda: None, numbers=(0,))
+    try:
+        with pytest.raises(CommandError):
+            launch.Launcher(options).run()
+        assert slots.exists() == began
+        assert ["stays" in line for line in said] == [True] * began
+    finally:
+        shutil.rmtree(segment_root(run_id), ignore_errors=True)

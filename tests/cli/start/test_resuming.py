@@ -1,0 +1,77 @@
+"""Several agents resume a run together: the one that decides waits for what others may have."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.start import resuming
+from deadpool_megatron.cli.start.resuming import Others, resume_point
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.settings import Settings
+
+INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+ARGS = argparse.Namespace(nodes=2, nproc_per_node=1)
+WHOLE = Restore("dump", Generation(1, 7), path="dump/1-7")
+
+
+class Host:
+    """A resuming agent of node 0, with a checkpoint of iteration 5 and half of generation 1:7."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.old, self.new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
+        self.old.create(INFO)
+        durable = Restore("durable", Generation(1, 5), path=str(tmp_path))
+        write_json(self.old.latest, durable.to_dict())
+        self.looks, self.pauses = 0, 0
+        self.others = Others(self.new, 2, 0, 60.0)
+        monkeypatch.setattr(resuming, "salvage", lambda *_: [])
+        monkeypatch.setattr(resuming, "newest_whole", self.look)
+        monkeypatch.setattr(resuming.time, "sleep", self.pause)
+
+    def look(self, *_: object) -> tuple[Restore | None, list[str]]:
+        self.looks += 1
+        if self.pauses:
+            return WHOLE, []
+        return None, ["generation 1:7 lacks role 1"]
+
+    def pause(self, _: float) -> None:
+        """Node 1 has written its half."""
+        self.pauses += 1
+        Others(self.new, 2, 1, 60.0).done()
+
+
+def test_what_another_host_writes_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(tmp_path, monkeypatch)
+    assert resume_point(host.old, ARGS, host.others) == WHOLE.to_dict()
+    assert host.pauses == 1
+    (line, _) = capsys.readouterr().out.splitlines()
+    assert "generation 1:7 lacks role 1; waits up to 60 s for the other agents" in line
+
+
+@pytest.mark.parametrize("how", ["all have looked", "alone", "somebody has decided"])
+def test_there_is_nobody_to_wait_for(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path, monkeypatch)
+    others: Others | None = host.others
+    if how == "all have looked":
+        Others(host.new, 2, 1, 60.0).done()
+    elif how == "somebody has decided":
+        host.new.create(INFO)
+    else:
+        others = None
+    assert resume_point(host.old, ARGS, others)["kind"] == "durable"
+    assert host.pauses == 0
+
+
+def test_the_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, monkeypatch)
+    host.others.patience_seconds = -1.0
+    assert resume_point(host.old, ARGS, host.others)["kind"] == "durable"
+    assert host.looks == 1

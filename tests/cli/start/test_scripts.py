@@ -1,0 +1,201 @@
+"""A script of Megatron-LM with --deadpool: what its processes run, and which settings hold."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import launch, preloading, scripts
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.megatron_lm import importing
+
+DEFAULT = "a.module,another"
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "pretrain_gpt.py"
+    path.write_text("")
+    return str(path)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[launch.LaunchOptions]:
+    """What launchers were made with; none of them starts anything."""
+    seen: list[launch.LaunchOptions] = []
+    monkeypatch.setenv(scripts.VARIABLE, "left over")
+
+    def run(launcher: launch.Launcher) -> int:
+        seen.append(launcher._options)
+        return 0
+
+    monkeypatch.setattr(launch.Launcher, "run", run)
+    return seen
+
+
+def adopted(options: str, command: str) -> argparse.Namespace:
+    args = argparse.Namespace(options=options.split(), command=command.split())
+    scripts.adopt(args)
+    return args
+
+
+def refused(options: str, command: str) -> str:
+    with pytest.raises(CommandError) as error:
+        adopted(options, command)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "pretrain_gpt.py --num-layers 4",
+        "pretrain_gpt.py --deadpool-replicas 2",
+        "-m deadpool_megatron.trainer --train-iters 5",
+        "train.py",
+    ],
+)
+def test_other_commands_are_left_alone(command: str) -> None:
+    args = adopted("--nodes 2", command)
+    assert args.command == command.split()
+    assert not [name for name in vars(args) if name.startswith("deadpool")]
+    assert scripts.script_of(args.command) is None
+    assert scripts.modules(None, DEFAULT, args.command) == ("a.module", "another")
+
+
+def test_a_script_runs_with_the_hooks_in_it() -> None:
+    command = "lm/pretrain_gpt.py --lr 1 --deadpool"
+    args = adopted("--nodes 2", command)
+    assert args.command == ["-m", scripts.MODULE, *command.split()]
+    assert scripts.script_of(args.command) == "lm/pretrain_gpt.py"
+    assert scripts.modules(None, DEFAULT, args.command) == (scripts.PRELOAD,)
+    assert scripts.modules("", DEFAULT, args.command) == ()
+    assert scripts.modules("mine", DEFAULT, args.command) == ("mine",)
+    # Once more, as when somebody copies the command of a member.
+    assert scripts.member_command(args.command) == tuple(args.command)
+
+
+def test_a_module_is_refused() -> None:
+    assert "give the file of pretrain_gpt instead" in refused("", "-m pretrain_gpt --deadpool")
+
+
+def test_settings_of_the_script_hold() -> None:
+    args = adopted(
+        "--nodes 2 --deadpool-replicas 2 --deadpool-max-lag 1",
+        "x.py --deadpool --deadpool-replicas 2 --deadpool-close-seconds=12 --deadpool-domains f",
+    )
+    named = {name: value for name, value in vars(args).items() if name.startswith("deadpool_")}
+    assert named == {
+        "deadpool_replicas": 2,
+        "deadpool_close_seconds": 12.0,
+        "deadpool_domains_file": "f",
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "said"),
+    [
+        (
+            "--deadpool-replicas 1",  # the default, but said
+            "x.py --deadpool --deadpool-replicas 2",
+            "--deadpool-replicas is 1 before the '--' and 2 in the script's arguments",
+        ),
+        (
+            "--deadpool-repl 3",
+            "x.py --deadpool --deadpool-replicas 2",
+            "--deadpool-replicas is 3 before",
+        ),
+        ("", "x.py --deadpool --deadpool-replicas two", "in the script's arguments: argument"),
+        ("", "x.py --deadpool --deadpool-replicas", "expected one argument"),
+        ("", "x.py --deadpool --deadpool-repl 2", "--deadpool-repl is unknown"),
+        ("", "x.py --deadpool --deadpool-speed=2", "--deadpool-speed=2 is unknown"),
+        ("", "x.py --deadpool --inprocess-restart", "--inprocess-restart cannot be protected"),
+        ("", "x.py --yaml-cfg m.yaml --deadpool", "--yaml-cfg cannot be protected"),
+    ],
+)
+def test_what_cannot_be_meant(options: str, command: str, said: str) -> None:
+    assert said in refused(options, command)
+
+
+def test_the_script_is_named_to_what_is_preloaded() -> None:
+    environment = {"OTHER": "1"}
+    scripts.announce(("-m", scripts.MODULE, "lm/x.py"), environment)
+    assert environment == {"OTHER": "1", scripts.VARIABLE: str(Path("lm/x.py").absolute())}
+    scripts.announce(("-m", "other"), environment)
+    assert environment == {"OTHER": "1"}
+    assert importing.SCRIPT_VARIABLE == scripts.VARIABLE
+
+
+# The whole commands, up to the point where something would start.
+
+SIZE = ("--nodes", "2", "--nproc-per-node", "1")
+
+
+def test_run(script: str, tmp_path: Path, started: list[launch.LaunchOptions]) -> None:
+    directory = str(tmp_path / "run")
+    own = ("run", *SIZE, "--run-dir", directory, "--deadpool-max-lag", "1", "--quiet")
+    # Each alone does not go with the default of the other.
+    given = ("--deadpool-close-seconds", "100", "--deadpool-rebuild-seconds", "200")
+    more = (*given, "--deadpool-operation-timeout-seconds", "100")
+    assert cli.main([*own, "--", script, "--lr", "1", "--deadpool", *more]) == 0
+    (options,) = started
+    assert options.info.command == ("-m", scripts.MODULE, script, "--lr", "1", "--deadpool", *more)
+    assert options.info.settings.close_seconds == 100
+    assert options.info.settings.max_lag == 1
+    assert options.modules == (scripts.PRELOAD,)
+    assert importing.script_of_this_run() == Path(script)
+
+
+def test_run_of_something_else(
+    script: str, tmp_path: Path, started: list[launch.LaunchOptions]
+) -> None:
+    directory = str(tmp_path / "run")
+    assert cli.main(["run", *SIZE, "--run-dir", directory, "--quiet", "--", script]) == 0
+    assert started[0].info.command == (script,)
+    assert ",".join(started[0].modules) == preloading.DEFAULT_PRELOAD
+    assert importing.script_of_this_run() is None
+
+
+def complain(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.usefixtures("started")
+def test_bad_input_is_one_line(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ("run", *SIZE, "--run-dir", str(tmp_path / "run"), "--")
+    assert "there is no script" in complain(capsys, *run, "gone.py", "--deadpool")
+    said = complain(capsys, *run, script, "--deadpool", "--deadpool-replicas", "5")
+    assert "needs at least 6 nodes" in said
+    said = complain(capsys, *run, script, "--deadpool", "--use-nccl-ub")
+    assert said.startswith("deadpool run: --use-nccl-ub cannot be protected: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_agent(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_made(*_: object) -> None:
+        raise CommandError("far enough")
+
+    monkeypatch.setattr("deadpool_megatron.cli.start.agent.preload_modules", is_made)
+    monkeypatch.delenv(scripts.VARIABLE, raising=False)
+    directory = str(tmp_path / "run")
+    command = (script, "--deadpool", "--deadpool-max-lag", "1")
+    agent = ("agent", "--run-dir", directory, "--node-id", "0")
+    assert "far enough" in complain(capsys, *agent, *SIZE, "--", *command)
+    info = RunDirectory(Path(directory)).read_run()
+    assert info.command == ("-m", scripts.MODULE, *command)
+    assert info.settings.max_lag == 1
+
+    assert "another command" in complain(capsys, *agent, "--", *command, "--lr", "1")
+    (tmp_path / "run" / "coordinator.json").write_text('{"host": "127.0.0.1", "port": 1}')
+    Path(script).unlink()
+    assert "there is no script" in complain(capsys, *agent)
