@@ -151,7 +151,7 @@ def test_the_loss_of_a_node_is_as_short_a_message_in_a_large_cluster_as_in_a_sma
         before = cluster(count)
         seats = {**before.seats, **{role: Seat(count, role, 0) for role in range(8)}}
         left = {node: address for node, address in before.nodes.items() if node != 0}
-        after = before._replace(epoch=2, seats=seats, nodes=left)
+        after = replace(before, epoch=2, seats=seats, nodes=left)
         told = RecordTeller(after, before).parts(5, 1)
         sizes.append(len(json.dumps(told)))
     assert sizes[1] < sizes[0] + 50
