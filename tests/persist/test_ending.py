@@ -117,7 +117,7 @@ def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
 
 
 def lose_a_node(world: World) -> None:
-    del world.state.nodes[1]
+    del world.state.fleet.nodes[1]
 
 
 def no_room(world: World) -> None:
@@ -225,7 +225,7 @@ def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> No
     world.work()
     elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
     assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
-    world.state.newest = 2
+    world.state.line.newest = 2
     world.sent.clear()
     world.exports.tick()
     assert world.orders() == TAKE
@@ -242,7 +242,7 @@ def dumping(directory: Path) -> World:
     world = World(directory, persist_interval=40)
     world.exports.tick()
     world.orders()
-    del world.state.nodes[1]
+    del world.state.fleet.nodes[1]
     world.state.phase, world.state.open_epoch = Phase.DUMPING, None
     world.exports.export_dump(DUMPED)
     assert world.orders() == DROP, "of the interval"
@@ -285,7 +285,7 @@ def test_a_disk_without_room_for_that_word_ends_no_coordinator(tmp_path: Path) -
 
 
 def forget_the_other_node(world: World) -> None:
-    world.state.nodes.clear()
+    world.state.fleet.nodes.clear()
 
 
 def no_bytes(world: World) -> None:

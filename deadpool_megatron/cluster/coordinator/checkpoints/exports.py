@@ -180,7 +180,7 @@ class Exports:
             self._look_after(export, state, is_late)
 
     def _look_after(self, export: Export, state: State, is_late: bool) -> None:
-        lost = sorted(export.nodes - set(state.nodes))
+        lost = sorted(export.nodes - set(state.fleet.nodes))
         phase = Phase.DUMPING if export.purpose is Purpose.DUMPED else Phase.RUNNING
         if state.phase in LAST_PHASES and state.phase is not phase:
             self._abandon("the run is over")
@@ -195,7 +195,7 @@ class Exports:
         elif export.generation is None:
             if state.open_epoch != export.epoch:
                 self._abandon(f"epoch {export.epoch} was closed")
-        elif not is_kept(state.kept, export.generation):
+        elif not is_kept(state.line.kept, export.generation):
             # Rule 5: it belongs to a line of this run that was left.
             self._abandon("training has gone on from before it")
         elif export.step == "writing" and not export.awaited and state.phase is phase:
@@ -215,7 +215,7 @@ class Exports:
             if self._leaving is not None:
                 self._leave_by(self._leaving)  # a recovery began before its last export did
             return
-        newest = max(state.newest, state.record.restore.generation.iteration)
+        newest = max(state.line.newest, state.record.restore.generation.iteration)
         # With a cadence there are generations of every n-th iteration only.
         every = state.record.protection.every
         if self._wish is not None:
@@ -283,7 +283,7 @@ class Exports:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._state().kept, generation)
+            return is_kept(self._state().line.kept, generation)
 
         try:
             await loop.run_in_executor(None, publish_export, *place, counts)
@@ -294,7 +294,7 @@ class Exports:
         self._last = {"iteration": export.iteration, "path": path, "error": ""}
         data = {"path": path, "background": True}
         self._emit(Event(Kind.DURABLE, generation.lineage, iteration=export.iteration, data=data))
-        durable = self._state().durable
+        durable = self._state().line.durable
         # The run itself may have saved a later iteration meanwhile.
         if durable is None or durable.generation.iteration < export.iteration:
             self._feed(inputs.DurableValid(export.iteration, path, export.boundary))
@@ -304,7 +304,7 @@ class Exports:
 
     async def _prune(self, export: Export) -> None:
         state = self._state()
-        needed = {state.durable.path} if state.durable is not None else set[str]()
+        needed = {state.line.durable.path} if state.line.durable is not None else set[str]()
         # A recovery may just be loading an older one: the next export prunes, then.
         keep = self._settings.persist_keep if state.phase is Phase.RUNNING else 0
         what = (self._run, self._run_id, export.final, keep, needed)

@@ -62,9 +62,9 @@ class RunFiles:
         final = self.results.final(head, end.reason, end.exit_status)
         final["kind"] = end.kind
         final["slots_kept"] = end.keeps_slots
-        final["recovery_count"] = state.recovery_count
-        final["steps_recomputed"] = state.steps_recomputed
-        final["recoveries"] = [report.to_dict() for report in state.recoveries]
+        final["recovery_count"] = state.recoveries.count
+        final["steps_recomputed"] = state.recoveries.steps_recomputed
+        final["recoveries"] = [report.to_dict() for report in state.recoveries.finished]
         if end.resume is not None:
             write_json(self._run.latest, end.resume.to_dict(), lasting=True)
         write_json(self._run.final, final)
