@@ -40,7 +40,8 @@ def shown(text: str) -> str:
 
 def warn_in_the_clear(host: str, settings: Settings) -> None:
     """Say in one line that what passes can be read, where it leaves this host without TLS."""
-    if not settings.tls_certificate and not host.startswith("127."):
+    leaves = host != "localhost" and not host.startswith("127.")
+    if leaves and not settings.tls_certificate:
         print(
             f"listens on {host} without TLS: states and records can be read on the way"
             " (docs/security.md)",
