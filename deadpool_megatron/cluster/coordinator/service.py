@@ -32,7 +32,7 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.succession.first_state import first_state
+from deadpool_megatron.cluster.coordinator.succession.first_state import first_state, newest_durable
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
@@ -160,6 +160,8 @@ class Coordinator:
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         self._spawn(self._user_requests.begin())
+        if not options.estate.is_durable_read:
+            self._spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -371,6 +373,24 @@ class Coordinator:
 
     def _warn(self, text: str) -> None:
         self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+
+    async def _look_for_durable(self) -> None:
+        """Learn of the checkpoint that could not be read before this coordinator took over."""
+        while True:
+            try:
+                found = await asyncio.to_thread(newest_durable, self._run)
+                break
+            except OSError:
+                await asyncio.sleep(self._settings.takeover_seconds)
+            except ValueError as error:
+                self._warn(str(error))
+                return
+        known = self._state.durable
+        if found is None or found.kind != "durable":
+            return
+        iteration = found.generation.iteration
+        if known is None or known.generation.iteration < iteration:
+            self.feed(inputs.DurableValid(iteration, found.path, found.boundary))
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))
