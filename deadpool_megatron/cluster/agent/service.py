@@ -129,7 +129,7 @@ class Agent:
         )
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
-        self._exports = NodeExports(*place, self._vault, self._link.send)
+        self._exports = NodeExports(*place, self._vault, self._files, self._link.send)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
         try:
