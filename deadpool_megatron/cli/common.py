@@ -12,7 +12,7 @@ from typing import Any
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
@@ -64,9 +64,8 @@ def add_run_directory(parser: argparse.ArgumentParser) -> None:
 def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
     """Where the coordinator says it listens; None before it has said so."""
     try:
-        values = read_json(run.coordinator)
-        return str(values["host"]), int(values["port"])
-    except (OSError, ValueError, KeyError):
+        return address_in(run.coordinator.read_text())
+    except (OSError, ValueError):
         return None
 
 
