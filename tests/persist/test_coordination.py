@@ -42,7 +42,7 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
     assert read_json(world.run.exported)["paths"] == [str(final)]
     world.exports.tick()
     assert world.orders() == [], "the next one is due behind iteration 4"
-    world.state.newest = 5
+    world.state.line.newest = 5
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == 8
 
@@ -53,13 +53,13 @@ def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:
 def test_what_is_due(tmp_path: Path, newest: int, every: int, due: int) -> None:
     """Every fourth iteration, two ahead at least, of those that are generations at all."""
     world = World(tmp_path, persist_interval=4)
-    world.state.newest, world.state.record.protection.every = newest, every
+    world.state.line.newest, world.state.record.protection.every = newest, every
     world.exports.tick()
     assert world.exports.status()["now"]["iteration"] == due
 
 
 def lose_a_node(world: World) -> None:
-    del world.state.nodes[1]
+    del world.state.fleet.nodes[1]
 
 
 def close(world: World) -> None:
@@ -116,7 +116,7 @@ def test_a_recovery_does_not_end_an_export_of_a_committed_generation(tmp_path: P
     world.state.open_epoch, world.state.phase = None, Phase.CLOSING
     world.exports.tick()
     assert not world.tasks, "it waits for the decision"
-    world.state.kept = {1: 4, 2: 1 << 62}
+    world.state.line.kept = {1: 4, 2: 1 << 62}
     world.state.record.epoch, world.state.open_epoch, world.state.phase = 2, 2, Phase.RUNNING
     world.exports.tick()
     world.work()
@@ -128,7 +128,7 @@ def test_an_export_of_a_line_that_was_left_does_not_count(tmp_path: Path) -> Non
     world.exports.tick()
     world.taken(4)
     place = world.written()
-    world.state.kept = {1: 3, 2: 1 << 62}
+    world.state.line.kept = {1: 3, 2: 1 << 62}
     world.state.record.epoch, world.state.open_epoch = 2, 2
     world.exports.tick()
     assert "gone on from before it" in world.complaint()
@@ -145,9 +145,9 @@ def published_during_a_recovery(world: World, kept: dict[int, int]) -> list[Path
         world.orders()
         world.exports.tick()
         if iteration == 8:  # between the tick that begins to publish and its work
-            world.state.kept, world.state.phase = kept, Phase.OPENING
+            world.state.line.kept, world.state.phase = kept, Phase.OPENING
         world.work()
-        world.state.newest = iteration
+        world.state.line.newest = iteration
     return sorted(world.run.exports.glob("iter_*"))
 
 
@@ -175,7 +175,7 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     world.exports.tick()
     world.work()
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
-    world.state.durable = exported
+    world.state.line.durable = exported
     info = SimpleNamespace(settings=Settings(), run_id="id")
     options: Any = SimpleNamespace(run=world.run, info=info)
     requests = Saves(

@@ -120,7 +120,7 @@ def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
 
 
 def lose_a_node(world: World) -> None:
-    del world.state.nodes[1]
+    del world.state.fleet.nodes[1]
 
 
 def no_room(world: World) -> None:
@@ -228,7 +228,7 @@ def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> No
     world.work()
     elsewhere = str(tmp_path / "elsewhere" / "iter_0000002")
     assert told(world) == [DurableValid(2, elsewhere), Exported(5, 2, elsewhere)]
-    world.state.newest = 2
+    world.state.line.newest = 2
     world.sent.clear()
     world.exports.tick()
     assert world.orders() == TAKE
@@ -245,7 +245,7 @@ def dumping(directory: Path) -> World:
     world = World(directory, persist_interval=40)
     world.exports.tick()
     world.orders()
-    del world.state.nodes[1]
+    del world.state.fleet.nodes[1]
     world.state.phase, world.state.open_epoch = Phase.DUMPING, None
     world.exports.carry_out(DUMPED)
     assert world.orders() == DROP, "of the interval"
@@ -309,7 +309,7 @@ def test_a_disk_that_hangs_over_that_word_holds_no_coordinator_up(
 
 
 def forget_the_other_node(world: World) -> None:
-    world.state.nodes.clear()
+    world.state.fleet.nodes.clear()
 
 
 def no_bytes(world: World) -> None:

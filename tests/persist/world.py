@@ -28,10 +28,8 @@ class World:
             phase=Phase.RUNNING,
             record=record,
             open_epoch=1,
-            newest=0,
-            nodes={0: None, 1: None},
-            kept={1: 1 << 62},
-            durable=None,
+            fleet=SimpleNamespace(nodes={0: None, 1: None}),
+            line=SimpleNamespace(newest=0, kept={1: 1 << 62}, durable=None),
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
         self.events: list[Event] = []

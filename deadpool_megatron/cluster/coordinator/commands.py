@@ -54,7 +54,10 @@ class Commands:
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":
                 state, loop = self._state(), asyncio.get_running_loop()
-                hostname, known = str(message.get("hostname", "")), {*state.nodes, *state.gone}
+                hostname, known = (
+                    str(message.get("hostname", "")),
+                    {*state.fleet.nodes, *state.fleet.gone},
+                )
                 return await loop.run_in_executor(None, self._attach, hostname, known)
         if command not in set(Verb):
             return {"ok": False, "error": f"unknown command; known are {', '.join(_KNOWN)}"}
@@ -86,18 +89,18 @@ class Commands:
     def _plan(self, message: Mapping[str, Any]) -> dict[str, Any] | str:
         """Keys ``scheme``, ``group`` and ``every``; what is not given stays as it is."""
         state, settings = self._state(), self._info.settings
-        plan = state.protection
+        plan = state.protection.plan
         if message.get("scheme") is not None:
             group = int(message.get("group") or settings.parity_group)
             plan = schemes.uniform(str(message["scheme"]), settings, plan.every, group)
         if message.get("every") is not None:
             plan = replace(plan, every=int(message["every"]))
         words = schemes.plan_in_words(plan)
-        why = refusal(plan, len(state.nodes), settings, state.protection)
+        why = refusal(plan, len(state.fleet.nodes), settings, state.protection.plan)
         why = why or memory_refusal(plan, state, settings)
         if why:
             return f"{words} cannot be: {why}"
-        if plan == state.protection:
+        if plan == state.protection.plan:
             return f"the run is protected by {words} already"
         return {"plan": plan.to_dict(), "words": words}
 

@@ -65,7 +65,7 @@ class Coordinator:
         self._machine = Machine(machine_config(options), options.planner)
         estate, now = options.estate, time.monotonic()
         self._state = state = first_state(self._machine, self._journal, estate, now)
-        self._files = RunFiles(options.run, options.info, options.term.number, state.newest)
+        self._files = RunFiles(options.run, options.info, options.term.number, state.line.newest)
         self._sign = SignOfLife(
             self._journal,
             options.term.number,
@@ -280,7 +280,7 @@ class Coordinator:
             event = reports.event_of_member(m, peer.node, role)
             if m["t"] == "durable-request":
                 self._spawn(self._saves.handle(m), self._peers.hearing)
-        item = reports.from_agent(peer.node, message, self._state.layouts)
+        item = reports.from_agent(peer.node, message, self._state.memory.layouts)
         if event is not None:
             self._event(event)
         if item is not None:
@@ -325,7 +325,7 @@ class Coordinator:
         numbers = (Kind.STEP, Kind.EVALUATION, Kind.STATE_HASH, Kind.MEMBER_DONE)
         if event.kind in numbers and event.epoch < self._epoch:
             computed = Generation(event.epoch, event.iteration or 0)
-            if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.kept, computed):
+            if event.kind is not Kind.MEMBER_DONE and is_kept(self._state.line.kept, computed):
                 self._files.write(event)
                 return
             self.refused(f"node {event.node}", f"{event.kind} of epoch {event.epoch}, now closed")
@@ -385,7 +385,7 @@ class Coordinator:
             except ValueError as error:
                 self._warn(str(error))
                 return
-        known = self._state.durable
+        known = self._state.line.durable
         if found is None or found.kind != "durable":
             return
         iteration = found.generation.iteration

@@ -9,8 +9,8 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.epoch.closing import close, save_and_end
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
-from deadpool_megatron.cluster.machine.state.blame import Failure
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, LastWords
+from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
 from deadpool_megatron.cluster.machine.state.roster import NodeState
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -31,16 +31,16 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
     Only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
     its vault holds may be what the others restore from.
     """
-    if turn.state.phase in LAST_PHASES or node not in turn.state.nodes:
+    if turn.state.phase in LAST_PHASES or node not in turn.state.fleet.nodes:
         return
-    known = turn.state.nodes[node]
+    known = turn.state.fleet.nodes[node]
     broken = failure.kind is FailureKind.DEVICE_ERROR
     known = replace(
         known,
         crashed_at=(*_recent(turn, known.crashed_at), turn.now),
         device_errors=known.device_errors + broken,
     )
-    turn.set(nodes=turn.state.nodes.set(node, known))
+    turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
     if broken and known.device_errors >= _DEVICE_ERRORS:
         why = f"{known.device_errors} device errors"
@@ -51,7 +51,8 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
         return
     if not _has_better(turn, node):
         return
-    turn.set(leaving=turn.state.leaving | {node})
+    fleet = turn.state.fleet
+    turn.state = turn.state._replace(fleet=replace(fleet, leaving=fleet.leaving | {node}))
     cause = f"node {node} is put aside after {why}, the last: {failure.cause}"
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
@@ -60,9 +61,13 @@ def _has_better(turn: Turn, node: int) -> bool:
     """Whether all roles of the node can go to a spare that was not put aside itself."""
     state = turn.state
     before = {seat.node for seat in state.seats.values()}
-    found = seating(turn, state.leaving | {node})
+    found = seating(turn, state.fleet.leaving | {node})
     after = {seat.node for seat in found.seats.values()}
-    return node not in state.leaving and not found.unseated and not (after - before) & state.avoid
+    return (
+        node not in state.fleet.leaving
+        and not found.unseated
+        and not (after - before) & state.fleet.avoid
+    )
 
 
 def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
@@ -76,7 +81,7 @@ EXIT_NONFINITE = 4
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
     state, k = turn.state, event.iteration
-    again = k in state.nonfinite
+    again = k in state.blame.nonfinite
     policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
     facts = {"loss": event.loss, "policy": policy}
     turn.act(EmitEvent(Kind.NONFINITE, event.epoch, event.node, event.role, k, facts))
@@ -84,10 +89,11 @@ def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     if policy == "stop":
         once_more = ", and was not finite either when it was computed before" if again else ""
         # What is saved is the state before the iteration.
-        turn.set(poisoned_from=k)
+        turn.state = state._replace(blame=replace(state.blame, poisoned_from=k))
         kind = FailureKind.NONFINITE_LOSS
         save_and_end(turn, LastWords(EXIT_NONFINITE, cause + once_more, kind))
         return
-    turn.set(nonfinite=state.nonfinite | {k}, poisoned_from=k)
+    blame = replace(state.blame, nonfinite=state.blame.nonfinite | {k}, poisoned_from=k)
+    turn.state = state._replace(blame=blame)
     signature = ("nonfinite", str(k))
     close(turn, Failure(cause, FailureKind.NONFINITE_LOSS, signature, node=event.node))

@@ -18,9 +18,11 @@ from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing, recovering
 from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
 from deadpool_megatron.cluster.machine.state import history
-from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.choice import ChosenProtection
 from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.phases import OPEN_PHASES, LastWords, Phase
+from deadpool_megatron.cluster.machine.state.line import KeptLine
+from deadpool_megatron.cluster.machine.state.phases import Dumping, Gathering, Phase, Rejoining
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -56,11 +58,10 @@ class Machine:
         deadline = now + config.settings.start_seconds
         plan = first_plan(config.settings)
         return State(
-            Phase.GATHERING,
-            deadline,
+            Gathering(deadline),
             SeatTable(wished),
-            durable=saved,
-            protection=plan,
+            line=KeptLine(durable=saved),
+            protection=ChosenProtection(plan),
         )
 
     def resume(
@@ -79,24 +80,22 @@ class Machine:
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
         something has happened to it (see gathering.takeover).
         """
-        begun, found = self.start(now), history.as_found(last, gone)
-        plan = last.protection
+        begun = history.with_history(self.start(now), last.history, gone)
+        protection = replace(begun.protection, plan=last.protection)
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/start/restarting).
-            plan, found["protection_told"] = begun.protection, last.protection
-        return replace(
-            begun,
-            deadline=now + takeover.patience_seconds(self._config),
-            restarted=self._config.restarted,
+            protection = replace(begun.protection, told=last.protection)
+        ever_ran = last.restore.kind == "memory"
+        durable = durable or begun.line.durable
+        return begun._replace(
+            doing=Rejoining(now + takeover.patience_seconds(self._config)),
             seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
-            newest=last.emitted_up_to,
-            ever_ran=last.restore.kind == "memory",
-            durable=durable or begun.durable,
-            protection=plan,
-            **found,
+            line=KeptLine(last.history.kept, last.emitted_up_to, durable, ever_ran),
+            protection=protection,
+            restarted=self._config.restarted,
         )
 
     def step(self, state: State, event: ev.Input, now: float) -> tuple[State, list[Action]]:
@@ -120,31 +119,34 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             checkup.probed(turn, event)
             start.check_gathered(turn)
         case ev.NodeLost(node, cause, silent, kind):
-            known = turn.state.nodes.get(node)
+            known = turn.state.fleet.nodes.get(node)
             if known is None:
                 return  # dropped by the machine itself, which the caller then reports
             failure = Failure(f"node {node}: {cause}", kind, ("node", str(node)), node=node)
             if known.returns and not silent and kind is FailureKind.NODE_LOST:
-                turn.set(returning=turn.state.returning | {node})
+                fleet = turn.state.fleet
+                turn.state = turn.state._replace(
+                    fleet=replace(fleet, returning=fleet.returning | {node})
+                )
             closing.lose_node(turn, node, failure, silent_seconds=silent)
             start.check_gathered(turn)
         case ev.RolesHung():
             _roles_hung(turn, event)
         case ev.NodeInventory():
-            _inventory(turn, event)
+            closing.note_inventory(turn, event.inventory)
         case ev.CorruptionFound(bad):
-            turn.set(bad_parts=turn.state.bad_parts | {bad})
+            turn.state = turn.state._replace(blame=turn.state.blame.with_bad_parts([bad]))
         case ev.PhaseReported() | ev.Exposed():
-            recovering.reported(turn, event)
+            recovering.note_phase(turn, event)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
-            turn.set(stacks=(*turn.state.stacks, text)[-closing.SHOWN_FAILURES :])
+            turn.state = turn.state._replace(blame=turn.state.blame.with_stack(text))
         case ev.LossNotFinite():
             _loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
-            turn.set(durable=found)
+            turn.state = turn.state._replace(line=replace(turn.state.line, durable=found))
         case ev.Asked():
             requests.take(turn, event)
         case ev.RequestsFound():
@@ -165,7 +167,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             if turn.state.phase is Phase.DECIDING and epoch == turn.state.epoch:
                 ending.cannot_decide(turn, f"epoch {epoch} cannot be journalled: {text}")
         case ev.Dumped():
-            _dumped(turn, event)
+            ending.note_dumped(turn, event)
         case ev.DumpExported(generation, path):
             ending.dump_exported(turn, generation, path)
         case ev.Diverged(text):
@@ -190,28 +192,13 @@ def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
     closing.close(turn, Failure(event.cause, FailureKind.HANG, signature, node=first))
 
 
-def _inventory(turn: Turn, event: ev.NodeInventory) -> None:
-    state, inventory = turn.state, event.inventory
-    if state.record is None or inventory.epoch != state.record.epoch:
-        turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
-    elif state.phase in OPEN_PHASES or state.phase is Phase.GATHERING:
-        # The order of an earlier coordinator that the agent came to only now.
-        cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
-        closing.close(turn, Failure(cause, FailureKind.COORDINATOR))
-    elif state.phase is Phase.CLOSING and inventory.node in state.awaited:
-        turn.set(
-            inventories=state.inventories.set(inventory.node, inventory),
-            awaited=state.awaited.without(inventory.node),
-        )
-        closing.check_closed(turn)
-
-
 def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     state = turn.state
     if state.record is None or epoch != state.heard_epoch:
         turn.refuse(f"step {iteration}", f"epoch {epoch} is not open")
         return
-    turn.set(newest=max(state.newest, iteration))
+    if iteration > state.line.newest:
+        turn.state = state._replace(line=replace(state.line, newest=iteration))
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
         recovering.end_recovery(turn)
@@ -229,51 +216,29 @@ def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
 
 def _drain(turn: Turn, node: int) -> None:
     state = turn.state
-    if node not in state.nodes:
+    if node not in state.fleet.nodes:
         turn.refuse("drain", f"node {node} is not connected", node)
         return
     turn.emit(Kind.DRAIN, node=node)
     if node not in state.seats.nodes:
-        text = f"node {node} has no role to move away"
-        turn.emit(Kind.LOG, node=node, level="info", text=text)
+        turn.log("info", f"node {node} has no role to move away", node)
         return
-    turn.set(drains=state.drains | {node})
+    turn.state = state._replace(fleet=state.fleet.draining(node))
     pausing.consider_pause(turn)
     if turn.state.phase is Phase.RUNNING:
-        text = f"the drain of node {node} waits for a spare node"
-        turn.emit(Kind.LOG, node=node, level="warning", text=text)
+        turn.log("warning", f"the drain of node {node} waits for a spare node", node)
 
 
 def _dump_requested(turn: Turn, reason: str, seconds: float | None) -> None:
     """Whatever the phase, lead to a dump. A run that trains pauses first, so that what it has
     computed is committed; else the iteration under way is computed by the next run.
     """
-    state = turn.state
-    if state.phase is Phase.DUMPING:
-        ending.hurry(turn, reason)
-    words = LastWords(ending.EXIT_SAVED, reason)
-    if state.last_words is not None:
+    state, words = turn.state, LastWords(ending.EXIT_SAVED, reason)
+    if isinstance(state.doing, Dumping):
+        ending.hurry(turn, state.doing, reason)
+    elif state.last_words is not None:
         pausing.shorten_pause(turn, seconds)
     elif pausing.pause_for_dump(turn, reason, seconds):
-        turn.set(last_words=words)
+        turn.state = turn.state._replace(last_words=words)
     else:
         closing.save_and_end(turn, words, FailureKind.DRAINED)
-
-
-def _dumped(turn: Turn, event: ev.Dumped) -> None:
-    order = turn.state.dump
-    if (
-        turn.state.phase is not Phase.DUMPING
-        or order is None
-        or event.node not in order.awaited
-        or event.generation != order.restore.generation
-        or event.boundary not in ("", order.restore.boundary)
-    ):
-        turn.refuse("dump", "not asked for", event.node)
-        return
-    if event.error:
-        ending.dump_failed(turn, event.node, event.error)
-        return
-    awaited = order.awaited.without(event.node)
-    turn.set(dump=replace(order, awaited=awaited, finished=order.finished.with_item(event.node)))
-    ending.check_dumped(turn)

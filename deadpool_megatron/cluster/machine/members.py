@@ -20,30 +20,35 @@ from deadpool_megatron.cluster.machine.epoch.opening import check_opened
 from deadpool_megatron.cluster.machine.epoch.pausing import (
     check_paused,
     consider_pause,
-    enter_pause,
+    note_paused,
     pause_later,
 )
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.gathering.start import check_gathered
-from deadpool_megatron.cluster.machine.state.blame import Failure, Suspicion
-from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, LastWords, PauseOrder, Phase
+from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.phases import (
+    LAST_PHASES,
+    Deciding,
+    Heard,
+    Opening,
+    Phase,
+    Rejoining,
+    WaitingSpare,
+)
 from deadpool_megatron.cluster.machine.state.roster import MemberStatus
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.layout.replaying import REPLAY, suspects
 from deadpool_megatron.layout.schemes import recomputes, without_recompute
-
-# A failed communication is mostly a consequence; its cause is reported within this time.
-GRACE_SECONDS = 0.5
 
 
 def handle(turn: Turn, event: ev.OfMember) -> None:
     """Check that the process is the present one of its slot, then pass on to the handler."""
     place = (event.node, event.slot)
-    member = turn.state.members.get(place)
+    member = turn.state.fleet.members.get(place)
     if member is None or member.incarnation != event.incarnation:
         turn.refuse(_name(event), "not the present process of its slot", event.node)
         return
@@ -75,10 +80,10 @@ def _role(turn: Turn, event: ev.OfMember) -> int | None:
 
 def _hello(turn: Turn, event: ev.MemberHello) -> None:
     place = (event.node, event.slot)
-    if turn.state.members[place].status is MemberStatus.STARTING:
-        started = turn.state.members[place]
+    if turn.state.fleet.members[place].status is MemberStatus.STARTING:
+        started = turn.state.fleet.members[place]
         running = replace(started, status=MemberStatus.RUNNING)
-        turn.set(members=turn.state.members.with_member(place, running))
+        turn.state = turn.state._replace(fleet=turn.state.fleet.with_member(place, running))
         turn.emit(
             Kind.MEMBER_STARTED,
             node=event.node,
@@ -95,10 +100,10 @@ EXIT_BAD_INPUT = 2
 
 def _warm(turn: Turn, event: ev.MemberWarm) -> None:
     place = (event.node, event.slot)
-    member = turn.state.members[place]
+    member = turn.state.fleet.members[place]
     if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
         return
-    turn.member(place, MemberStatus.WARM)
+    turn.set_member(place, MemberStatus.WARM)
     turn.emit(
         Kind.MEMBER_WARM,
         node=event.node,
@@ -112,13 +117,12 @@ def _warm(turn: Turn, event: ev.MemberWarm) -> None:
 def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     state, layout = turn.state, event.layout
     role = _role(turn, event)
-    if role != layout.role or state.heard_epoch is None:
+    if role != layout.role or state.heard_epoch is None or state.record is None:
         turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
         return
-    assert state.record is not None
     if restart.refuses(turn, layout):
         return
-    known = state.layouts.get(role)
+    known = state.memory.layouts.get(role)
     if (
         known is not None
         and known.layout_hash != layout.layout_hash
@@ -129,7 +133,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
         signature = ("layout", str(role))
         close(turn, Failure(cause, FailureKind.PROCESS_CRASH, signature, node=event.node))
         return
-    turn.set(layouts=state.layouts.set(role, layout))
+    turn.state = turn.state._replace(memory=turn.state.memory.with_layout(layout))
     # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
     if known is None and (why := protection.unfit(turn)):
         close(turn, Failure(why, FailureKind.DRAINED))
@@ -137,7 +141,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
 
 def _lost(turn: Turn, event: ev.MemberLost) -> None:
     state, place = turn.state, (event.node, event.slot)
-    ordered = state.members[place].status is MemberStatus.KILLED
+    ordered = state.fleet.members[place].status is MemberStatus.KILLED
     role = _role(turn, event)
     how = f"exit {event.exit_code}" if event.signal is None else _signal_name(event.signal)
     cause = f"member {event.node}.{event.slot}.{event.incarnation} ended: {how}"
@@ -160,7 +164,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     )
     if state.phase in LAST_PHASES:
         return
-    if event.exit_code == EXIT_BAD_INPUT and not state.ever_ran:
+    if event.exit_code == EXIT_BAD_INPUT and not state.line.ever_ran:
         # The command itself says that its arguments cannot work: no other process will like them.
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
@@ -177,17 +181,18 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         return
     # A drained member is killed to serve as a fresh spare: that says nothing about its node.
     _restart(turn, event, failure, counts=role is not None or not ordered)
-    if turn.state.phase is Phase.WAITING_SPARE or _is_pending(turn, event):
+    if isinstance(turn.state.doing, WaitingSpare) or _is_pending(turn, event):
         close(turn, failure)
     check_closed(turn)
 
 
 def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
     """Whether a record that is being written has a seat for this slot."""
-    pending = turn.state.pending if turn.state.phase is Phase.DECIDING else None
-    return pending is not None and any(
-        (seat.node, seat.slot) == (event.node, event.slot) for seat in pending.seats.values()
-    )
+    match turn.state.doing:
+        case Deciding(pending=pending):
+            seats = pending.seats.values()
+            return any((seat.node, seat.slot) == (event.node, event.slot) for seat in seats)
+    return False
 
 
 def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
@@ -203,10 +208,10 @@ def _failure_of(event: ev.MemberLost, cause: str, role: int | None) -> Failure:
 
 def _restart(turn: Turn, event: ev.MemberLost, failure: Failure, *, counts: bool) -> None:
     """The next incarnation at once, in the same place; too many of them, and the node goes."""
-    node = turn.state.nodes[event.node]
+    node = turn.state.fleet.nodes[event.node]
     if counts:
         node = faults.with_restart(turn, node)
-        turn.set(nodes=turn.state.nodes.set(event.node, node))
+        turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(event.node, node))
     restarts = len(node.restarted_at)
     # What a node holds is wanted as long as the state is not saved.
     if restarts > turn.config.settings.restarts_in_place and turn.state.last_words is None:
@@ -237,8 +242,13 @@ def _of_epoch(
     | ev.MemberDone,
 ) -> None:
     """What only the player of a role in the open epoch may say."""
-    state, role = turn.state, _role(turn, event)
-    if role is None or event.epoch != state.heard_epoch:
+    role, doing, record = _role(turn, event), turn.state.doing, turn.state.record
+    if (
+        role is None
+        or record is None
+        or event.epoch != record.epoch
+        or not isinstance(doing, Heard)
+    ):
         why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
         turn.refuse(_name(event), why, event.node)
         return
@@ -247,45 +257,40 @@ def _of_epoch(
             text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
             _suspect(turn, Failure(text, kind, ("fault",), node=event.node))
         case ev.RestoreFailed():
-            _restore_failed(turn, event, role)
-        case ev.Restored():
-            _restored(turn, event, role)
+            _restore_failed(turn, event, role, record.restore)
+        case ev.Restored(generation=generation):
+            if generation != record.restore.generation:
+                text = f"role {role} restored {generation} instead of {record.restore.generation}"
+                kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
+                _suspect(turn, Failure(text, kind, signature, node=event.node), doubtful=True)
+            elif isinstance(doing, Rejoining | Opening):
+                turn.enter(replace(doing, restored=doing.restored.with_item(role)))
+                check_opened(turn)
         case ev.MemberDone():
-            turn.set(done=state.done.with_item(role))
+            turn.enter(replace(doing, done=doing.done.with_item(role)))
             check_done(turn)
             check_paused(turn)
-        case ev.Paused() | ev.PauseRefused():
-            _paused(turn, event, role)
+        case ev.Paused(iteration=iteration):
+            note_paused(turn, role, iteration)
+        case ev.PauseRefused(iteration=iteration):
+            pause_later(turn, iteration)
 
 
 def _suspect(
     turn: Turn,
     failure: Failure,
-    *,
     bad_parts: frozenset[BadPart] = frozenset(),
+    *,
     doubtful: bool = False,
 ) -> None:
-    """Give a better cause the time to arrive; state that did not restore is one already."""
-    before = turn.state.suspicion
-    if before is None:
-        until = turn.now + GRACE_SECONDS
-        suspicion = Suspicion(failure, turn.now, until, bad_parts, doubtful)
-    else:
-        suspicion = replace(
-            before,
-            failure=failure if bad_parts or doubtful else before.failure,
-            bad_parts=before.bad_parts | bad_parts,
-            doubtful=before.doubtful or doubtful,
-        )
-    turn.set(suspicion=suspicion)
+    blame = turn.state.blame.suspecting(failure, turn.now, bad_parts, doubtful=doubtful)
+    turn.state = turn.state._replace(blame=blame)
 
 
-def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
-    record = turn.state.record
-    assert record is not None
-    generation = record.restore.generation
-    tried = [*record.restore.sources.get(role, {}).get(event.part, ())]
-    recipe = record.restore.recipes.get(role)
+def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int, restore: Restore) -> None:
+    generation = restore.generation
+    tried = [*restore.sources.get(role, {}).get(event.part, ())]
+    recipe = restore.recipes.get(role)
     decoding = recipe.decodings.get(event.part) if recipe is not None else None
     if decoding is not None:
         # Its parity blocks: no decoding goes without one. What other roles hold of their own is
@@ -299,57 +304,20 @@ def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int) -> None:
         if event.part == REPLAY:
             _give_up_recomputing(turn, role, event.text)
     # Falling to the next source, generation or checkpoint is progress of a kind.
-    what = (event.part, str(role), str(generation) if bad else record.restore.path)
+    what = (event.part, str(role), str(generation) if bad else restore.path)
     cause = f"role {role} cannot be restored: {event.text}"
     failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
-    _suspect(turn, failure, bad_parts=bad, doubtful=not bad)
+    _suspect(turn, failure, bad, doubtful=not bad)
 
 
 def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
     """Intact bytes gave another result: whole copies for the rest of the run."""
-    if not recomputes(turn.state.protection):
-        return
-    turn.set(protection=without_recompute(turn.state.protection))
-    turn.emit(
-        Kind.LOG,
-        level="warning",
-        text=f"role {role}: {text}; from the next epoch on every iteration is copied whole",
-    )
-
-
-def _restored(turn: Turn, event: ev.Restored, role: int) -> None:
-    state = turn.state
-    assert state.record is not None
-    wanted = state.record.restore.generation
-    if event.generation != wanted:
-        text = f"role {role} restored {event.generation} instead of {wanted}"
-        signature = ("restore", "generation")
-        failure = Failure(text, FailureKind.CORRUPT_STATE, signature, node=event.node)
-        _suspect(turn, failure, doubtful=True)
-        return
-    turn.set(restored=state.restored.with_item(role))
-    check_opened(turn)
-
-
-def _paused(turn: Turn, event: ev.Paused | ev.PauseRefused, role: int) -> None:
-    state, order = turn.state, turn.state.pause
-    if isinstance(event, ev.PauseRefused):
-        if state.phase is Phase.PAUSING and order and event.iteration >= order.iteration:
-            pause_later(turn, event.iteration)
-    elif state.phase is not Phase.PAUSING:
-        # Ordered before the coordinator changed. Only a close gets the member moving again, and
-        # nothing is recomputed when all stand still at the same iteration.
-        same = order is not None and order.iteration == event.iteration
-        still = order.paused if order and same else PersistentSet[int]()
-        iteration = max(event.iteration, order.iteration if order else 0)
-        cause = "a pause that was ordered before the coordinator changed"
-        turn.set(pause=PauseOrder(iteration, cause, paused=still.with_item(role)))
-        enter_pause(turn)
-    elif order is None or event.iteration != order.iteration:
-        turn.refuse(_name(event), f"nobody waits for a pause at {event.iteration}", event.node)
-    else:
-        turn.set(pause=replace(order, paused=order.paused.with_item(role)))
-        check_paused(turn)
+    chosen = turn.state.protection
+    if recomputes(chosen.plan):
+        chosen = replace(chosen, plan=without_recompute(chosen.plan))
+        turn.state = turn.state._replace(protection=chosen)
+        why = "from the next epoch on every iteration is copied whole"
+        turn.log("warning", f"role {role}: {text}; {why}")
 
 
 def _signal_name(number: int) -> str:

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
-from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
 from deadpool_megatron.cluster.machine.state.state import State
@@ -26,7 +25,6 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
 from deadpool_megatron.layout.choice import choose, lacking
 from deadpool_megatron.layout.demand import Scene
-from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import Kind as SchemeKind
@@ -106,19 +104,19 @@ def scene_of(
     """Return seats, layouts and nodes as they are, or as the next record will say; None before all
     members have registered."""
     chosen = state.seats if seats is None else seats
-    if len(state.layouts) < len(chosen):
+    if len(state.memory.layouts) < len(chosen):
         return None
     seated = {role: seat.node for role, seat in chosen.items()}
-    live = state.nodes if nodes is None else nodes
+    live = state.fleet.nodes if nodes is None else nodes
     domains = {node: known.domain for node, known in live.items()}
     training = set(seated.values())
     spares = [node for node in domains if node not in training]
-    return Scene(dict(state.layouts), seated, domains, spares, settings.replicas)
+    return Scene(dict(state.memory.layouts), seated, domains, spares, settings.replicas)
 
 
 def budgets_of(state: State) -> dict[int, int]:
     """Return the bytes for generations on each node that has said how many it has."""
-    return {n: known.memory_bytes for n, known in state.nodes.items() if known.memory_bytes}
+    return {n: known.memory_bytes for n, known in state.fleet.nodes.items() if known.memory_bytes}
 
 
 def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> str:
@@ -136,31 +134,31 @@ def take_request(turn: Turn, event: ProtectionRequested) -> str:
     """Note the wanted plan; answers why it cannot be."""
     state = turn.state
     settings = turn.config.settings
-    why = refusal(event.plan, len(state.nodes), settings, state.protection)
+    why = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)
     why = why or memory_refusal(event.plan, state, settings)
     if state.phase in LAST_PHASES:
         why = "the run is ending"
-    if not why and event.plan != state.protection:
-        turn.set(protection=event.plan, protection_why=event.why)
+    if not why and event.plan != state.protection.plan:
+        turn.state = state._replace(protection=state.protection.changed(event.plan, event.why))
     return why
 
 
 def tell_plan(turn: Turn) -> None:
     """Say what protects the epoch that was just opened, if that is new."""
     state, record = turn.state, turn.state.record
-    if record is None or record.protection == state.protection_told:
+    if record is None or record.protection == state.protection.told:
         return
-    old, plan = state.protection_told, record.protection
+    old, plan = state.protection.told, record.protection
     settings = turn.config.settings
-    turn.set(protection_told=plan)
+    turn.state = state._replace(protection=replace(state.protection, told=plan))
     turn.emit(
         Kind.PROTECTION,
         old="" if old is None else plan_in_words(old),
         new=plan_in_words(plan),
-        why=state.protection_why or record.cause,
+        why=state.protection.why or record.cause,
         every=plan.every,
         survives=losses_survived(settings, plan),
-        most_lost=most_lost_by(plan, state.layouts.values(), settings),
+        most_lost=most_lost_by(plan, state.memory.layouts.values(), settings),
     )
 
 
@@ -172,12 +170,12 @@ def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: 
 
 def plan_is_due(state: State) -> bool:
     """Whether another plan is wanted than the one in force."""
-    return state.record is not None and state.protection != state.record.protection
+    return state.record is not None and state.protection.plan != state.record.protection
 
 
 def pause_cause(state: State) -> str:
     """Why members pause for a change of the plan; it becomes the cause of the record."""
-    return f"protection becomes {plan_in_words(state.protection)}: {state.protection_why}"
+    return f"protection becomes {plan_in_words(state.protection.plan)}: {state.protection.why}"
 
 
 def unfit(turn: Turn) -> str:
@@ -186,11 +184,11 @@ def unfit(turn: Turn) -> str:
     state, record = turn.state, turn.state.record
     if state.phase is not Phase.OPENING or record is None or record.restore.kind == "memory":
         return ""
-    if turn.config.settings.protection != _MIXED or state.protection != record.protection:
+    if turn.config.settings.protection != _MIXED or state.protection.plan != record.protection:
         return ""
     if why := _choose(turn, scene_of(state, turn.config.settings)):
         return why
-    changed = turn.state.protection != record.protection
+    changed = turn.state.protection.plan != record.protection
     return f"{plan_in_words(record.protection)} needs more memory than there is" if changed else ""
 
 
@@ -204,23 +202,25 @@ def settle(
     settings = turn.config.settings
     if settings.protection != _MIXED:
         return ""
-    state = _with_layouts(turn)
+    # A coordinator that took over may have the layouts from the slots only.
+    state = turn.state
+    state = state._replace(memory=state.memory.with_inherited(turn.config.world_size))
     scene = scene_of(state, settings, seats, nodes)
     if state.restarted or restore.kind != "memory":
         return _choose(turn, scene)
     if scene is None:
         return ""
-    lack = lacking(state.protection, scene, budgets_of(state))
-    return "" if lack is None else f"{plan_in_words(state.protection)}: {lack.in_words()}"
+    lack = lacking(state.protection.plan, scene, budgets_of(state))
+    return "" if lack is None else f"{plan_in_words(state.protection.plan)}: {lack.in_words()}"
 
 
 def _choose(turn: Turn, scene: Scene | None) -> str:
     state, budgets = turn.state, budgets_of(turn.state)
     if scene is None or not budgets:
         return ""
-    if lacking(state.protection, replace(scene, roomy=True), budgets) is None:
+    if lacking(state.protection.plan, replace(scene, roomy=True), budgets) is None:
         return ""
-    choice = choose(scene, budgets, state.protection.every)
+    choice = choose(scene, budgets, state.protection.plan.every)
     why = choice.lack.in_words() if choice.lack is not None else ""
     why = why or refusal(choice.plan, len(scene.domains), turn.config.settings)
     if why:
@@ -229,26 +229,7 @@ def _choose(turn: Turn, scene: Scene | None) -> str:
             f"--deadpool-protection mixed: {choice.why}, {words} needs least: {why}: raise"
             " --deadpool-memory-gb or add nodes"
         )
-    if choice.plan != state.protection:
-        turn.set(protection=choice.plan, protection_why=f"for want of memory: {choice.why}")
+    if choice.plan != state.protection.plan:
+        chosen = state.protection.changed(choice.plan, f"for want of memory: {choice.why}")
+        turn.state = state._replace(protection=chosen)
     return ""
-
-
-def wait_or_end(turn: Turn, why: str, restore: Restore) -> None:
-    """Wait for another node, which can help, unless the run is only about to begin."""
-    if not turn.state.ever_ran and restore.kind != "memory":
-        finish(turn, 2, why)
-    elif turn.state.phase is not Phase.WAITING_SPARE:
-        limit = turn.config.settings.spare_timeout_seconds
-        turn.set(phase=Phase.WAITING_SPARE, deadline=turn.now + limit, pending=None, redecide=None)
-        turn.emit(Kind.LOG, level="warning", text=f"{why}; waits {limit:g} s for a node to join")
-
-
-def _with_layouts(turn: Turn) -> State:
-    """The state, with the layouts that a coordinator that took over has only from the slots."""
-    state = turn.state
-    unknown = {role for role in range(turn.config.world_size) if role not in state.layouts}
-    if not unknown:
-        return state
-    found = usual_layouts(unknown, state.held.values())
-    return state.changed({"layouts": state.layouts.update(found)})

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, Hurt
 from deadpool_megatron.cluster.machine.epoch import ending
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Pausing, Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -40,12 +40,12 @@ def found(turn: Turn, event: ev.RequestsFound) -> None:
     # A stop that could not wait for the journal was counted without them.
     highest = max((request.number for request in again), default=0)
     ours = [replace(one, number=highest + n) for n, one in enumerate(turn.state.requests, 1)]
-    turn.set(requests=kept((*again, *ours)))
+    turn.state = turn.state._replace(requests=kept((*again, *ours)))
 
 
 def take(turn: Turn, event: ev.Asked) -> None:
     """A user has asked, and the journal has it."""
-    turn.set(requests=kept((*turn.state.requests, event.request)))
+    turn.state = turn.state._replace(requests=kept((*turn.state.requests, event.request)))
 
 
 def exported(turn: Turn, event: ev.Exported) -> None:
@@ -99,8 +99,8 @@ def refusal(state: State, verb: Verb, what: Mapping[str, Any]) -> str:
     if verb is Verb.KILL and part == "role" and node not in state.seats:
         return f"there is no role {node} (there are 0 to {len(state.seats) - 1})"
     of_node = verb is Verb.DRAIN or (verb is Verb.KILL and part in ("node", "agent", "vault"))
-    if of_node and is_back and node not in state.nodes:
-        there = ", ".join(map(str, sorted(state.nodes)))
+    if of_node and is_back and node not in state.fleet.nodes:
+        there = ", ".join(map(str, sorted(state.fleet.nodes)))
         return f"node {node} is not connected (there are: {there})"
     return ""
 
@@ -116,30 +116,34 @@ def _change(turn: Turn, request: Request) -> None:
     before = next(one for one in known if one.number == request.number)
     if before == request:
         return
-    turn.set(requests=tuple(request if one is before else one for one in known))
+    requests = tuple(request if one is before else one for one in known)
+    turn.state = turn.state._replace(requests=requests)
     if before.stage is not request.stage:
         why = f": {request.why}" if request.why else ""
         text = f"request {request.number}, {request.in_words()}: {request.stage}{why}"
         level = "warning" if request.stage is Stage.REFUSED else "info"
-        turn.emit(Kind.LOG, level=level, text=text)
+        turn.log(level, text)
 
 
 def _drain(turn: Turn, request: Request) -> Request:
     node, state = int(request.what["node"]), turn.state
     if state.phase in LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
-    if node not in state.nodes:
-        return request.at(Stage.REFUSED, f"node {node} {state.gone.get(node, 'is not connected')}")
+    if node not in state.fleet.nodes:
+        return request.at(
+            Stage.REFUSED, f"node {node} {state.fleet.gone.get(node, 'is not connected')}"
+        )
     if node not in state.seats.nodes:
         if state.phase is not Phase.RUNNING:
             return request
         return request.at(Stage.DONE, f"node {node} has no role")
-    if node not in state.drains and node not in state.leaving:
+    if node not in state.fleet.drains and node not in state.fleet.leaving:
         turn.emit(Kind.DRAIN, node=node)
-        turn.set(drains=state.drains | {node})
+        turn.state = state._replace(fleet=state.fleet.draining(node))
         consider_pause(turn)
-    paused = turn.state.pause.leaving if turn.state.pause is not None else frozenset[int]()
-    if node in turn.state.leaving | paused:
+    doing = turn.state.doing
+    paused = doing.order.leaving if isinstance(doing, Pausing) else frozenset[int]()
+    if node in turn.state.fleet.leaving | paused:
         return request.at(Stage.UNDER_WAY, "its roles move")
     return request.at(Stage.ASKED, "waits for a spare node")
 
@@ -148,7 +152,7 @@ def _protect(turn: Turn, request: Request) -> Request:
     plan, state = ProtectionPlan.from_dict(request.what["plan"]), turn.state
     if state.phase in LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
-    if state.record is not None and state.record.protection == plan == state.protection:
+    if state.record is not None and state.record.protection == plan == state.protection.plan:
         return request.at(Stage.DONE) if state.phase is Phase.RUNNING else request
     if request.stage is Stage.ASKED:
         why = protection.take_request(turn, ev.ProtectionRequested(plan, protection.ASKED_FOR))
@@ -156,8 +160,10 @@ def _protect(turn: Turn, request: Request) -> Request:
             return request.at(Stage.REFUSED, why)
         consider_pause(turn)
         return request.at(Stage.UNDER_WAY, "comes with the next protected iteration")
-    if state.protection != plan:
-        return request.at(Stage.REFUSED, f"{plan_in_words(state.protection)} was chosen after it")
+    if state.protection.plan != plan:
+        return request.at(
+            Stage.REFUSED, f"{plan_in_words(state.protection.plan)} was chosen after it"
+        )
     return request
 
 
@@ -194,9 +200,11 @@ def _kill(turn: Turn, request: Request) -> Request:
         if [seat.node, seat.slot, seat.incarnation] != request.what["seat"]:
             where = f"node {seat.node} slot {seat.slot}, process {seat.incarnation}"
             return request.at(Stage.DONE, f"role {number} is played by {where}")
-    if part in ("node", "agent") and number not in state.nodes:
+    if part in ("node", "agent") and number not in state.fleet.nodes:
         if state.phase is Phase.RUNNING:
-            return request.at(Stage.DONE, f"node {number} {state.gone.get(number, 'is lost')}")
+            return request.at(
+                Stage.DONE, f"node {number} {state.fleet.gone.get(number, 'is lost')}"
+            )
         return replace(request, why=f"node {number} is lost")
     return request
 
@@ -215,8 +223,8 @@ def _strike(turn: Turn, request: Request) -> Request:
         request = replace(request, what={**request.what, "seat": found})
         turn.act(Hurt(seat.node, part, signal, seat.slot, seat.incarnation))
         return request.at(Stage.UNDER_WAY)
-    if number not in state.nodes:
-        why = state.gone.get(number)
+    if number not in state.fleet.nodes:
+        why = state.fleet.gone.get(number)
         known = request.at(Stage.REFUSED, f"node {number} is not connected")
         return known if why is None else request.at(Stage.DONE, f"node {number} {why}")
     turn.act(Hurt(int(number), part, signal))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
 from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.phases import Doing
 from deadpool_megatron.cluster.machine.state.roster import MemberState, MemberStatus, Place
-from deadpool_megatron.cluster.machine.state.state import State, is_poisoned, poisoned_generations
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, RestoreQuery
-from deadpool_megatron.layout.records import (
-    Seat,
-)
+from deadpool_megatron.layout.records import Seat
 
 
 class Turn:
@@ -26,9 +26,9 @@ class Turn:
         self.now = now
         self.actions: list[Action] = []
 
-    def set(self, **changes: Any) -> None:
-        """Replace fields of the state."""
-        self.state = self.state.changed(changes)
+    def enter(self, doing: Doing) -> None:
+        """Go on with another phase, or with another state of this one."""
+        self.state = self.state._replace(doing=doing)
 
     def act(self, action: Action) -> None:
         """Append an action."""
@@ -49,50 +49,57 @@ class Turn:
             epoch = self.state.record.epoch if self.state.record else 0
         self.act(EmitEvent(kind, epoch, node=node, role=role, data=data))
 
+    def log(self, level: str, text: str, node: int | None = None) -> None:
+        """Append a line for people."""
+        self.emit(Kind.LOG, node=node, level=level, text=text)
+
     def refuse(self, who: str, why: str, node: int | None = None) -> None:
         """Report an input that changes nothing, because it is stale or makes no sense."""
         self.emit(Kind.REFUSED, node=node, who=who, why=why)
 
-    def member(self, place: Place, status: MemberStatus, *, incarnation: int | None = None) -> None:
+    def set_member(
+        self, place: Place, status: MemberStatus, incarnation: int | None = None
+    ) -> None:
         """Set status (and incarnation) of a member as of now."""
         if incarnation is None:
-            incarnation = self.state.members[place].incarnation
-        changed = MemberState(incarnation, status, self.now)
-        self.set(members=self.state.members.with_member(place, changed))
+            incarnation = self.state.fleet.members[place].incarnation
+        fleet = self.state.fleet.with_member(place, MemberState(incarnation, status, self.now))
+        self.state = self.state._replace(fleet=fleet)
 
     def kill(self, place: Place, *, hung: bool = False) -> None:
         """Have a member killed, ``hung``: because it does not move; it is replaced when reaped."""
-        member = self.state.members.get(place)
+        member = self.state.fleet.members.get(place)
         if member is not None and member.status is not MemberStatus.KILLED:
-            self.member(place, MemberStatus.KILLED)
+            self.set_member(place, MemberStatus.KILLED)
             self.act(KillMember(*place, member.incarnation, hung))
 
-    def start_members(self, node: int, slots: dict[int, int]) -> None:
+    def start_members(self, node: int, slots: Mapping[int, int]) -> None:
         """Start processes (slot -> incarnation), told for which role to build."""
         roles = self.state.seats.role_by_place
         provisional = {
             slot: roles.get((node, slot), self.config.provisional_role(node, slot))
             for slot in slots
         }
+        members = self.state.fleet.members
         for slot, incarnation in slots.items():
-            self.member((node, slot), MemberStatus.STARTING, incarnation=incarnation)
+            starting = MemberState(incarnation, MemberStatus.STARTING, self.now)
+            members = members.with_member((node, slot), starting)
+        self.state = self.state._replace(fleet=replace(self.state.fleet, members=members))
         self.act(StartMembers(node, slots, provisional))
 
-
-def restore_query(turn: Turn, seats: Mapping[int, Seat]) -> RestoreQuery:
-    """The question what the next epoch is restored from."""
-    state, start = turn.state, turn.config.start
-    fresh = start.kind == "initial" and not state.ever_ran and not state.newest
-    return RestoreQuery(
-        epoch=state.epoch + 1,
-        world_size=turn.config.world_size,
-        inventories=state.held,
-        seats=seats,
-        owners=state.seats,
-        kept=state.kept,
-        layouts=state.layouts,
-        bad_parts=state.bad_parts,
-        bad_generations=state.bad_generations | poisoned_generations(state),
-        durable=None if state.durable and is_poisoned(state, state.durable) else state.durable,
-        start=start if fresh else None,
-    )
+    def restore_query(self, seats: Mapping[int, Seat]) -> RestoreQuery:
+        """Returns the question what the next epoch is restored from."""
+        state, start, held = self.state, self.config.start, self.state.memory.held
+        return RestoreQuery(
+            epoch=state.epoch + 1,
+            world_size=self.config.world_size,
+            inventories=held,
+            seats=seats,
+            owners=state.seats,
+            kept=state.line.kept,
+            layouts=state.memory.layouts,
+            bad_parts=state.blame.bad_parts,
+            bad_generations=state.blame.untrusted(held.values()),
+            durable=state.blame.trusted(state.line.durable),
+            start=start if start.kind == "initial" and state.line.is_empty else None,
+        )

@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.fleet import Fleet
 from deadpool_megatron.cluster.machine.state.roster import NodeState
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
@@ -45,7 +46,7 @@ class Desk:
     def __init__(self, nodes: int, settings: Settings) -> None:
         machine = Machine(Config(nodes, 0, 1, settings, "/dump"), plan)
         known = {n: NodeState("host", 1, f"node{n}") for n in range(nodes)}
-        self.state: State = machine.start(0.0).changed({"nodes": Map(known)})
+        self.state: State = machine.start(0.0)._replace(fleet=Fleet(Map(known)))
         self.commands = Commands.__new__(Commands)
         self.commands._info = RunInfo.__new__(RunInfo)
         object.__setattr__(self.commands._info, "settings", settings)

@@ -40,7 +40,11 @@ class Coordinator:
             info=SimpleNamespace(settings=Settings(spare_timeout_seconds=0.2)),
         )
         self.state = SimpleNamespace(
-            phase=Phase.RUNNING, record=object(), requests=(), nodes={0: 0, 1: 1}, seats={}
+            phase=Phase.RUNNING,
+            record=object(),
+            requests=(),
+            fleet=SimpleNamespace(nodes={0: 0, 1: 1}),
+            seats={},
         )
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []

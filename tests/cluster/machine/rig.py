@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
+from dataclasses import replace
 from typing import TypeVar
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.placement import choose_buddies
 from deadpool_megatron.layout.records import (
@@ -91,15 +92,21 @@ class Rig:
         self.feed(*(ev.NodeJoined(n, "host", 1000 + n, f"node{n}") for n in nodes))
 
     def hello(self, *nodes: int) -> None:
-        places = [p for p in sorted(self.state.members) if p[0] in nodes]
+        places = [p for p in sorted(self.state.fleet.members) if p[0] in nodes]
         self.feed(
-            *(ev.MemberHello(*place, self.state.members[place].incarnation) for place in places)
+            *(
+                ev.MemberHello(*place, self.state.fleet.members[place].incarnation)
+                for place in places
+            )
         )
 
     def warm(self, *nodes: int) -> None:
-        places = [p for p in sorted(self.state.members) if p[0] in nodes]
+        places = [p for p in sorted(self.state.fleet.members) if p[0] in nodes]
         self.feed(
-            *(ev.MemberWarm(*place, self.state.members[place].incarnation) for place in places)
+            *(
+                ev.MemberWarm(*place, self.state.fleet.members[place].incarnation)
+                for place in places
+            )
         )
 
     def gather(self) -> None:
@@ -155,7 +162,7 @@ class Rig:
 
     def closed(self, *generations: Generation, nodes: Iterable[int] | None = None) -> None:
         """The awaited nodes (or these) answer the close."""
-        chosen = sorted(self.state.awaited) if nodes is None else list(nodes)
+        chosen = sorted(self.awaited) if nodes is None else list(nodes)
         self.feed(*(self.inventory(node, *generations) for node in chosen))
 
     def saved_end(self, *generations: Generation) -> act.Finish:
@@ -176,8 +183,18 @@ class Rig:
 
     @property
     def pending(self) -> EpochRecord:
-        assert self.state.pending is not None
-        return self.state.pending
+        assert isinstance(self.state.doing, Deciding)
+        return self.state.doing.pending
+
+    @property
+    def awaited(self) -> Set[int]:
+        """Nodes that still have to answer the close."""
+        return self.state.doing.awaited if isinstance(self.state.doing, Closing) else set()
+
+    def alter(self, part: str, **changes: object) -> None:
+        """Other values in one part of the state, such as ``fleet``."""
+        known = replace(getattr(self.state, part), **changes)
+        self.state = self.state._replace(**{part: known})  # type: ignore[arg-type]
 
 
 def g(iteration: int, lineage: int = 1) -> Generation:

@@ -40,7 +40,7 @@ def come(rig: Rig, **facts: HostFacts) -> None:
 
 
 def standing(rig: Rig, node: int) -> Standing:
-    return rig.state.nodes[node].judged.standing
+    return rig.state.fleet.nodes[node].judged.standing
 
 
 def check_only(rig: Rig) -> Rig:
@@ -74,7 +74,7 @@ def test_a_weak_node_waits_as_the_last_spare() -> None:
     come(rig, n0=FEW_FILES, n2=FEW_FILES)
     assert nodes_of(rig.pending) == {0: 3, 1: 1}
     rig.journal()
-    assert rig.state.avoid == {0, 2}
+    assert rig.state.fleet.avoid == {0, 2}
     assert standing(rig, 0) is Standing.WEAK
 
 
@@ -129,7 +129,7 @@ def test_a_node_that_joins_later_is_held_against_the_run() -> None:
     assert (rig.one(act.DropNode).node, rig.one(act.DropNode).left_out) == (5, True)
     assert not rig.of(act.StartMembers)
     rig.feed(joined(6, FEW_FILES))
-    assert 6 in rig.state.avoid
+    assert 6 in rig.state.fleet.avoid
     assert rig.of(act.StartMembers)
     rig.feed(joined(7))
     assert not rig.emitted(Kind.NODE_JUDGED)
@@ -164,9 +164,9 @@ def test_a_spare_becomes_weak_and_good_again() -> None:
     rig.journal()
     # Its copies take their room by now: that is not held against it.
     rig.feed(ev.FactsTold(1, dataclasses.replace(FEW_FILES, shm_free_bytes=10**9)))
-    assert rig.state.avoid == {1}
+    assert rig.state.fleet.avoid == {1}
     rig.feed(ev.FactsTold(1, GOOD))
-    assert rig.state.avoid == frozenset()
+    assert rig.state.fleet.avoid == frozenset()
     rig.feed(ev.FactsTold(0, OTHER))
     assert not rig.of(act.DropNode), "a node that trains is not judged"
 
@@ -236,7 +236,7 @@ def test_the_slow_end_of_a_link_is_weak_not_its_partner() -> None:
     measured(rig, slow={1: 2e8})
     assert nodes_of(rig.pending) == {0: 0, 1: 3, 2: 2}
     assert [n for n in range(5) if standing(rig, n) is not Standing.GOOD] == [1]
-    assert "carries 0.20 GB/s" in rig.state.nodes[1].judged.text
+    assert "carries 0.20 GB/s" in rig.state.fleet.nodes[1].judged.text
 
 
 def test_a_node_that_cannot_be_reached_is_left_out() -> None:
@@ -258,7 +258,7 @@ def test_who_does_not_answer_is_judged_by_what_is_known() -> None:
     assert rig.emitted(Kind.REFUSED), "nobody asked that"
     for _ in range(20):
         rig.tick(rig.settings.connect_seconds)
-        if rig.state.pending:
+        if rig.state.phase is Phase.DECIDING:
             break
     assert nodes_of(rig.pending) == {0: 0, 1: 1}
 

@@ -54,7 +54,7 @@ class World:
 
     def closed(self) -> None:
         """All awaited nodes answer the close."""
-        self.rig.feed(*(self.inventory(node) for node in sorted(self.rig.state.awaited)))
+        self.rig.feed(*(self.inventory(node) for node in sorted(self.rig.awaited)))
 
 
 def lose_role_1(rig: Rig, *generations: Generation) -> World:
@@ -127,7 +127,7 @@ def test_a_part_that_cannot_be_decoded_is_not_counted_on_again() -> None:
     rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "too few blocks are intact"))
     rig.tick(0.6)
     assert "too few blocks" in rig.one(act.CloseEpoch).cause
-    assert rig.state.bad_parts == {BadPart(holder, block, g(7), "main")}
+    assert rig.state.blame.bad_parts == {BadPart(holder, block, g(7), "main")}
     world.closed()
     restore = rig.pending.restore
     assert restore.generation == g(6)

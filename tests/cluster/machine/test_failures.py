@@ -18,7 +18,7 @@ def test_lost_node_is_replaced_by_the_spare() -> None:
     rig.feed(ev.NodeLost(1, "connection closed"))
     assert rig.one(act.CloseEpoch) == act.CloseEpoch(1, "node 1: connection closed")
     assert rig.state.phase is Phase.CLOSING
-    assert rig.state.awaited == {0, 2}
+    assert rig.awaited == {0, 2}
     rig.closed(g(6), g(7), nodes=[0])
     assert not rig.of(act.WriteRecord)
     rig.closed(g(6), g(7), nodes=[2])
@@ -134,7 +134,7 @@ def test_failed_communication_waits_for_a_better_cause() -> None:
     rig.journal()
     rig.restored()
     rig.steps(8)
-    assert rig.state.recoveries[-1].phases["detect"] == pytest.approx(0.2)
+    assert rig.state.recoveries.finished[-1].phases["detect"] == pytest.approx(0.2)
 
 
 def test_failed_communication_without_better_cause_closes_without_seat_change() -> None:
@@ -228,7 +228,7 @@ def test_node_with_too_many_restarts_is_put_aside() -> None:
             rig.journal()
             rig.restored()
     assert nodes_of(rig.pending) == {0: 0, 1: 2}
-    assert "2 restarts" in rig.state.gone[1]
+    assert "2 restarts" in rig.state.fleet.gone[1]
 
 
 def test_lost_node_does_not_come_back() -> None:
@@ -237,7 +237,7 @@ def test_lost_node_does_not_come_back() -> None:
     rig.join(1)
     assert rig.one(act.DropNode).node == 1
     assert rig.emitted(Kind.REFUSED)
-    assert 1 not in rig.state.nodes
+    assert 1 not in rig.state.fleet.nodes
 
 
 def test_failure_after_some_roles_are_done_reopens() -> None:
@@ -297,7 +297,7 @@ def test_part_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     assert "checksum differs" in rig.one(act.CloseEpoch).cause
     rig.feed(rig.inventory(0, g(6), g(7)), rig.inventory(2, g(6)))
     assert rig.pending.restore.generation == g(6)
-    assert BadPart(0, 1, g(7), "main") in rig.state.bad_parts
+    assert BadPart(0, 1, g(7), "main") in rig.state.blame.bad_parts
 
 
 def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
@@ -307,7 +307,7 @@ def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
     rig.journal()
     rig.feed(ev.RestoreFailed(*rig.seat(1), 2, "main", "no connection"))
     rig.feed(ev.NodeLost(2, "gone"))
-    assert not rig.state.bad_parts
+    assert not rig.state.blame.bad_parts
 
 
 def test_corruption_found_by_a_vault_counts_at_once() -> None:

@@ -38,15 +38,15 @@ def test_one_record_tells_of_a_run_of_many_epochs() -> None:
     rig.closed(g(11, 3))
     rig.journal()
     state = rig.machine.resume(written(rig.record), None, rig.now)
-    assert state.kept == rig.state.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
-    assert dict(state.gone) == {1: "node 1: connection closed"}
-    assert state.nonfinite == {10}
-    assert (state.recovery_count, state.steps_recomputed) == (3, 1)
-    assert [(k, f.signature) for k, f in state.failures] == [(12, ("node", "1"))]
-    assert (state.newest, state.epoch, state.ever_ran) == (12, 4, True)
+    assert state.line.kept == rig.state.line.kept == {1: 7, 2: 9, 3: 11, 4: NO_LIMIT}
+    assert dict(state.fleet.gone) == {1: "node 1: connection closed"}
+    assert state.blame.nonfinite == {10}
+    assert (state.recoveries.count, state.recoveries.steps_recomputed) == (3, 1)
+    assert [(k, f.signature) for k, f in state.blame.failures] == [(12, ("node", "1"))]
+    assert (state.line.newest, state.epoch, state.line.ever_ran) == (12, 4, True)
     rig.restored()
     rig.steps(13)
-    assert (rig.state.recovery_count, rig.state.steps_recomputed) == (3, 1)
+    assert (rig.state.recoveries.count, rig.state.recoveries.steps_recomputed) == (3, 1)
 
 
 def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
@@ -55,7 +55,7 @@ def test_a_node_that_is_given_up_between_two_records_is_noted() -> None:
     note = rig.one(act.NoteGone)
     assert not rig.of(act.CloseEpoch), "nobody needs the spare: no record follows"
     state = rig.machine.resume(rig.record, None, rig.now, gone={note.node: note.cause})
-    assert not state.absent({2}), "it is not waited for"
+    assert not state.fleet.absent({2}), "it is not waited for"
 
 
 def test_agents_that_leave_at_the_end_are_not_noted() -> None:

@@ -38,7 +38,7 @@ def test_a_silent_node_is_told_from_one_whose_connection_ended(silent: FailureKi
     rig.steps(4)
     assert kinds(rig, Kind.NODE_LOST) == kinds(rig, Kind.EPOCH_CLOSED) == [silent]
     assert kinds(rig, Kind.RECOVERED) == [silent]
-    assert rig.state.recoveries[0].to_dict()["kind"] == silent
+    assert rig.state.recoveries.finished[0].to_dict()["kind"] == silent
 
 
 def test_the_record_says_what_failed_since_the_newest_iteration() -> None:
@@ -69,7 +69,7 @@ def test_second_device_error_on_a_node_moves_its_roles_to_a_spare() -> None:
         recover(rig, 3)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
     assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
-    assert rig.state.avoid == {1}
+    assert rig.state.fleet.avoid == {1}
 
 
 def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
@@ -117,7 +117,7 @@ def test_crashes_that_are_long_ago_are_not_held_against_a_node() -> None:
     for n in range(1, 9):
         crash_and_go_on(rig, n, pause_seconds=301)
     assert nodes_of(rig.record) == {0: 0, 1: 1}
-    assert rig.state.nodes[1].restarts == 8
+    assert rig.state.fleet.nodes[1].restarts == 8
 
 
 def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None:
@@ -125,9 +125,9 @@ def test_without_a_spare_a_node_goes_on_until_its_restarts_are_used_up() -> None
     rig.steps(1)
     for n in range(1, 5):
         crash_and_go_on(rig, n, pause_seconds=1)
-    assert 1 in rig.state.nodes
+    assert 1 in rig.state.fleet.nodes
     rig.feed(killed(rig, 1, 11))
-    assert 1 not in rig.state.nodes
+    assert 1 not in rig.state.fleet.nodes
 
 
 def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
@@ -135,8 +135,8 @@ def test_a_node_put_aside_is_not_the_better_one_for_another() -> None:
     rig.steps(1)
     for n in range(1, 4):
         crash_and_go_on(rig, n, pause_seconds=1)
-    for place in sorted(rig.state.members.killed):  # the members of node 1 begin anew
-        rig.feed(ev.MemberLost(*place, rig.state.members[place].incarnation, signal=9))
+    for place in sorted(rig.state.fleet.members.killed):  # the members of node 1 begin anew
+        rig.feed(ev.MemberLost(*place, rig.state.fleet.members[place].incarnation, signal=9))
     rig.hello(1)
     rig.warm(1)
     for n in range(4, 8):
@@ -207,7 +207,7 @@ def test_nan_stops_the_run_with_what_is_known_and_the_state_before_it() -> None:
 def test_nan_with_ignore_is_a_step_like_any_other() -> None:
     rig = Rig(nonfinite="ignore").run()
     nan(rig, 5)
-    assert (rig.state.newest, rig.state.phase) == (5, Phase.RUNNING)
+    assert (rig.state.line.newest, rig.state.phase) == (5, Phase.RUNNING)
 
 
 def test_rollback_restores_nothing_of_the_iteration_or_later() -> None:
@@ -272,7 +272,7 @@ def test_a_coordinator_that_takes_over_knows_what_failed_before() -> None:
     recover(rig, 7)
     assert rig.record.emitted_up_to == 7
     taken_over(rig)
-    ((iteration, failure),) = rig.state.failures
+    ((iteration, failure),) = rig.state.blame.failures
     assert (iteration, failure.exited, failure.node) == (7, True, 1)
     assert failure.signature == ("exit", "1", "ValueError: sample #")
 

@@ -37,10 +37,10 @@ def test_drain_pauses_closes_moves_the_roles_and_frees_the_node() -> None:
     assert rig.one(act.KillMember) == act.KillMember(1, 0, 0)
     rig.feed(ev.MemberLost(1, 0, 0, signal=9))
     assert rig.one(act.StartMembers).slots == {0: 1}
-    assert rig.state.nodes[1].restarts == 0
+    assert rig.state.fleet.nodes[1].restarts == 0
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
-    assert not rig.state.drains
+    assert not rig.state.fleet.drains
 
 
 def test_member_that_is_past_the_iteration_makes_it_later() -> None:
@@ -273,7 +273,7 @@ def test_new_node_that_can_hold_missing_copies_is_taken_in() -> None:
     assert rig.one(act.Welcome).record == rig.record
     assert rig.one(act.Pause)
     rig.feed(*(ev.Paused(*rig.seat(role), 1, 2) for role in (0, 1)))
-    assert rig.state.awaited == {0, 1}
+    assert rig.awaited == {0, 1}
     rig.closed(g(2))
     assert rig.pending.fewer_copies == frozenset()
     assert rig.pending.seats == rig.record.seats
@@ -312,9 +312,9 @@ def test_account_of_a_recovery() -> None:
     rig.restored()
     rig.now += 4
     rig.steps(6)
-    assert not rig.state.recoveries
+    assert not rig.state.recoveries.finished
     rig.steps(7)
-    (report,) = rig.state.recoveries
+    (report,) = rig.state.recoveries.finished
     assert report.phases == {
         **dict.fromkeys(PHASES, 0.0),
         "detect": 2.0,
@@ -332,8 +332,8 @@ def test_account_of_a_recovery() -> None:
     (emitted,) = rig.emitted(Kind.RECOVERED)
     assert emitted.data["cause"] == "node 1: silent"
     rig.feed(ev.Exposed(2, 5.0))
-    assert rig.state.recoveries[0].phases["reprotect"] == 5.0, "the slowest role counts"
-    assert rig.state.recoveries[0].exposed_seconds == 5.0
+    assert rig.state.recoveries.finished[0].phases["reprotect"] == 5.0, "the slowest role counts"
+    assert rig.state.recoveries.finished[0].exposed_seconds == 5.0
 
 
 def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
@@ -348,7 +348,7 @@ def test_recovery_that_fails_again_is_one_recovery_with_two_causes() -> None:
     rig.journal()
     rig.restored()
     rig.steps(8)
-    (report,) = rig.state.recoveries
+    (report,) = rig.state.recoveries.finished
     assert report.epoch == 3
     assert report.phases["abandoned"] == 3.0
     assert report.seconds == 3.0

@@ -100,7 +100,7 @@ def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool)
     changed(rig, 9)
     second = rig.record
     state = rig.machine.resume(second if opened else first, None, rig.now)
-    assert state.protection == (EVERY_THIRD if opened else ProtectionPlan())
+    assert state.protection.plan == (EVERY_THIRD if opened else ProtectionPlan())
 
 
 def test_local_keeps_no_copies_and_can_be_left_again() -> None:
@@ -193,4 +193,4 @@ def test_refused_plans_change_nothing() -> None:
     rig = asked(uniform("recompute", Settings(), 1, 0))
     assert rig.one(act.EmitEvent).kind is Kind.REFUSED
     assert rig.state.phase is Phase.RUNNING
-    assert rig.state.protection == ProtectionPlan()
+    assert rig.state.protection.plan == ProtectionPlan()

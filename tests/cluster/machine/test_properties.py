@@ -189,10 +189,10 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def suspect_member(self, index: int) -> None:
-        places = sorted(self.world.state.members)
+        places = sorted(self.world.state.fleet.members)
         if places:
             node, slot = places[index % len(places)]
-            member = self.world.state.members[node, slot]
+            member = self.world.state.fleet.members[node, slot]
             self.world.feed(ev.MemberSuspected(node, slot, member.incarnation, "frozen"))
 
     @precondition(lambda self: self.world.next_node < 16)
@@ -298,7 +298,7 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
     for _ in range(3):
         world.train()
     world.settle()
-    assert world.state.newest == 3
+    assert world.state.line.newest == 3
     assert world.common is not None
     assert world.common.iteration == 3
     world.lose(1)
@@ -310,7 +310,7 @@ def test_a_run_with_a_loss_in_each_phase_goes_on_to_the_end(parity_group: int) -
     for _ in range(2):
         world.train()
     world.settle()
-    assert world.state.newest == 5
+    assert world.state.line.newest == 5
     assert world.protected
     world.end_member(0, 0)
     world.lose(2)

@@ -43,7 +43,7 @@ def answer(rig: Rig) -> None:
     copies = [Holding(1, g(5), WHOLE), Holding(1, g(6), LED), Holding(1, g(7), LED)]
     layouts = tuple(with_steps(role) for role in range(2))
     held = Inventory(0, rig.record.epoch, (*own, *copies), layouts)
-    others = [Inventory(node, rig.record.epoch) for node in sorted(rig.state.awaited - {0})]
+    others = [Inventory(node, rig.record.epoch) for node in sorted(rig.awaited - {0})]
     rig.feed(*(ev.NodeInventory(one) for one in (held, *others)))
 
 
@@ -61,7 +61,7 @@ def test_a_replay_that_is_refused_is_given_up_for_whole_copies() -> None:
     rig.tick(0.6)
     assert "not what its owner had" in rig.one(act.CloseEpoch).cause
     answer(rig)
-    assert rig.state.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
+    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), SUMS_PART)}
     assert rig.pending.restore.generation == g(6), "the next older one, recomputed as well"
     assert not recomputes(rig.pending.protection)
 
@@ -74,7 +74,7 @@ def test_a_step_that_cannot_be_fetched_is_not_counted_on_again() -> None:
     rig.feed(ev.RestoreFailed(*rig.seat(1), 2, part, "checksum does not match"))
     rig.tick(0.6)
     answer(rig)
-    assert rig.state.bad_parts == {BadPart(0, 1, g(7), UPDATE_PART)}
+    assert rig.state.blame.bad_parts == {BadPart(0, 1, g(7), UPDATE_PART)}
     assert rig.pending.restore.generation == g(6)
     assert recomputes(rig.pending.protection), "nothing was computed wrong"
 

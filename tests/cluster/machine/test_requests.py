@@ -103,7 +103,7 @@ def test_a_takeover_finds_what_the_one_before_had_done() -> None:
     ask(old, Verb.DRAIN, node=1)
     before = old.state.requests
     moved(old)
-    old.state = old.state.changed({"requests": before})
+    old.state = old.state._replace(requests=before)
     rig = taken_over(old)
     rejoin(rig, old, 0, 1, 2, closed=1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
@@ -117,7 +117,7 @@ def test_a_restart_of_all_processes_ends_what_was_open() -> None:
 
 
 def plan(rig: Rig, every: int) -> dict[str, Any]:
-    wanted = replace(rig.state.protection, every=every)
+    wanted = replace(rig.state.protection.plan, every=every)
     return {"plan": wanted.to_dict(), "words": plan_in_words(wanted)}
 
 
@@ -145,7 +145,7 @@ def test_protection_goes_on_after_a_takeover() -> None:
     rig = taken_over(old)
     rejoin(rig, old, 0, 1, 2)
     repeat(rig)
-    assert (rig.state.protection.every, rig.state.phase) == (3, Phase.PAUSING)
+    assert (rig.state.protection.plan.every, rig.state.phase) == (3, Phase.PAUSING)
 
 
 def test_checkpoints_that_are_asked_for_come_one_after_the_other() -> None:

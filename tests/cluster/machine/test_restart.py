@@ -41,8 +41,8 @@ def join(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]) 
 
 def outlived_by_their_slots(rig: Rig) -> Rig:
     """What nodes hold is there after their agents, as on a cluster."""
-    nodes = {node: replace(facts, returns=True) for node, facts in rig.state.nodes.items()}
-    rig.state = rig.state.changed({"nodes": rig.state.nodes.update(nodes)})
+    nodes = {node: replace(facts, returns=True) for node, facts in rig.state.fleet.nodes.items()}
+    rig.alter("fleet", nodes=rig.state.fleet.nodes.update(nodes))
     return rig
 
 
@@ -70,13 +70,13 @@ def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:
     closed(rig, 2, generations=())
     restore = rig.pending.restore
     assert (rig.pending.epoch, restore.kind, restore.generation) == (2, "memory", g(7))
-    assert rig.state.recovery is not None
-    assert rig.state.recovery.kind == "restart"
+    assert rig.state.recoveries.current is not None
+    assert rig.state.recoveries.current.kind == "restart"
     rig.journal()
     assert "goes on from generation 1:7 in memory of nodes [0, 1]" in said(rig)
     rig.restored()
     assert rig.state.phase is Phase.RUNNING
-    assert not rig.state.inherited
+    assert not rig.state.memory.inherited
     assert not rig.state.restarted
 
 
@@ -89,7 +89,7 @@ def test_new_processes_are_protected_as_their_command_says(begins_anew: bool, wa
     settings = replace(old.settings, protection="parity")
     config = replace(old.config, settings=settings, restarted=True, begins_anew=begins_anew)
     state = Machine(config, plan).resume(records[-1], None, old.now)
-    assert plan_in_words(state.protection) == wanted
+    assert plan_in_words(state.protection.plan) == wanted
 
 
 def test_without_the_spare_it_goes_on_after_a_while() -> None:
@@ -106,7 +106,7 @@ def test_a_lost_node_comes_back_under_another_number_with_its_slots() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.steps(7)
     rig = started_again(old)
-    rig.state = rig.state.changed({"gone": rig.state.gone.set(1, "connection closed")})
+    rig.alter("fleet", gone=rig.state.fleet.gone.set(1, "connection closed"))
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 5, 1, generations=(g(7),))
     closed(rig, 0, 0, generations=(g(7),))
@@ -190,7 +190,7 @@ def test_what_cannot_be_dumped_after_a_restart_is_not_called_dumped() -> None:
     old = Rig(nodes=2, spares=0).run()
     old.steps(7)
     rig = started_again(old)
-    rig.state = rig.state.changed({"newest": 7})
+    rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 1, 1, generations=(g(7),))
     rig.feed(ev.DumpRequested("enough"))
@@ -237,7 +237,7 @@ def test_a_node_that_is_lost_after_it_wrote_what_it_was_found_with_ends_nothing(
     old = Rig(nodes=3, spares=0).run()
     old.steps(7)
     rig = started_again(old)
-    rig.state = rig.state.changed({"newest": 7})
+    rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 5, 1, generations=(g(7),))
     rig.tick(rig.settings.start_seconds)
@@ -256,7 +256,7 @@ def test_a_takeover_that_finds_a_dump_and_too_little_memory_ends_with_the_dump()
     old.steps(7)
     dump = Restore("dump", g(7), "step", path="/dump/1-7")
     rig = started_again(old, durable=dump)
-    rig.state = rig.state.changed({"newest": 7})
+    rig.alter("line", newest=7)
     join(rig, 0, 0, generations=(g(7),))
     join(rig, 3, 3, generations=(g(7),))
     rig.tick(rig.settings.start_seconds)
@@ -278,7 +278,7 @@ def test_a_program_that_does_not_come_up_again_leaves_memory_as_it_was(
     rig = started_again(old)
     join(rig, 0, 0, 1, generations=(g(7),))
     for _ in range(times):
-        number = rig.state.members[0, 0].incarnation
+        number = rig.state.fleet.members[0, 0].incarnation
         rig.feed(ev.MemberLost(0, 0, number, exit_code=status, last_line="no such file"))
     end = rig.one(act.Finish)
     assert (end.exit_status, end.keeps_slots) == (status, True)

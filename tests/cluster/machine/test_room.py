@@ -193,8 +193,10 @@ def test_what_was_chosen_is_not_chosen_again() -> None:
     chosen = rig.record.protection
     assert chosen.kinds == {Scheme.PARITY}
     rig.usual = 9 * copies
-    nodes = {n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.nodes.items()}
-    rig.state = rig.state.changed({"nodes": Map(nodes)})
+    nodes = {
+        n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.fleet.nodes.items()
+    }
+    rig.alter("fleet", nodes=Map(nodes))
     rig.warm(6)
     rig.feed(ev.NodeLost(0, "gone"))
     rig.again(5)
@@ -252,7 +254,7 @@ def test_no_epoch_runs_with_a_plan_that_does_not_fit(
         rig.begin()
         for iteration, node in enumerate(lost, 5):
             check(rig)
-            if rig.state.phase is Phase.RUNNING and node in rig.state.nodes:
+            if rig.state.phase is Phase.RUNNING and node in rig.state.fleet.nodes:
                 rig.warm(*range(nodes, nodes + spares))
                 rig.steps(iteration)
                 rig.feed(ev.NodeLost(node, "gone"))
@@ -263,25 +265,25 @@ def test_no_epoch_runs_with_a_plan_that_does_not_fit(
 
 def check(rig: Room) -> None:
     if rig.state.phase is not Phase.RUNNING:
-        if rig.state.record is None or not rig.state.ever_ran:
+        if rig.state.record is None or not rig.state.line.ever_ran:
             (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
             assert end.exit_status == 2
         return
     scene = scene_of(rig.state, rig.settings)
     assert scene is not None
     needed = demand(rig.record.protection, scene).memory
-    for node, known in rig.state.nodes.items():
+    for node, known in rig.state.fleet.nodes.items():
         assert needed[node] <= known.memory_bytes
 
 
 def test_a_coordinator_that_took_over_knows_from_the_slots_what_fits() -> None:
     """Nobody has registered with it, and a spare that held copies is lost."""
     rig = room(100 * MEGA, nodes=4, spares=1).begin()
-    rig.state = rig.state.changed({"layouts": Map()})
-    nodes = rig.state.nodes
-    for node, known in rig.state.nodes.items():
+    rig.alter("memory", layouts=Map())
+    nodes = rig.state.fleet.nodes
+    for node, known in rig.state.fleet.nodes.items():
         nodes = nodes.set(node, replace(known, memory_bytes=2 * MEGA))
-    rig.state = rig.state.changed({"nodes": nodes})
+    rig.alter("fleet", nodes=nodes)
     rig.feed(killed(rig, 0))
     rig.hello(0)
     rig.closed(g(3))

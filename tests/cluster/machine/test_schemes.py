@@ -7,6 +7,8 @@ from dataclasses import replace
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import matters
+from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
+from deadpool_megatron.cluster.machine.state.phases import Opening
 from deadpool_megatron.layout.parity import parity_groups
 from deadpool_megatron.layout.records import Decoding, Recipe, Replay, Source
 from deadpool_megatron.layout.schemes import Kind
@@ -75,6 +77,6 @@ def test_places_that_a_recipe_reads_from_matter_until_all_is_restored() -> None:
     }
     record = replace(rig.record, restore=replace(rig.record.restore, recipes=recipes))
     assert not matters(rig.state, record, first)
-    opening = rig.state.changed({"restored": rig.state.restored.without(0)})
+    opening = rig.state._replace(doing=Opening(0.0, PersistentSet(set(rig.state.seats) - {0})))
     assert matters(opening, record, first)
     assert matters(opening, record, second)

@@ -18,7 +18,7 @@ CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 def successor(old: Rig, *, landed: bool = True) -> Rig:
     """The next coordinator. ``landed``: the record that was being written is durable."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
-    if old.state.pending is not None and not landed:
+    if old.state.phase is Phase.DECIDING and not landed:
         records.pop()
     rig = copy.copy(old)
     rig.state = rig.machine.resume(records[-1], None, rig.now)
@@ -39,7 +39,7 @@ def rejoin(
     newest = old.record.epoch if epoch is None else epoch
     dead = {(old.record.seats[role].node, old.record.seats[role].slot) for role in ended}
     for node in nodes:
-        there = {p[1]: m.incarnation for p, m in old.state.members.items() if p[0] == node}
+        there = {p[1]: m.incarnation for p, m in old.state.fleet.members.items() if p[0] == node}
         alive = {slot: number for slot, number in there.items() if (node, slot) not in dead}
         done = dict.fromkeys(alive, newest) if restored else {}
         event = ev.NodeJoined(
@@ -70,7 +70,7 @@ def test_training_goes_on_in_the_same_epoch() -> None:
     rejoin(rig, old, 0, 1)
     assert rig.of(act.Welcome, rig.log)[0].record == old.record
     rig.steps(8)
-    assert rig.state.newest == 8
+    assert rig.state.line.newest == 8
     assert rig.state.phase is Phase.GATHERING
     rejoin(rig, old, 2)
     assert_untouched(rig)
@@ -360,7 +360,7 @@ def test_node_that_was_given_up_does_not_come_back() -> None:
     rig = successor(old)
     rejoin(rig, first, 1)
     assert rig.one(act.DropNode) == act.DropNode(1, "epoch 2 went on without this node")
-    assert 1 not in rig.state.nodes
+    assert 1 not in rig.state.fleet.nodes
 
 
 def test_spare_that_joined_after_the_newest_record_is_a_spare_again() -> None:
@@ -370,7 +370,7 @@ def test_spare_that_joined_after_the_newest_record_is_a_spare_again() -> None:
     rejoin(rig, old, 2, epoch=0, restored=False)
     rejoin(rig, old, 0, 1)
     assert_untouched(rig)
-    assert set(rig.state.nodes) == {0, 1, 2}
+    assert set(rig.state.fleet.nodes) == {0, 1, 2}
 
 
 def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
@@ -409,7 +409,7 @@ def test_stale_report_of_an_earlier_epoch_does_not_count_as_restored() -> None:
     assert rig.state.restored == frozenset()
     world = rig.config.world_size
     rig.feed(ev.MemberRegistered(*rig.seat(0), layout(0, world)))
-    assert set(rig.state.layouts) == {0}
+    assert set(rig.state.memory.layouts) == {0}
 
 
 @pytest.mark.parametrize("progress", [False, True])

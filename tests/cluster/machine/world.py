@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
+from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.roster import MemberStatus
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import is_due
@@ -86,7 +86,7 @@ class World:
         waits = self.state.phase not in (Phase.RUNNING, Phase.ENDED)
         assert (self.state.deadline is not None) == waits
         assert self.state.epoch >= before.epoch
-        for node in set(self.state.gone) & set(self.nodes):
+        for node in set(self.state.fleet.gone) & set(self.nodes):
             self.lose(node, report=False)  # given up without a word: its agent fences itself
         for action in actions:
             self._carry_out(action)
@@ -113,7 +113,7 @@ class World:
                     self.nodes[node].orders.append(action)
             case act.ExportDump(restore, roles):
                 assert set(roles) == set(range(self.config.world_size))
-                assert set(roles.values()) <= set(self.state.nodes)
+                assert set(roles.values()) <= set(self.state.fleet.nodes)
                 assert self.state.phase is Phase.DUMPING
                 self.exporting = restore.generation
             case (
@@ -135,7 +135,7 @@ class World:
             self.exporting = None
 
     def _send_all(self, action: act.Action) -> None:
-        for node in self.state.nodes:
+        for node in self.state.fleet.nodes:
             if node in self.nodes:
                 self.nodes[node].orders.append(action)
 
@@ -146,18 +146,18 @@ class World:
         self.written.append(record.epoch)
         assert set(record.seats) == set(range(self.config.world_size))
         assert len(set(record.seats.values())) == len(record.seats)
-        if self.state.redecide is not None:
+        if not isinstance(self.state.doing, Deciding) or self.state.doing.redecide:
             return  # overtaken in the same step: it will not be announced
-        assert set(record.nodes) == set(self.state.nodes)
+        assert set(record.nodes) == set(self.state.fleet.nodes)
         for parts in record.restore.sources.values():
             for sources in parts.values():
-                assert {source.node for source in sources} <= set(self.state.nodes)
+                assert {source.node for source in sources} <= set(self.state.fleet.nodes)
         for recipe in record.restore.recipes.values():
             for decoding in recipe.decodings.values():
                 for sources in decoding.blocks.values():
-                    assert {source.node for source in sources} <= set(self.state.nodes)
+                    assert {source.node for source in sources} <= set(self.state.fleet.nodes)
         for seat in record.seats.values():
-            member = self.state.members[seat.node, seat.slot]
+            member = self.state.fleet.members[seat.node, seat.slot]
             assert member.incarnation == seat.incarnation
             assert member.status is not MemberStatus.KILLED
 
@@ -165,7 +165,7 @@ class World:
         assert record.epoch in self.written
         assert record.epoch > max((r.epoch for r in self.announced), default=0)
         for seat in record.seats.values():
-            assert self.state.members[seat.node, seat.slot].incarnation == seat.incarnation
+            assert self.state.fleet.members[seat.node, seat.slot].incarnation == seat.incarnation
         self._check_restore(record)
 
     def _check_restore(self, record: EpochRecord) -> None:
@@ -257,7 +257,7 @@ class World:
             line: dict[int, int] = {}
             for record in self.journaled:
                 line = keep_line(line, record.restore, record.epoch)
-            assert self.state.kept == line, "the newest record has it whole"
+            assert self.state.line.kept == line, "the newest record has it whole"
         else:
             self.state = self.machine.start(self.now)
         last = self.journaled[-1] if self.journaled else None
@@ -277,7 +277,7 @@ class World:
         self.settle()
         members = (member for here in self.nodes.values() for member in here.members.values())
         to_pause = any(member.pause_at is not None for member in members)  # ordered earlier
-        if self.state.phase is not Phase.RUNNING or self.state.suspicion or to_pause:
+        if self.state.phase is not Phase.RUNNING or self.state.blame.suspicion or to_pause:
             return
         epoch = self.state.epoch
         self.restart_coordinator(landed=True)
@@ -658,13 +658,13 @@ class World:
             if self.state.record is not None and record.epoch < self.state.record.epoch:
                 for node in record.nodes:
                     yield ev.NodeInventory(Inventory(node, record.epoch))
-        for node, slot in list(self.state.members):
-            gone = self.state.members[node, slot].incarnation - 1
+        for node, slot in list(self.state.fleet.members):
+            gone = self.state.fleet.members[node, slot].incarnation - 1
             yield ev.MemberLost(node, slot, gone, signal=9)
             yield ev.MemberHello(node, slot, gone)
             yield ev.MemberWarm(node, slot, gone)
             yield ev.MemberSuspected(node, slot, gone, "late")
-        for node in self.state.gone:
+        for node in self.state.fleet.gone:
             yield ev.NodeLost(node, "late")
             yield ev.NodeJoined(node, "host", 1, "anywhere")
             yield ev.Dumped(node, Generation(1, 0))

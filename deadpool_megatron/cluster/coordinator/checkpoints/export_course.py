@@ -193,7 +193,7 @@ class ExportCourse:
         data = {"path": path, "background": True}
         lineage = export.generation.lineage
         self.effects.append(Event(Kind.DURABLE, lineage, iteration=iteration, data=data))
-        durable = state.durable
+        durable = state.line.durable
         # The run itself may have saved a later iteration meanwhile.
         if durable is None or durable.generation.iteration < iteration:
             self.effects.append(inputs.DurableValid(iteration, path, export.boundary))
@@ -217,7 +217,7 @@ class ExportCourse:
             self._leave_by(self._leaving, now)
 
     def _look_after(self, export: Export, state: State, is_late: bool, now: float) -> None:
-        lost = sorted(export.nodes - set(state.nodes))
+        lost = sorted(export.nodes - set(state.fleet.nodes))
         phase = Phase.DUMPING if export.purpose is Purpose.DUMPED else Phase.RUNNING
         if state.phase in LAST_PHASES and state.phase is not phase:
             self._abandon("the run is over", now)
@@ -232,7 +232,7 @@ class ExportCourse:
         elif export.generation is None:
             if state.open_epoch != export.epoch:
                 self._abandon(f"epoch {export.epoch} was closed", now)
-        elif not is_kept(state.kept, export.generation):
+        elif not is_kept(state.line.kept, export.generation):
             # Rule 5: it belongs to a line of this run that was left.
             self._abandon("training has gone on from before it", now)
         elif export.step == "writing" and not export.awaited and state.phase is phase:
@@ -248,7 +248,7 @@ class ExportCourse:
             if self._leaving is not None:
                 self._leave_by(self._leaving, now)  # a recovery began before its last export did
             return
-        newest = max(state.newest, state.record.restore.generation.iteration)
+        newest = max(state.line.newest, state.record.restore.generation.iteration)
         # With a cadence there are generations of every n-th iteration only.
         every = state.record.protection.every
         if self._wish is not None:

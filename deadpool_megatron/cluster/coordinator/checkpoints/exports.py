@@ -126,7 +126,7 @@ class Exports:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._state().kept, what.generation)
+            return is_kept(self._state().line.kept, what.generation)
 
         try:
             await asyncio.to_thread(publish_export, *place, counts)
@@ -145,7 +145,7 @@ class Exports:
         keep = self._course.keep(what.export, state)
         if keep is None:
             return ""
-        needed = {state.durable.path} if state.durable is not None else set[str]()
+        needed = {state.line.durable.path} if state.line.durable is not None else set[str]()
         place = (self._run, self._run_id, what.export.final, keep, needed)
         try:
             await asyncio.to_thread(remember_and_prune, *place)

@@ -60,7 +60,7 @@ class Saves:
             return
         data = {"path": str(final)}
         self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        durable = self._state().durable
+        durable = self._state().line.durable
         # An export of a later iteration may have become valid before an asynchronous save.
         if durable is None or durable.generation.iteration <= iteration:
             self._feed(inputs.DurableValid(iteration, str(final)))

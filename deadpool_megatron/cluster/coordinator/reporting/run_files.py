@@ -64,9 +64,9 @@ class RunFiles:
             **self.results.final(head, end.reason, end.exit_status),
             "kind": end.kind,
             "slots_kept": end.keeps_slots,
-            "recovery_count": state.recovery_count,
-            "steps_recomputed": state.steps_recomputed,
-            "recoveries": [report.to_dict() for report in state.recoveries],
+            "recovery_count": state.recoveries.count,
+            "steps_recomputed": state.recoveries.steps_recomputed,
+            "recoveries": [report.to_dict() for report in state.recoveries.finished],
         }
 
     def write_result(self, resume: Restore | None, result: Mapping[str, Any]) -> None:

@@ -77,7 +77,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "reasons": list(known.judged.reasons),
             "vault": {} if node not in peers.agents else peers.agents[node].vault,
         }
-        for node, known in sorted(state.nodes.items())
+        for node, known in sorted(state.fleet.nodes.items())
     }
     return {
         "epoch": 0 if record is None else record.epoch,
@@ -87,21 +87,24 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         "iteration": results.last_iteration,
         "roles": roles,
         "nodes": nodes,
-        "spares": sorted(set(state.nodes) - training),
+        "spares": sorted(set(state.fleet.nodes) - training),
         "members": {
             f"{node}.{slot}.{member.incarnation}": str(member.status)
-            for (node, slot), member in sorted(state.members.items())
+            for (node, slot), member in sorted(state.fleet.members.items())
         },
-        "recoveries": state.recovery_count,
-        "steps_recomputed": state.steps_recomputed,
+        "recoveries": state.recoveries.count,
+        "steps_recomputed": state.recoveries.steps_recomputed,
         "failures": [
             {"epoch": report.epoch, "kind": report.kind, "cause": report.cause}
-            for report in state.recoveries[-_SHOWN_FAILURES:]
+            for report in state.recoveries.finished[-_SHOWN_FAILURES:]
         ],
         "failing": {}
-        if state.recovery is None
-        else {"kind": state.recovery.kind, "cause": "; then ".join(state.recovery.causes)},
-        "aside": sorted(state.avoid & set(state.nodes)),
+        if state.recoveries.current is None
+        else {
+            "kind": state.recoveries.current.kind,
+            "cause": "; then ".join(state.recoveries.current.causes),
+        },
+        "aside": sorted(state.fleet.avoid & set(state.fleet.nodes)),
         "protection": "" if record is None else in_words(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),

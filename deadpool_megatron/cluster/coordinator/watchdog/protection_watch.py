@@ -40,7 +40,7 @@ class ProtectionWatch:
 
     def look(self, state: State) -> list[inputs.Input]:
         """Return a request for another cadence when one is due."""
-        plan = state.protection
+        plan = state.protection.plan
         if state.phase is not Phase.RUNNING or state.record is None or plan != self._told(state):
             return []
         every, stretch = self._meter.look(plan.every)
@@ -53,11 +53,13 @@ class ProtectionWatch:
     def describe(self, state: State) -> dict[str, Any]:
         """For the status: the plan in force in words, the one that is wanted, and the RPO."""
         plan = self._told(state)
-        lost = most_lost_by(plan, state.layouts.values(), self._settings)
+        lost = most_lost_by(plan, state.memory.layouts.values(), self._settings)
         step = self._meter.step_seconds
         return {
             "plan": schemes.plan_in_words(plan),
-            "wanted": "" if plan == state.protection else schemes.plan_in_words(state.protection),
+            "wanted": ""
+            if plan == state.protection.plan
+            else schemes.plan_in_words(state.protection.plan),
             "every": plan.every,
             "survives": schemes.losses_survived(self._settings, plan),
             "most_lost": lost,
@@ -66,4 +68,4 @@ class ProtectionWatch:
 
     @staticmethod
     def _told(state: State) -> schemes.ProtectionPlan:
-        return state.protection if state.record is None else state.record.protection
+        return state.protection.plan if state.record is None else state.record.protection

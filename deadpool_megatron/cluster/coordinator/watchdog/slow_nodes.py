@@ -36,9 +36,9 @@ class SlowNodes:
 
     def is_to_leave(self, verdict: Verdict, state: State) -> bool:
         """Whether the node's roles shall go to a spare: wanted, and a good one is there."""
-        taken = {seat.node for seat in state.seats.values()} | state.avoid
+        taken = {seat.node for seat in state.seats.values()} | state.fleet.avoid
         wanted = self._settings.evict_slow == "on" and not verdict.over
-        return wanted and bool(set(state.nodes) - taken)
+        return wanted and bool(set(state.fleet.nodes) - taken)
 
     def describe(self) -> dict[str, Any]:
         """For the status: node -> how slow it is, in seconds per iteration."""
@@ -64,7 +64,7 @@ def _players(state: State, peers: Peers) -> dict[int, Player]:
     """The roles whose beats say what they need of their own."""
     found = {}
     for role, beat in role_beats(state, peers).items():
-        own, layout = beat.get("own"), state.layouts.get(role)
+        own, layout = beat.get("own"), state.memory.layouts.get(role)
         if own is not None and layout is not None:
             time_used = OwnTime(int(own[0]), float(own[1]))
             found[role] = Player(state.seats[role].node, layout.peers, time_used)

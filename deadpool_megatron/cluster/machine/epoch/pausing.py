@@ -13,9 +13,16 @@ from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.epoch.closing import close
 from deadpool_megatron.cluster.machine.epoch.deciding import owed_copies, record_nodes, seating
 from deadpool_megatron.cluster.machine.protection import pause_cause, plan_is_due
-from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.causes import Failure
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.phases import PauseOrder, Phase
+from deadpool_megatron.cluster.machine.state.phases import (
+    Opening,
+    PauseOrder,
+    Pausing,
+    Phase,
+    Rejoining,
+    Running,
+)
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.cadence import next_due
@@ -27,19 +34,19 @@ _SHARE_OF_PAUSE = 0.2
 def consider_pause(turn: Turn) -> None:
     """Pause the running job when a wanted drain, or missing copies, can now be served."""
     state, record = turn.state, turn.state.record
-    if state.phase is not Phase.RUNNING or record is None or state.suspicion is not None:
+    if not isinstance(state.doing, Running) or record is None or state.blame.suspicion is not None:
         return
-    for node in sorted(state.drains):
+    for node in sorted(state.fleet.drains):
         if not seating(turn, frozenset({node})).unseated:
-            _pause(turn, f"drain of node {node}", frozenset({node}))
+            _pause_next(turn, f"drain of node {node}", frozenset({node}))
             return
     if plan_is_due(state):
-        _pause(turn, pause_cause(state), frozenset())
+        _pause_next(turn, pause_cause(state), frozenset())
         return
     if not record.fewer_copies:
         return
     if record.fewer_copies - owed_copies(record.seats, record_nodes(state, record.seats), turn):
-        _pause(turn, "a new node can hold the missing copies", frozenset())
+        _pause_next(turn, "a new node can hold the missing copies", frozenset())
 
 
 def pause_for_dump(turn: Turn, reason: str, seconds: float | None) -> bool:
@@ -47,23 +54,33 @@ def pause_for_dump(turn: Turn, reason: str, seconds: float | None) -> bool:
     nobody trains. ``seconds``: see DumpRequested; a part of them is spent on it.
     """
     state = turn.state
-    if state.phase is Phase.RUNNING and state.suspicion is None:
-        _pause(turn, reason, frozenset())
+    if state.phase is Phase.RUNNING and state.blame.suspicion is None:
+        _pause_next(turn, reason, frozenset())
     shorten_pause(turn, seconds)
     return turn.state.phase is not state.phase or state.phase is Phase.PAUSING
 
 
 def shorten_pause(turn: Turn, seconds: float | None) -> None:
     """Only so much is left for the pause under way, if there is one, and for the dump after it."""
-    if turn.state.phase is Phase.PAUSING and seconds is not None:
-        assert turn.state.deadline is not None
+    pausing = turn.state.doing
+    if isinstance(pausing, Pausing) and seconds is not None:
         limit = turn.now + _SHARE_OF_PAUSE * seconds
-        turn.set(deadline=min(turn.state.deadline, limit))
+        turn.enter(replace(pausing, deadline=min(pausing.deadline, limit)))
 
 
-def _pause(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
-    turn.set(pause=PauseOrder(_boundary_after(turn.state, turn.state.newest), cause, leaving))
-    enter_pause(turn)
+def pause(turn: Turn, order: PauseOrder) -> None:
+    """Have all members stand still, if the epoch runs."""
+    running, record = turn.state.doing, turn.state.record
+    if isinstance(running, Running) and record is not None:
+        limit = turn.config.settings.hang_seconds * record.protection.every
+        turn.enter(Pausing(turn.now + limit, order, running.done))
+        turn.act(Pause(record.epoch, order.iteration))
+        check_paused(turn)
+
+
+def _pause_next(turn: Turn, cause: str, leaving: frozenset[int]) -> None:
+    iteration = _boundary_after(turn.state, turn.state.line.newest)
+    pause(turn, PauseOrder(iteration, cause, leaving))
 
 
 def _boundary_after(state: State, iteration: int) -> int:
@@ -72,34 +89,51 @@ def _boundary_after(state: State, iteration: int) -> int:
     return next_due(iteration + 2, every)
 
 
-def enter_pause(turn: Turn) -> None:
-    """Have all members stand still when a pause is wanted and the epoch runs."""
-    state = turn.state
-    if state.phase is Phase.RUNNING and state.pause is not None and state.record is not None:
-        limit = turn.config.settings.hang_seconds * state.record.protection.every
-        turn.set(phase=Phase.PAUSING, deadline=turn.now + limit)
-        turn.act(Pause(state.record.epoch, state.pause.iteration))
+def note_paused(turn: Turn, role: int, iteration: int) -> None:
+    """A role stands still after ``iteration``.
+
+    When nobody waits for that, an earlier coordinator has ordered it. Only a close gets the member
+    moving again, and nothing is recomputed when all stand still at the same iteration.
+    """
+    doing = turn.state.doing
+    if isinstance(doing, Pausing):
+        order = doing.order
+        if iteration != order.iteration:
+            turn.refuse(f"pause of role {role}", f"nobody waits for a pause at {iteration}")
+            return
+        turn.enter(replace(doing, order=replace(order, paused=order.paused.with_item(role))))
         check_paused(turn)
+        return
+    known = doing.pause if isinstance(doing, Rejoining | Opening) else None
+    still = PersistentSet[int]() if known is None else known.paused
+    if known is not None and known.iteration != iteration:
+        still, iteration = PersistentSet(), max(known.iteration, iteration)
+    cause = "a pause that was ordered before the coordinator changed"
+    order = PauseOrder(iteration, cause, paused=still.with_item(role))
+    if isinstance(doing, Rejoining | Opening):
+        turn.enter(replace(doing, pause=order))
+    else:
+        pause(turn, order)
 
 
 def pause_later(turn: Turn, iteration: int) -> None:
     """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
-    state = turn.state
-    assert state.pause is not None
-    assert state.record is not None
-    later = _boundary_after(state, max(state.newest, iteration))
-    turn.set(pause=replace(state.pause, iteration=later, paused=PersistentSet()))
-    turn.act(Pause(state.record.epoch, later))
+    state, pausing = turn.state, turn.state.doing
+    if isinstance(pausing, Pausing) and iteration >= pausing.order.iteration and state.record:
+        later = _boundary_after(state, max(state.line.newest, iteration))
+        order = replace(pausing.order, iteration=later, paused=PersistentSet())
+        turn.enter(replace(pausing, order=order))
+        turn.act(Pause(state.record.epoch, later))
 
 
 def check_paused(turn: Turn, *, overdue: bool = False) -> None:
     """When all stand still (or had their time), go through a close as after a failure."""
-    state = turn.state
-    if state.phase is not Phase.PAUSING or state.pause is None:
+    pausing, wanted = turn.state.doing, turn.config.world_size
+    if not isinstance(pausing, Pausing):
         return
-    paused, done, wanted = state.pause.paused, state.done, turn.config.world_size
+    order, paused, done = pausing.order, pausing.order.paused, pausing.done
     # Cheap for all but the last: a role that is done may have paused, too.
     complete = len(paused) + len(done) >= wanted and len(paused | done) == wanted
     if overdue or complete:
-        turn.set(leaving=state.pause.leaving)
-        close(turn, Failure(state.pause.cause, FailureKind.DRAINED))
+        turn.state = turn.state._replace(fleet=replace(turn.state.fleet, leaving=order.leaving))
+        close(turn, Failure(order.cause, FailureKind.DRAINED))

@@ -19,8 +19,9 @@ from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.epoch.closing import drop_node
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
-from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.causes import Failure
 from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.phases import Gathering
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -39,35 +40,33 @@ _BULK_SECONDS = 10.0
 _MORE_LOOKS = 2
 
 
-def has_begun(state: State) -> bool:
-    """Whether the nodes are being judged, or have been: no other ones are waited for."""
-    return state.checkup is not None or state.agreed is not None
-
-
-def is_judged(turn: Turn) -> bool:
-    """Whether the nodes that have come are judged; begins to judge them, with whom there is."""
+def is_judged(turn: Turn, gathering: Gathering) -> bool:
+    """Whether the nodes that have come are judged, and the run goes on; begins to judge them, with
+    whom there is."""
     state = turn.state
     if state.agreed is not None:
         return True
-    if state.checkup is None:
-        if turn.config.settings.check == "links" and len(state.nodes) > 1:
-            _ask_all(turn)
-        else:
-            _judge_all(turn, {})
+    if gathering.checkup is not None:
+        _go_on(turn, gathering, gathering.checkup)
+    elif turn.config.settings.check == "links" and len(state.fleet.nodes) > 1:
+        _ask_all(turn, gathering)
     else:
-        _go_on(turn)
-    return turn.state.agreed is not None
+        _judge_all(turn, {})
+    return turn.state.agreed is not None and isinstance(turn.state.doing, Gathering)
 
 
 def probed(turn: Turn, event: ev.Probed) -> None:
     """A node has tried its links."""
-    checkup = turn.state.checkup
-    if checkup is None or event.number != checkup.number or event.node not in checkup.awaited:
-        turn.refuse(f"probe of node {event.node}", "nobody waits for it", event.node)
-        return
-    links = {**checkup.links, event.node: (*checkup.links.get(event.node, ()), *event.links)}
-    turn.set(checkup=replace(checkup, awaited=checkup.awaited - {event.node}, links=links))
-    _go_on(turn)
+    match turn.state.doing:
+        case Gathering(checkup=Checkup() as asked) as gathering if (
+            event.number == asked.number and event.node in asked.awaited
+        ):
+            links = {**asked.links, event.node: (*asked.links.get(event.node, ()), *event.links)}
+            asked = replace(asked, awaited=asked.awaited - {event.node}, links=links)
+            turn.enter(replace(gathering, checkup=asked))
+            _go_on(turn, gathering, asked)
+        case _:
+            turn.refuse(f"probe of node {event.node}", "nobody waits for it", event.node)
 
 
 def objection(turn: Turn, event: ev.NodeJoined) -> str:
@@ -88,18 +87,19 @@ def objection(turn: Turn, event: ev.NodeJoined) -> str:
 def agree_again(turn: Turn) -> None:
     """After a takeover all nodes are back: what they have in common holds for those to come."""
     if turn.config.settings.check != "off":
-        known = [node.facts for node in turn.state.nodes.values() if node.facts is not None]
-        turn.set(agreed=judge.agree(known))
+        known = [node.facts for node in turn.state.fleet.nodes.values() if node.facts is not None]
+        turn.state = turn.state._replace(agreed=judge.agree(known))
 
 
 def told(turn: Turn, event: ev.FactsTold) -> None:
     """A node without a role has looked at itself again. Memory is not asked for any more: by now
     it may hold copies.
     """
-    state = turn.state
-    if event.node not in state.nodes:
+    state, fleet = turn.state, turn.state.fleet
+    if event.node not in fleet.nodes:
         return
-    turn.set(nodes=state.nodes.set(event.node, replace(state.nodes[event.node], facts=event.facts)))
+    known = replace(fleet.nodes[event.node], facts=event.facts)
+    turn.state = state._replace(fleet=fleet.with_node(event.node, known))
     if event.node not in state.seats.nodes:
         look_again(turn, event.node, fresh=False)
 
@@ -107,20 +107,21 @@ def told(turn: Turn, event: ev.FactsTold) -> None:
 def look_again(turn: Turn, node: int, *, fresh: bool) -> None:
     """Judge a node without a role by what it has said last; ``fresh``: it holds nothing yet."""
     state = turn.state
-    known, agreed = state.nodes[node], state.agreed
+    known, agreed = state.fleet.nodes[node], state.agreed
     if agreed is None:
         return
     judged = _judge_one(turn, known.facts, agreed, fresh=fresh)
     if judged == known.judged:
         return
     _emit(turn, node, judged, known.facts, known.domain)
-    turn.set(nodes=state.nodes.set(node, replace(known, judged=judged)))
+    fleet = state.fleet.with_node(node, replace(known, judged=judged))
+    if judged.standing is Standing.WEAK:
+        fleet = replace(fleet, avoid=fleet.avoid | {node})
+    elif judged.standing is Standing.GOOD and known.judged.standing is Standing.WEAK:
+        fleet = replace(fleet, avoid=fleet.avoid - {node})
+    turn.state = state._replace(fleet=fleet)
     if judged.standing is Standing.LEFT_OUT:
         _leave_out(turn, node, judged)
-    elif judged.standing is Standing.WEAK:
-        turn.set(avoid=turn.state.avoid | {node})
-    elif known.judged.standing is Standing.WEAK:
-        turn.set(avoid=turn.state.avoid - {node})
 
 
 def needs(config: Config) -> Needs:
@@ -131,63 +132,58 @@ def needs(config: Config) -> Needs:
 # Asking.
 
 
-def _ask_all(turn: Turn) -> None:
-    nodes = turn.state.nodes
+def _ask_all(turn: Turn, gathering: Gathering) -> None:
+    nodes = turn.state.fleet.nodes
     turns = math.ceil(len(nodes) / _AT_ONCE) + 1
     limit = turns * turn.config.settings.connect_seconds
-    _ask(turn, Checkup(), {n: set(nodes) - {n} for n in nodes}, limit)
+    _ask(turn, gathering, Checkup(), {n: set(nodes) - {n} for n in nodes}, limit)
 
 
-def _ask(turn: Turn, checkup: Checkup, peers: Mapping[int, Iterable[int]], limit: float) -> None:
+def _ask(
+    turn: Turn,
+    gathering: Gathering,
+    checkup: Checkup,
+    peers: Mapping[int, Iterable[int]],
+    limit: float,
+) -> None:
     """Have each of these nodes try its links to its peers; they have ``limit`` seconds."""
-    state, bulk = turn.state, checkup.planned
-    asked = replace(
-        checkup, number=checkup.number + 1, awaited=frozenset(peers), until=turn.now + limit
-    )
+    nodes, until = turn.state.fleet.nodes, turn.now + limit
+    asked = replace(checkup, number=checkup.number + 1, awaited=frozenset(peers), until=until)
     # The start has its own limit, which must not end what is under way.
-    assert state.deadline is not None
-    turn.set(checkup=asked, deadline=max(state.deadline, asked.until + limit))
+    turn.enter(Gathering(max(gathering.deadline, until + limit), asked))
     for node in sorted(peers):
-        known = {peer: state.nodes[peer] for peer in sorted(peers[node])}
+        known = {peer: nodes[peer] for peer in sorted(peers[node])}
         addresses = tuple((peer, one.host, one.vault_port) for peer, one in known.items())
-        turn.act(Probe(node, asked.number, addresses, bulk, limit))
+        turn.act(Probe(node, asked.number, addresses, checkup.planned, limit))
 
 
-def _go_on(turn: Turn) -> None:
-    checkup, nodes = turn.state.checkup, turn.state.nodes
-    if checkup is None:
+def _go_on(turn: Turn, gathering: Gathering, checkup: Checkup) -> None:
+    """When all have answered, or had their time: ask the next question, or judge."""
+    nodes = turn.state.fleet.nodes
+    if turn.now < checkup.until and any(node in nodes for node in checkup.awaited):
         return
-    if turn.now >= checkup.until or not any(node in nodes for node in checkup.awaited):
-        _next(turn)
-
-
-def _next(turn: Turn) -> None:
-    """All have answered, or had their time: ask the next question, or judge."""
-    checkup, state = turn.state.checkup, turn.state
-    assert checkup is not None
     if not checkup.planned:
-        checkup = replace(_with_turns(checkup, schedule.first_pairs(state.nodes)), planned=True)
+        checkup = replace(_with_turns(checkup, schedule.first_pairs(nodes)), planned=True)
     if not checkup.turns and checkup.looks < _MORE_LOOKS:
-        found = judge.speeds(_reports(state, checkup.links))
+        found = judge.speeds(_reports(turn.state, checkup.links))
         again = schedule.second_look(judge.slow_or_unknown(found), found, checkup.measured)
         checkup = replace(_with_turns(checkup, again), looks=checkup.looks + 1)
     if not checkup.turns:
-        turn.set(checkup=None)
+        turn.enter(replace(gathering, checkup=None))
         _judge_all(turn, checkup.links)
         return
     pairs, *rest = checkup.turns
     peers: dict[int, set[int]] = {}
     for a, b in pairs:
-        if a in state.nodes and b in state.nodes:
+        if a in nodes and b in nodes:
             peers.setdefault(a, set()).add(b)
             peers.setdefault(b, set()).add(a)
     limit = turn.config.settings.connect_seconds + _BULK_SECONDS
-    checkup = replace(checkup, turns=tuple(rest))
-    turn.set(checkup=checkup)
+    checkup = replace(checkup, turns=tuple(rest), awaited=frozenset())
     if peers:
-        _ask(turn, checkup, peers, limit)
+        _ask(turn, gathering, checkup, peers, limit)
     else:
-        _next(turn)
+        _go_on(turn, gathering, checkup)
 
 
 def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
@@ -205,7 +201,7 @@ def _with_turns(checkup: Checkup, pairs: list[Pair]) -> Checkup:
 def _reports(state: State, links: Mapping[int, tuple[Link, ...]]) -> list[NodeReport]:
     return [
         NodeReport(node, known.facts, links.get(node, ()))
-        for node, known in sorted(state.nodes.items())
+        for node, known in sorted(state.fleet.nodes.items())
     ]
 
 
@@ -213,18 +209,18 @@ def _judge_all(turn: Turn, links: Mapping[int, tuple[Link, ...]]) -> None:
     state, config = turn.state, turn.config
     reports = _reports(state, links)
     if config.settings.check == "off":
-        judged = dict.fromkeys(state.nodes, Judgement())
+        judged = dict.fromkeys(state.fleet.nodes, Judgement())
     else:
         judged = judge.judge(reports, needs(config))
     _tell(turn, reports, judged)
     kept = [r for r in reports if judged[r.node].standing is not Standing.LEFT_OUT]
     changed = {
-        node: replace(state.nodes[node], judged=one)
+        node: replace(state.fleet.nodes[node], judged=one)
         for node, one in judged.items()
         if one.standing is not Standing.GOOD
     }
-    turn.set(
-        nodes=state.nodes.update(changed),
+    turn.state = state._replace(
+        fleet=replace(state.fleet, nodes=state.fleet.nodes.update(changed)),
         agreed=judge.agree(report.facts for report in kept if report.facts is not None),
     )
     if config.check_only:
@@ -234,9 +230,9 @@ def _judge_all(turn: Turn, links: Mapping[int, tuple[Link, ...]]) -> None:
         if judged[report.node].standing is Standing.LEFT_OUT:
             _leave_out(turn, report.node, judged[report.node])
     _weak_ones_last(turn, judged)
-    left = turn.state
+    left = turn.state.fleet
     more_may_come = len(left.nodes) + len(left.gone) < config.nodes + config.spares
-    if len(left.nodes) < min(config.nodes, len(state.nodes)) and not more_may_come:
+    if len(left.nodes) < min(config.nodes, len(state.fleet.nodes)) and not more_may_come:
         finish(turn, EXIT_NOT_ENOUGH, _not_enough(len(left.nodes), config, judged))
 
 
@@ -257,7 +253,7 @@ def _tell(turn: Turn, reports: Iterable[NodeReport], judged: Mapping[int, Judgem
             found["round_trip_seconds"] = min(trips)
         if report.links and node in clocks:
             found["clock_seconds"] = clocks[node][0]
-        _emit(turn, node, judged[node], report.facts, turn.state.nodes[node].domain, **found)
+        _emit(turn, node, judged[node], report.facts, turn.state.fleet.nodes[node].domain, **found)
 
 
 def _judge_one(
@@ -273,20 +269,21 @@ def _judge_one(
 def _weak_ones_last(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     """Weak nodes give their roles to good spares, as far as there are any."""
     weak = {node for node, one in judged.items() if one.standing is Standing.WEAK}
-    turn.set(avoid=turn.state.avoid | weak)
-    seated = turn.state.seats.nodes
-    spares = sum(node not in seated and node not in weak for node in turn.state.nodes)
+    fleet, seated = turn.state.fleet, turn.state.seats.nodes
+    turn.state = turn.state._replace(fleet=replace(fleet, avoid=fleet.avoid | weak))
+    spares = sum(node not in seated and node not in weak for node in fleet.nodes)
     leaving = sorted(weak & seated)[:spares]
     while leaving and not _can_spare(turn, frozenset(leaving)):
         leaving.pop()
-    turn.set(leaving=frozenset(leaving))
+    fleet = replace(turn.state.fleet, leaving=frozenset(leaving))
+    turn.state = turn.state._replace(fleet=fleet)
 
 
 def _can_spare(turn: Turn, leaving: frozenset[int]) -> bool:
     """Whether good nodes take the roles of all these."""
     found = seating(turn, leaving)
     new = {seat.node for seat in found.seats.values()} - turn.state.seats.nodes
-    return not found.unseated and not new & turn.state.avoid
+    return not found.unseated and not new & turn.state.fleet.avoid
 
 
 def _leave_out(turn: Turn, node: int, judged: Judgement) -> None:
@@ -299,7 +296,7 @@ def _end_check(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     state, config = turn.state, turn.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
     missing = {
-        node: Judgement(Standing.LEFT_OUT, (state.gone.get(node, "did not join in time"),))
+        node: Judgement(Standing.LEFT_OUT, (state.fleet.gone.get(node, "did not join in time"),))
         for node in sorted(absent)
     }
     for node, one in missing.items():

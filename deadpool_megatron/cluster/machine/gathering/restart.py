@@ -9,10 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from deadpool_megatron.cluster.machine.epoch.ending import finish
-from deadpool_megatron.cluster.machine.turn import Turn, restore_query
-from deadpool_megatron.events import Kind
+from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.decision import NoRestore
-from deadpool_megatron.layout.inventories import usual_layouts
 from deadpool_megatron.layout.records import Restore, RoleLayout
 
 EXIT_OTHER_MODEL = 2
@@ -21,24 +19,24 @@ EXIT_OTHER_MODEL = 2
 def inherit_layouts(turn: Turn, restore: Restore) -> None:
     """Before the inventories are dropped: what the slots say of roles whose members have not told
     this coordinator yet how they lay out their state."""
-    state = turn.state
-    if restore.kind != "memory":
-        turn.set(inherited=frozenset())
-        return
-    unknown = {role for role in range(turn.config.world_size) if role not in state.layouts}
-    found = usual_layouts(unknown, state.held.values())
-    turn.set(layouts=state.layouts.update(found), inherited=state.inherited | found.keys())
+    memory = turn.state.memory
+    if restore.kind == "memory":
+        memory = memory.with_inherited(turn.config.world_size)
+    else:
+        memory = replace(memory, inherited=frozenset())
+    turn.state = turn.state._replace(memory=memory)
 
 
 def refuses(turn: Turn, layout: RoleLayout) -> bool:
     """A member has built its role: end the run, with the slots kept, if the state in memory is not
     its own. Nothing was computed by then."""
-    state, role = turn.state, layout.role
-    if role not in state.inherited:
+    memory, role = turn.state.memory, layout.role
+    if role not in memory.inherited:
         return False
-    known = state.layouts[role]
+    known = memory.layouts[role]
     if known.layout_hash == layout.layout_hash:
-        turn.set(inherited=state.inherited - {role})
+        memory = replace(memory, inherited=memory.inherited - {role})
+        turn.state = turn.state._replace(memory=memory)
         return False
     reason = (
         f"the state in memory is of another model or other flags: role {role} has layout"
@@ -61,12 +59,11 @@ def tell(turn: Turn, restore: Restore) -> None:
         what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"
         why = "the newest that every role can be given"
     else:
-        query = replace(restore_query(turn, state.seats), durable=None, start=None)
+        query = replace(turn.restore_query(state.seats), durable=None, start=None)
         found = turn.planner.choose_restore(query)
         where = f"{restore.kind} state {restore.path}".rstrip()
         what = f"{where}, iteration {generation.iteration}"
         why = "memory has nothing newer"
         if isinstance(found, NoRestore):
             why = found.reason
-    text = f"restarted: goes on from {what}: {why}"
-    turn.emit(Kind.LOG, level="notice", text=text)
+    turn.log("notice", f"restarted: goes on from {what}: {why}")

@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import DropNode, Welcome
-from deadpool_megatron.cluster.machine.epoch import deciding, pausing
+from deadpool_megatron.cluster.machine.epoch import pausing
 from deadpool_megatron.cluster.machine.epoch.closing import drop_node, silent
 from deadpool_megatron.cluster.machine.epoch.deciding import decide, seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.gathering import checkup, takeover
-from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
+from deadpool_megatron.cluster.machine.state.phases import (
+    LAST_PHASES,
+    Gathering,
+    Rejoining,
+    WaitingSpare,
+)
 from deadpool_megatron.cluster.machine.state.roster import MemberStatus, NodeState, Place
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
@@ -20,13 +25,11 @@ from deadpool_megatron.events import Kind
 
 
 def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
+    """A node has come: welcome it and have its members started, or turn it away."""
     state, node = turn.state, event.node
-    left_behind = takeover.left_behind(turn, event)
-    if state.phase in LAST_PHASES or node in state.gone or node in state.nodes or left_behind:
-        why = left_behind or state.gone.get(node, "it is connected already")
-        why = "the run is ending" if state.phase in LAST_PHASES else why
+    if why := _refusal(turn, event):
         turn.refuse(f"join of node {node}", why, node)
-        if node not in state.nodes:
+        if node not in state.fleet.nodes:
             turn.act(DropNode(node, why))
         return
     if why := checkup.objection(turn, event):
@@ -34,17 +37,16 @@ def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         return
     address = event.host, event.vault_port, event.domain
     joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    turn.set(nodes=state.nodes.set(node, joined))
+    turn.state = state._replace(fleet=state.fleet.with_node(node, joined))
     if event.found is not None:
-        turn.set(found=state.found.set(node, event.found))
+        turn.state = turn.state._replace(memory=state.memory.with_found(node, event.found))
     spare = node not in state.seats.nodes
     turn.emit(Kind.NODE_JOINED, node=node, host=event.host, spare=spare)
     turn.act(Welcome(node, state.record))
     to_start: dict[int, int] = {}
     for slot in range(turn.config.nproc):
         if slot in event.members:
-            running = event.members[slot]
-            turn.member((node, slot), MemberStatus.RUNNING, incarnation=running)
+            turn.set_member((node, slot), MemberStatus.RUNNING, event.members[slot])
         else:
             # What an earlier coordinator started has been there already.
             was_there = state.record is not None and node in state.record.nodes
@@ -57,71 +59,76 @@ def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         checkup.look_again(turn, node, fresh=not event.epoch and event.found is None)
     if to_start and not turn.config.check_only:
         turn.start_members(node, to_start)
-    if state.phase is Phase.WAITING_SPARE:
-        deciding.decide(turn)
+    if isinstance(state.doing, WaitingSpare):
+        decide(turn)
     check_gathered(turn)
     pausing.consider_pause(turn)
 
 
+def _refusal(turn: Turn, event: ev.NodeJoined) -> str:
+    """Why a node cannot join; empty when it can."""
+    state, node = turn.state, event.node
+    if state.phase in LAST_PHASES:
+        return "the run is ending"
+    if left_behind := takeover.left_behind(turn, event):
+        return left_behind
+    if node in state.fleet.gone:
+        return state.fleet.gone[node]
+    return "it is connected already" if node in state.fleet.nodes else ""
+
+
 def check_gathered(turn: Turn) -> None:
-    """Leave GATHERING when all wished nodes are judged and run their members, or after a restart
-    have rejoined.
+    """Decide the first epoch when all wished nodes are judged and run their members; after a
+    takeover go on when all have rejoined.
 
     Spares are no condition, but get ``connect_seconds`` to join, so that the first record has them.
     """
-    state = turn.state
-    if state.phase is not Phase.GATHERING or state.deadline is None:
-        return
-    if state.record is not None:
-        if state.restarted or len(state.nodes) + len(state.gone) >= len(state.record.nodes):
-            takeover.check_all_back(turn)
-        return
-    if not checkup.has_begun(state) and not _enough_have_come(turn, state.deadline):
-        return
-    if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
-        return
-    if _seated_is_starting(turn.state):
-        return
-    seats = seating(turn, turn.state.leaving)
-    if not seats.unseated and all(_runs(turn, (s.node, s.slot)) for s in seats.seats.values()):
-        decide(turn)
+    match turn.state.doing:
+        case Rejoining() as rejoining if turn.state.record is not None:
+            takeover.check_all_back(turn, rejoining, turn.state.record)
+        case Gathering() as gathering:
+            begun = gathering.checkup is not None or turn.state.agreed is not None
+            if not begun and not _enough_have_come(turn, gathering.deadline):
+                return
+            if checkup.is_judged(turn, gathering) and not _seated_is_starting(turn.state):
+                seats = seating(turn, turn.state.fleet.leaving)
+                places = [(seat.node, seat.slot) for seat in seats.seats.values()]
+                if not seats.unseated and all(_runs(turn, place) for place in places):
+                    decide(turn)
 
 
 def _enough_have_come(turn: Turn, deadline: float) -> bool:
     # The counts are looked at first: this is asked for every join and every hello.
-    state, config = turn.state, turn.config
+    fleet, config = turn.state.fleet, turn.config
     began = deadline - config.settings.start_seconds
     patient = turn.now < began + config.settings.connect_seconds or config.check_only
     wanted = config.nodes + (config.spares if patient else 0)
-    return len(state.nodes) + len(state.gone) >= wanted and not state.absent(state.seats.nodes)
+    return len(fleet.nodes) + len(fleet.gone) >= wanted and not fleet.absent(turn.state.seats.nodes)
 
 
 def _seated_is_starting(state: State) -> bool:
     """Whether a member whose own role waits for it did not say hello yet."""
     places = state.seats.role_by_place
-    return any(place in places for place in state.members.starting)
+    return any(place in places for place in state.fleet.members.starting)
 
 
 def _runs(turn: Turn, place: Place) -> bool:
-    return turn.state.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
+    return turn.state.fleet.members[place].status in (MemberStatus.RUNNING, MemberStatus.WARM)
 
 
 def gathered_enough(turn: Turn, waited: str) -> None:
     """Go on without the late ones if spares can take their place, else end the run."""
-    state = turn.state
-    if state.record is not None:
-        takeover.time_is_over(turn)
+    fleet = turn.state.fleet
+    fleet = fleet.given_up(fleet.absent(turn.state.seats.nodes), "did not join in time")
+    turn.state = turn.state._replace(fleet=fleet)
+    if not isinstance(turn.state.doing, Gathering) or not checkup.is_judged(turn, turn.state.doing):
         return
-    absent = state.absent(state.seats.nodes)
-    turn.set(gone=state.gone.update(dict.fromkeys(absent, "did not join in time")))
-    if not checkup.is_judged(turn) or turn.state.phase is not Phase.GATHERING:
-        return
-    state = turn.state
-    for node in sorted({place[0] for place in state.members if not _runs(turn, place)}):
+    fleet = turn.state.fleet
+    for node in sorted({place[0] for place in fleet.members if not _runs(turn, place)}):
         drop_node(turn, node, silent(node, "did not start its members in time"))
     unseated = seating(turn, frozenset()).unseated
     if unseated:
-        who = ", ".join(f"node {n}: {why}" for n, why in sorted(turn.state.gone.items()))
+        who = ", ".join(f"node {n}: {why}" for n, why in sorted(turn.state.fleet.gone.items()))
         finish(turn, 2, f"no members for roles {list(unseated)} ({who or waited})")
     else:
         decide(turn)

@@ -8,17 +8,19 @@ on a Turn.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
 from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
 from deadpool_megatron.cluster.machine.gathering import checkup
-from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.causes import Failure
 from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.machine.state.phases import Opening, Rejoining
 from deadpool_megatron.cluster.machine.state.roster import MemberStatus
 from deadpool_megatron.cluster.machine.turn import Turn
-from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import EpochRecord
 
 
 def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
@@ -32,35 +34,42 @@ def left_behind(turn: Turn, event: ev.NodeJoined) -> str:
 def note_join(turn: Turn, event: ev.NodeJoined) -> None:
     """Take what a connected agent says about the newest epoch, while all come back."""
     state, record = turn.state, turn.state.record
-    if state.phase is not Phase.GATHERING or record is None:
+    if not isinstance(state.doing, Rejoining) or record is None:
         return
-    if event.node in record.nodes and not event.epoch and not event.members:
-        turn.set(restarted=True)  # its members have died with the agent before it
-    if event.closed >= record.epoch:
-        cause = f"epoch {record.epoch} was closed before the coordinator changed"
-        close(turn, Failure(cause, FailureKind.COORDINATOR))
+    restored = state.doing.restored
     for slot, epoch in event.restored.items():
         role = state.role_at(event.node, slot, event.members.get(slot, -1))
         if epoch == record.epoch and role is not None:
-            turn.set(restored=turn.state.restored.with_item(role))
+            restored = restored.with_item(role)
+    # Members without an epoch: theirs have died with the agent before it.
+    came_anew = event.node in record.nodes and not event.epoch and not event.members
+    turn.state = state._replace(
+        doing=replace(state.doing, restored=restored),
+        restarted=state.restarted or came_anew,
+    )
+    if event.closed >= record.epoch:
+        cause = f"epoch {record.epoch} was closed before the coordinator changed"
+        close(turn, Failure(cause, FailureKind.COORDINATOR))
 
 
-def check_all_back(turn: Turn) -> None:
+def check_all_back(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """Go on when every node of the newest record is back or lost.
 
     After a restart there is nothing to lose by waiting: lost nodes may come under other numbers,
     with their slots, so that as many nodes are awaited as at the start of a run.
     """
     state, config = turn.state, turn.config
-    assert state.record is not None
-    assert state.deadline is not None
     if state.restarted:
-        began = state.deadline - patience_seconds(config)
+        began = rejoining.deadline - patience_seconds(config)
         patient = turn.now < began + config.settings.connect_seconds
-        if len(state.nodes) >= config.nodes + (config.spares if patient else 0):
-            time_is_over(turn)
-    elif not state.absent(state.record.nodes):
-        _go_on(turn)
+        if len(state.fleet.nodes) >= config.nodes + (config.spares if patient else 0):
+            time_is_over(turn, rejoining, record)
+    elif (
+        # The counts are looked at first: this is asked for every join and every hello.
+        len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
+        and not state.fleet.absent(record.nodes)
+    ):
+        _go_on(turn, rejoining, record)
 
 
 def patience_seconds(config: Config) -> float:
@@ -69,35 +78,29 @@ def patience_seconds(config: Config) -> float:
     return settings.start_seconds if config.restarted else settings.rejoin_seconds
 
 
-def time_is_over(turn: Turn) -> None:
+def time_is_over(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """Who has not come back by now is lost."""
-    state = turn.state
-    assert state.record is not None
-    cause = "did not join again in time"
-    for node in state.absent(state.record.nodes):
-        give_up(turn, node, cause, FailureKind.NODE_LOST)
-    _go_on(turn)
+    for node in turn.state.fleet.absent(record.nodes):
+        give_up(turn, node, "did not join again in time", FailureKind.NODE_LOST)
+    _go_on(turn, rejoining, record)
 
 
-def _go_on(turn: Turn) -> None:
+def _go_on(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> None:
     """The newest epoch stays open; no member notices that the coordinator is another one."""
-    record = turn.state.record
-    assert record is not None
     checkup.agree_again(turn)
-    failure = turn.state.missed or _happened(turn)
-    turn.set(phase=Phase.OPENING, deadline=turn.now + opening_seconds(turn, record))
+    failure = rejoining.missed or _happened(turn, record)
+    deadline = turn.now + opening_seconds(turn, record)
+    turn.enter(Opening(deadline, rejoining.restored, rejoining.done, rejoining.pause))
     if failure is not None:
         close(turn, failure)
         return
-    text = f"all agents are back, epoch {record.epoch} stays open"
-    turn.emit(Kind.LOG, level="info", text=text)
+    turn.log("info", f"all agents are back, epoch {record.epoch} stays open")
     check_opened(turn)
 
 
-def _happened(turn: Turn) -> Failure | None:
+def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
     """What nobody has reported, for there was no coordinator to report it to."""
-    state, record = turn.state, turn.state.record
-    assert record is not None
+    state = turn.state
     ended = [role for role in sorted(record.seats) if not _plays(turn, role)]
     if ended and state.restarted:
         some = f"processes of roles {ended} were started again"
@@ -105,9 +108,9 @@ def _happened(turn: Turn) -> Failure | None:
             "all processes were started again" if len(ended) == len(record.seats) else some,
             FailureKind.RESTART,
         )
-    for node in sorted(set(record.nodes) - set(state.nodes)):
+    for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
-            cause = f"node {node}: {state.gone.get(node, 'gone')}"
+            cause = f"node {node}: {state.fleet.gone.get(node, 'gone')}"
             return Failure(cause, FailureKind.NODE_LOST, ("node", str(node)), node=node)
     if ended:
         cause = f"members of roles {ended} ended while there was no coordinator"
@@ -121,7 +124,7 @@ def _happened(turn: Turn) -> Failure | None:
 def _plays(turn: Turn, role: int) -> bool:
     """Whether the very process that has the role's seat is alive."""
     seat = turn.state.seats[role]
-    member = turn.state.members.get((seat.node, seat.slot))
+    member = turn.state.fleet.members.get((seat.node, seat.slot))
     return (
         member is not None
         and member.incarnation == seat.incarnation

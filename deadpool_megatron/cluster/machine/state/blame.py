@@ -2,51 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.records import Generation, Inventory, Restore
 
-
-@dataclass(frozen=True)
-class Failure:
-    """Why an epoch ends. ``signature``: equal for the same failure again; () is not a failure.
-
-    ``exited``: the process ended by itself, so trying again will most likely end the same.
-    ``evidence``: more than ``cause`` for whoever has to find a bug, such as the name of a log.
-    """
-
-    cause: str
-    kind: FailureKind
-    signature: tuple[str, ...] = ()
-    exited: bool = False
-    node: int | None = None
-    evidence: str = ""
-
-    def with_evidence(self) -> str:
-        """The cause, and where to look further."""
-        return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
-
-    @staticmethod
-    def from_record(values: Mapping[str, Any]) -> Failure:
-        """What :meth:`to_record` has kept."""
-        kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
-        cause, evidence = str(values["cause"]), str(values["evidence"])
-        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
-
-    def to_record(self, iteration: int) -> dict[str, Any]:
-        """What a record of the next epoch says of it; see :class:`History`."""
-        return {
-            "kind": str(self.kind),
-            "cause": self.cause,
-            "evidence": self.evidence,
-            "signature": list(self.signature),
-            "exited": self.exited,
-            "iteration": iteration,
-            "node": self.node,
-        }
+# A failed communication is mostly a consequence; its cause is reported within this time.
+GRACE_SECONDS = 0.5
+# So many causes of an end are told.
+SHOWN_FAILURES = 3
+# The same failure so often in a row without any progress is not worth another try.
+_SAME_EXITS = 2
+_SAME_FAILURES = 3
 
 
 @dataclass(frozen=True)
@@ -58,3 +28,114 @@ class Suspicion:
     until: float
     bad_parts: frozenset[BadPart] = frozenset()
     doubtful: bool = False  # the generation as a whole did not restore
+
+
+@dataclass(frozen=True)
+class Blame:
+    """``failures``: those since the newest iteration, with it; ``stacks``: where processes stood
+    that hung. ``bad_parts``, ``bad_generations``: must not be restored from; ``doubted``: did not
+    restore once. ``nonfinite``: iterations whose loss was not finite; ``poisoned_from``: the one of
+    them from which on nothing may be restored, until an epoch is decided that goes on before it.
+    """
+
+    failures: tuple[tuple[int, Failure], ...] = ()
+    stacks: tuple[str, ...] = ()
+    suspicion: Suspicion | None = None
+    bad_parts: frozenset[BadPart] = frozenset()
+    doubted: frozenset[Generation] = frozenset()
+    bad_generations: frozenset[Generation] = frozenset()
+    nonfinite: frozenset[int] = frozenset()
+    poisoned_from: int | None = None
+
+    def with_stack(self, text: str) -> Blame:
+        """Returns the blame with one more place where a process stood."""
+        return replace(self, stacks=(*self.stacks, text)[-SHOWN_FAILURES:])
+
+    def with_bad_parts(self, bad: Iterable[BadPart]) -> Blame:
+        """Returns the blame with bytes that are wrong."""
+        return replace(self, bad_parts=self.bad_parts.union(bad))
+
+    def with_failure(self, newest: int, failure: Failure) -> Blame:
+        """Returns the blame with a failure after the iteration ``newest``; those before it had
+        progress after them and do not count any more."""
+        same = (known for known in self.failures if known[0] == newest)
+        return replace(self, failures=(*same, (newest, failure)))
+
+    def crash_loop(self, allowed: int) -> LastWords | None:
+        """Returns how the run ends when the last failure repeats, or more than ``allowed`` came
+        without a new iteration in between: that is the program's own fault."""
+        newest, failure = self.failures[-1]
+        every = [known for _, known in self.failures]
+        same = [known for known in every if known.signature == failure.signature]
+        repeated = _is_repeated(same, failure)
+        if not repeated and len(every) <= allowed:
+            return None
+        shown = same if repeated else every
+        told = [known.with_evidence() for known in shown[-SHOWN_FAILURES:]]
+        if failure.kind in (FailureKind.HANG, FailureKind.MEMBER_FROZEN):
+            told += self.stacks
+        count = f"{len(shown)} times the same failure, so trying again is no use: "
+        reason = f"no progress after iteration {newest}: {count if repeated else ''}"
+        kind = FailureKind.BUG if repeated else failure.kind
+        return LastWords(1, reason + "; ".join(told), kind)
+
+    def suspecting(
+        self,
+        failure: Failure,
+        now: float,
+        bad_parts: frozenset[BadPart] = frozenset(),
+        *,
+        doubtful: bool = False,
+    ) -> Blame:
+        """Returns the blame that gives a better cause the time to arrive; state that did not
+        restore is one already."""
+        before = self.suspicion
+        if before is None:
+            suspicion = Suspicion(failure, now, now + GRACE_SECONDS, bad_parts, doubtful)
+        else:
+            suspicion = replace(
+                before,
+                failure=failure if bad_parts or doubtful else before.failure,
+                bad_parts=before.bad_parts | bad_parts,
+                doubtful=before.doubtful or doubtful,
+            )
+        return replace(self, suspicion=suspicion)
+
+    def believing(self, suspicion: Suspicion, generation: Generation) -> Blame:
+        """Returns the blame after no better cause came; ``generation``: what was restored.
+
+        The first time the fault may be a device's; the second time the generation is given up.
+        """
+        bad = self.bad_parts | suspicion.bad_parts
+        if not suspicion.doubtful:
+            return replace(self, bad_parts=bad)
+        given_up = self.doubted & {generation}
+        return replace(
+            self,
+            bad_parts=bad,
+            bad_generations=self.bad_generations | given_up,
+            doubted=self.doubted | {generation},
+        )
+
+    def is_poisoned(self, generation: Generation) -> bool:
+        """Returns whether the generation includes an update whose loss was not finite."""
+        return self.poisoned_from is not None and generation.iteration >= self.poisoned_from
+
+    def untrusted(self, inventories: Iterable[Inventory]) -> frozenset[Generation]:
+        """Returns the generations in these inventories that must not be restored, and others."""
+        if self.poisoned_from is None:
+            return self.bad_generations
+        held = {holding.generation for one in inventories for holding in one.holdings}
+        return self.bad_generations.union(filter(self.is_poisoned, held))
+
+    def trusted(self, restore: Restore | None) -> Restore | None:
+        """Returns the checkpoint, None when it must not be used."""
+        return None if restore is None or self.is_poisoned(restore.generation) else restore
+
+
+def _is_repeated(same: list[Failure], failure: Failure) -> bool:
+    """Whether failures with one signature since the last new iteration are the program's fault."""
+    if failure.kind is FailureKind.DEVICE_ERROR:
+        # A device that fails again is left for another; where that fails alike, it is no device's.
+        return len({known.node for known in same}) > 1 or len(same) >= _SAME_FAILURES
+    return len(same) >= (_SAME_EXITS if failure.exited else _SAME_FAILURES)

@@ -1,31 +1,36 @@
-"""What the machine is doing, and what is known only while it does that."""
+"""What the machine is doing, and what is known only while it does that.
+
+Each phase is a frozen object with its own fields; :data:`Doing` is one of them. What outlives a
+phase is a field of the state.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.preflight.schedule import Checkup
 
 
 class Phase(StrEnum):
-    """What the machine is doing; every phase but RUNNING and ENDED has a deadline."""
+    """Names of the phases; every phase but RUNNING and ENDED has a deadline."""
 
-    GATHERING = "gathering"  # waits for the first members, or after a restart for the old ones
-    CLOSING = "closing"  # waits for inventories
+    GATHERING = "gathering"
+    CLOSING = "closing"
     WAITING_SPARE = "waiting for a spare"
-    DECIDING = "deciding"  # waits for the journal
-    OPENING = "opening"  # waits until every role has restored
+    DECIDING = "deciding"
+    OPENING = "opening"
     RUNNING = "running"
-    PAUSING = "pausing"  # runs, until all members stand still at one iteration
+    PAUSING = "pausing"
     DUMPING = "dumping"
-    ENDING = "ending"  # waits for the agents to go
+    ENDING = "ending"
     ENDED = "ended"
 
 
-OPEN_PHASES = frozenset({Phase.OPENING, Phase.RUNNING, Phase.PAUSING})
 LAST_PHASES = frozenset({Phase.DUMPING, Phase.ENDING, Phase.ENDED})
 
 
@@ -40,26 +45,101 @@ class PauseOrder:
 
 
 @dataclass(frozen=True)
-class LastWords:
-    """How the run ends once its state is saved. ``kind``: of the failure that ends it.
-    ``exports``: a dump is made a checkpoint, too, as nobody waits for the end."""
+class Gathering:
+    """Waits for the first members. ``checkup``: links that are being measured."""
 
-    status: int
-    reason: str
-    kind: FailureKind | None = None
-    exports: bool = False
+    phase: ClassVar = Phase.GATHERING
+    deadline: float
+    checkup: Checkup | None = None
 
 
 @dataclass(frozen=True)
-class DumpOrder:
-    """What is being written to disk, and which nodes have finished. ``chains``: generations that
-    are written in part, for roles that recompute their shard parts from them. ``held``: all that
-    the nodes hold is written, as no generation is whole, else the one of ``restore``; a run goes on
-    from ``resume`` then, if there is one. ``failed``: nodes that could not write, now or when
-    another generation was tried before. ``exporting``: all of it is written, and a checkpoint is
-    being made of it.
+class Rejoining:
+    """A coordinator has taken over: the newest epoch goes on while its agents come back.
+
+    ``missed``: why it must be closed as soon as all are back. ``restored``, ``done``: roles that
+    have their state, or have completed their last iteration. ``pause``: ordered earlier.
     """
 
+    phase: ClassVar = Phase.GATHERING
+    deadline: float
+    missed: Failure | None = None
+    restored: PersistentSet[int] = field(default_factory=PersistentSet)
+    done: PersistentSet[int] = field(default_factory=PersistentSet)
+    pause: PauseOrder | None = None
+
+
+@dataclass(frozen=True)
+class Closing:
+    """Waits for the inventories of nodes, and for the end of killed members."""
+
+    phase: ClassVar = Phase.CLOSING
+    deadline: float
+    awaited: PersistentSet[int] = field(default_factory=PersistentSet)
+
+
+@dataclass(frozen=True)
+class WaitingSpare:
+    """Waits for a node that joins."""
+
+    phase: ClassVar = Phase.WAITING_SPARE
+    deadline: float
+
+
+@dataclass(frozen=True)
+class Deciding:
+    """Waits for the journal. ``redecide``: why ``pending`` must not be announced any more."""
+
+    phase: ClassVar = Phase.DECIDING
+    deadline: float
+    pending: EpochRecord
+    redecide: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Waits until every role has restored. ``pause``: wanted as soon as the epoch runs."""
+
+    phase: ClassVar = Phase.OPENING
+    deadline: float
+    restored: PersistentSet[int] = field(default_factory=PersistentSet)
+    done: PersistentSet[int] = field(default_factory=PersistentSet)
+    pause: PauseOrder | None = None
+
+
+@dataclass(frozen=True)
+class Running:
+    """All roles train."""
+
+    phase: ClassVar = Phase.RUNNING
+    deadline: ClassVar[None] = None
+    done: PersistentSet[int] = field(default_factory=PersistentSet)
+
+
+@dataclass(frozen=True)
+class Pausing:
+    """Runs, until all members stand still at one iteration."""
+
+    phase: ClassVar = Phase.PAUSING
+    deadline: float
+    order: PauseOrder
+    done: PersistentSet[int] = field(default_factory=PersistentSet)
+
+
+@dataclass(frozen=True)
+class Dumping:
+    """Nodes write to disk what they hold; then the run ends with ``words``.
+
+    ``chains``: generations that are written in part, for roles that recompute their shard parts
+    from them. ``held``: all that the nodes hold is written, as no generation is whole, else the one
+    of ``restore``; a run goes on from ``resume`` then, if there is one. ``failed``: nodes that
+    could not write, now or when another generation was tried before. ``exporting``: all of it is
+    written, and a checkpoint is being made of it.
+    """
+
+    phase: ClassVar = Phase.DUMPING
+    deadline: float
+    words: LastWords
     restore: Restore
     awaited: PersistentSet[int]
     finished: PersistentSet[int] = field(default_factory=PersistentSet)
@@ -68,3 +148,26 @@ class DumpOrder:
     resume: Restore | None = None
     failed: frozenset[int] = frozenset()
     exporting: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Waits for the agents to go."""
+
+    phase: ClassVar = Phase.ENDING
+    deadline: float
+    status: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """There is nothing left to do."""
+
+    phase: ClassVar = Phase.ENDED
+    deadline: ClassVar[None] = None
+
+
+# The epoch is open; its members are heard while agents come back, too.
+Open = Opening | Running | Pausing
+Heard = Rejoining | Open
+Doing = Gathering | Heard | Closing | WaitingSpare | Deciding | Dumping | Ending | Ended

@@ -10,8 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from deadpool_megatron.cluster.machine.state.causes import Failure
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 
+# So many recoveries are told one by one when the run ends; the events have all of them.
+RECOVERIES_SHOWN = 100
 # In the order they happen; ``abandoned`` is time in epochs that were opened but failed again.
 PHASES = (
     "detect",
@@ -136,15 +139,71 @@ class Recovery:
         )
 
 
-def begin(
-    causes: tuple[str, ...],
-    signs: float,
-    now: float,
-    newest: int,
-    seats: Mapping[int, Seat],
-    kind: str = "",
-) -> Recovery:
-    """A recovery whose first sign (or last sign of life) was at ``signs``; the close is now."""
-    started = min(signs, now)
-    detect = {"detect": now - started}
-    return Recovery(causes, started, now, newest, seats, kind, detect)
+@dataclass(frozen=True)
+class Recoveries:
+    """``current``: in progress. ``finished``: the newest that this coordinator saw. ``count``,
+    ``steps_recomputed``: of the whole run."""
+
+    current: Recovery | None = None
+    finished: tuple[RecoveryReport, ...] = ()
+    count: int = 0
+    steps_recomputed: int = 0
+
+    def closed(
+        self, failure: Failure, signs: float, now: float, newest: int, record: EpochRecord
+    ) -> Recoveries:
+        """Returns the recoveries after the epoch of ``record`` was closed now; the first sign of
+        the failure (or the last one of life) was at ``signs``."""
+        if self.current is not None:
+            return replace(self, current=self.current.again(failure.cause, now))
+        started = min(signs, now)
+        detect, kind = {"detect": now - started}, str(failure.kind)
+        begun = Recovery((failure.cause,), started, now, newest, record.seats, kind, detect)
+        return replace(self, current=begun)
+
+    def with_cause(self, cause: str) -> Recoveries:
+        """Returns the recoveries with one more cause of the one in progress."""
+        if self.current is None:
+            return self
+        causes = (*self.current.causes, cause)
+        return replace(self, current=replace(self.current, causes=causes))
+
+    def spent(self, phase: str, now: float) -> Recoveries:
+        """Returns the recoveries after a phase of the one in progress."""
+        if self.current is None:
+            return self
+        return replace(self, current=self.current.spend(phase, now))
+
+    def opened(self, now: float) -> Recoveries:
+        """Returns the recoveries after every role has restored."""
+        if self.current is None:
+            return self
+        return replace(self, current=replace(self.current, mark=now, opened=True))
+
+    def with_finished(self, report: RecoveryReport) -> Recoveries:
+        """Returns the recoveries after the one in progress is complete."""
+        return Recoveries(
+            None,
+            (*self.finished, report)[-RECOVERIES_SHOWN:],
+            self.count + 1,
+            self.steps_recomputed + report.steps_recomputed,
+        )
+
+    def reported(
+        self, record: EpochRecord | None, epoch: int, phase: str, seconds: float, exposed: float
+    ) -> Recoveries:
+        """Returns the recoveries with what a member or vault of ``epoch`` says of one phase.
+
+        ``record``: the announced one. ``exposed``: how long something lacked protection.
+        """
+        if self.current is not None:
+            if record is None or epoch != record.epoch:
+                return self
+            known = self.current.report(phase, seconds)
+            return replace(self, current=replace(known, exposed=max(known.exposed, exposed)))
+        if not self.finished or self.finished[-1].epoch != epoch:
+            return self
+        *earlier, last = self.finished
+        last = last.with_phase(phase, seconds)
+        last = replace(last, exposed_seconds=max(last.exposed_seconds, exposed))
+        return replace(self, finished=(*earlier, last))

@@ -16,6 +16,7 @@ from deadpool_megatron.cluster.coordinator.reporting.results import (
 )
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.machine.actions import Finish
+from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.settings import Settings
@@ -103,7 +104,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     second = RunFiles(run, info(), 2, newest=2)
     assert second.results.last_iteration == 2
     second.write(step(3))
-    state = Rig().state.changed({"recovery_count": 7, "steps_recomputed": 3})
+    state = Rig().state._replace(recoveries=Recoveries(count=7, steps_recomputed=3))
     second.write_result(None, second.result(Finish(0, ""), state))
     second.close(10.0)
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]

@@ -69,10 +69,10 @@ def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_p
         os.mkfifo(one._run.latest)
         looking = asyncio.create_task(one._look_for_durable())
         await asyncio.sleep(0.1)
-        assert one._state.durable is None
+        assert one._state.line.durable is None
         await asyncio.to_thread(one._run.latest.write_text, json.dumps(saved.to_dict()))
         await looking
-        return None if one._state.durable is None else one._state.durable.path
+        return None if one._state.line.durable is None else one._state.line.durable.path
 
     journal = open_journal(Settings(), "run", tmp_path / "journal")
     assert asyncio.run(live()) == saved.path

@@ -37,8 +37,8 @@ def train(watch: ProtectionWatch, count: int, wait: float = 0.0, ship: float = 0
 
 def with_memory(rig: Rig, nbytes: int) -> State:
     """The state in which every node has said how much it has."""
-    nodes = {n: replace(known, memory_bytes=nbytes) for n, known in rig.state.nodes.items()}
-    return rig.state.changed({"nodes": Map(nodes)})
+    nodes = {n: replace(known, memory_bytes=nbytes) for n, known in rig.state.fleet.nodes.items()}
+    return rig.state._replace(fleet=replace(rig.state.fleet, nodes=Map(nodes)))
 
 
 def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
@@ -50,7 +50,7 @@ def test_waits_at_the_gate_lead_to_a_thinner_cadence() -> None:
     assert request.plan == replace(ProtectionPlan(), every=3)
     assert "waited 50% of the time for copies" in request.why
     rig.feed(request)
-    assert rig.state.protection.every == 3
+    assert rig.state.protection.plan.every == 3
     assert watch.look(rig.state) == [], "another plan is on its way"
 
 
