@@ -14,9 +14,9 @@ from typing import Any
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Deciding, Phase
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.decision import keep_line

@@ -16,14 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.machine.exporting import unfinished_export
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
 from deadpool_megatron.cluster.run_directory.bounds import (
     OutsideError,
     export_directory,
     export_name,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    unfinished_export,
+)
 from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 

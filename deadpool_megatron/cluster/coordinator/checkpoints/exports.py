@@ -27,10 +27,10 @@ from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
     publish_export,
     remember_and_prune,
 )
+from deadpool_megatron.cluster.coordinator.checkpoints.export import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.machine.exporting import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.run_directory.directory import write_json
