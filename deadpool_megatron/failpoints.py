@@ -7,6 +7,7 @@ named by the environment variable ``DEADPOOL_FAULTS``: a list of objects with th
 ``point``    name given to :func:`hit`
 ``match``    object: context keys (role, node, iteration, epoch, section, op, group, ...) -> value
 ``nth``      fire on the n-th matching hit of this process (default 1)
+``after``    identifier of a fault; hits count only once that one has fired (default: always)
 ``action``   ``signal`` (default) or ``mark``; ``mark`` does nothing itself, :func:`hit` answers the
              fault and the call site acts on it (flip a byte, return junk)
 ``target``   for ``signal``: ``self`` (default), ``node`` (all processes of the node), ``members``,
@@ -46,6 +47,7 @@ class Fault:
     point: str
     match: Mapping[str, object] = field(default_factory=dict)
     nth: int = 1
+    after: str = ""
     action: str = "signal"
     target: str = "self"
     nodes: tuple[int, ...] = ()
@@ -97,6 +99,8 @@ def hit(point: str, **details: object) -> Fault | None:
     facts = {**_context, **details}
     for fault in _faults:
         if fault.point != point or any(facts.get(k) != v for k, v in fault.match.items()):
+            continue
+        if fault.after and not (_fired_directory / fault.after).exists():
             continue
         with _lock:
             _hits[fault.id] = _hits.get(fault.id, 0) + 1

@@ -174,6 +174,7 @@ class Session:
                 "seconds": time.monotonic() - started,
             }
         )
+        failpoints.hit("member.warm")
 
     def _is_restarted_in(self, record: EpochRecord) -> bool:
         """Whether this process follows one that played a role: it will be given that role."""

@@ -9,6 +9,7 @@ import pytest
 from deadpool_megatron.comms.stream_order import JUNK_LOG
 from tests.faults.jobs import (
     assert_unnoticed,
+    fault,
     recomputed,
     restart_kinds,
     run_program,
@@ -63,15 +64,16 @@ def test_numbers_of_layers_shift_on_real_text(tmp_path: Path) -> None:
             "split": "90,10,0",
             "eval_interval": 4,
             "eval_iters": 1,
-            "train_iters": 7,
+            "train_iters": 14,
         }
     )
     plan = [
         dies("before-the-index", "recovery.rebuild", 3, when_epoch=1),
-        dies("first-step", "forward", 2, 1, nth=2),
-        dies("other-class", "optimizer.updated", 0, 4),
+        fault("spare-is-built", "member.warm", when_node=5, action="mark"),
+        dies("same-class", "forward", 2, nth=2, after="spare-is-built"),
+        dies("other-class", "optimizer.updated", 0, nth=3, after="same-class"),
     ]
-    outcome = strike(tmp_path / "run", program, plan, spares=1)
+    outcome = strike(tmp_path / "run", program, plan, spares=2)
     assert list((outcome.directory / "index").rglob("*GPTDataset*.npy"))
     assert "built for role 1, takes role 2 in place" in output_of_members(outcome)
     assert "built for role 2, built anew for role 0" in output_of_members(outcome)

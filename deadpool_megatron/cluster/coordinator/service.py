@@ -26,12 +26,13 @@ from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
+from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.succession.first_state import first_state
+from deadpool_megatron.cluster.coordinator.succession.first_state import first_state, newest_durable
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
@@ -77,9 +78,21 @@ class Coordinator:
         self._queue: deque[inputs.Input] = deque()
         self._stepping = False
         self._exit_status: int | None = None
+        self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
         self._orders = Orders(options, self._peers)
+        self._run_end = RunEnd(
+            options,
+            self._files,
+            self._orders,
+            self._peers,
+            newest_term=self._sign.look,
+            spawn=self._spawn,
+            warn=self._warn,
+            step_down=self._step_down,
+            end=self._end,
+        )
         self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
@@ -120,7 +133,6 @@ class Coordinator:
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
-        self._over = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, "interrupted")
@@ -148,6 +160,8 @@ class Coordinator:
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         self._spawn(self._user_requests.begin())
+        if not options.estate.is_durable_read:
+            self._spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -215,9 +229,9 @@ class Coordinator:
             case actions.Hurt(None, _, name):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():
-                self._finish(action)
+                self._run_end.finish(action, self._state)
             case actions.Exit(exit_status):
-                self._end(exit_status)
+                self._run_end.exit(exit_status)
             case _:
                 self._orders.give(action)
 
@@ -238,12 +252,6 @@ class Coordinator:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
             self.feed(inputs.JournalWritten(record.epoch))
-
-    def _finish(self, end: actions.Finish) -> None:
-        if self._is_superseded():
-            return
-        written = self._files.finish(end, self._state)
-        self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
 
@@ -351,17 +359,6 @@ class Coordinator:
         limit = Rhythm.of(self._settings).alone
         return self._peers.hears_most(limit, time.monotonic(), self._options.term.node)
 
-    def _is_superseded(self) -> bool:
-        """A last look before something that another coordinator could do as well."""
-        try:
-            newest = self._sign.look()
-        except JournalError as error:
-            self._warn(str(error))  # then no standby can have claimed a term either
-            return False
-        if newest > self._options.term.number:
-            self._step_down(f"term {newest} has begun")
-        return newest > self._options.term.number
-
     def _step_down(self, why: str) -> None:
         """Another coordinator holds a newer term: say nothing more to anybody."""
         if self._exit_status is None:
@@ -376,6 +373,24 @@ class Coordinator:
 
     def _warn(self, text: str) -> None:
         self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+
+    async def _look_for_durable(self) -> None:
+        """Learn of the checkpoint that could not be read before this coordinator took over."""
+        while True:
+            try:
+                found = await asyncio.to_thread(newest_durable, self._run)
+                break
+            except OSError:
+                await asyncio.sleep(self._settings.takeover_seconds)
+            except ValueError as error:
+                self._warn(str(error))
+                return
+        known = self._state.line.durable
+        if found is None or found.kind != "durable":
+            return
+        iteration = found.generation.iteration
+        if known is None or known.generation.iteration < iteration:
+            self.feed(inputs.DurableValid(iteration, found.path, found.boundary))
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))

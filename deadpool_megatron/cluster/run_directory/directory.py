@@ -206,6 +206,15 @@ class RunDirectory:
         return found
 
 
+def address_in(text: str) -> tuple[str, int] | None:
+    """Where the coordinator listens, by its ``coordinator.json``; None when that does not say."""
+    try:
+        values = json.loads(text)
+        return str(values["host"]), int(values["port"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def slots_are_kept(run: RunDirectory) -> bool:
     """Whether the run ended with a result, but left what it held in memory for another start."""
     try:

@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     write_json,
 )
 from deadpool_megatron.events import Event, EventLog
+from deadpool_megatron.layout.records import Restore
 
 _PAUSE_SECONDS = 1.0
 # For who looks for the cause of a slow commit: "all" has each role's seals and commits written.
@@ -54,21 +55,27 @@ class RunFiles:
             self.writer.write(one)
         return accepted
 
-    def finish(self, end: Finish, state: State) -> str:
-        """Write the last files; answers the reason as written. The newest recoveries that this
-        coordinator saw are in ``final.json``, with phases reported after their event was written.
+    def result(self, end: Finish, state: State) -> dict[str, Any]:
+        """The object of ``final.json``. The newest recoveries that this coordinator saw are in it,
+        with phases reported after their event was written.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
-        final = self.results.final(head, end.reason, end.exit_status)
-        final["kind"] = end.kind
-        final["slots_kept"] = end.keeps_slots
-        final["recovery_count"] = state.recoveries.count
-        final["steps_recomputed"] = state.recoveries.steps_recomputed
-        final["recoveries"] = [report.to_dict() for report in state.recoveries.finished]
-        if end.resume is not None:
-            write_json(self._run.latest, end.resume.to_dict(), lasting=True)
-        write_json(self._run.final, final)
-        return str(final["reason"])
+        return {
+            **self.results.final(head, end.reason, end.exit_status),
+            "kind": end.kind,
+            "slots_kept": end.keeps_slots,
+            "recovery_count": state.recoveries.count,
+            "steps_recomputed": state.recoveries.steps_recomputed,
+            "recoveries": [report.to_dict() for report in state.recoveries.finished],
+        }
+
+    def write_result(self, resume: Restore | None, result: Mapping[str, Any]) -> None:
+        """Write the last files: where to go on, if that is anywhere, then the result. Blocks;
+        raises OSError.
+        """
+        if resume is not None:
+            write_json(self._run.latest, resume.to_dict(), lasting=True)
+        write_json(self._run.final, result)
 
     async def show_address(self, values: Mapping[str, Any]) -> None:
         """Write ``coordinator.json``, as soon as that is possible."""
