@@ -34,6 +34,9 @@ class PersistentSet(Set[T], Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def __hash__(self) -> int:
+        return self._hash()
+
     def __repr__(self) -> str:
         return f"PersistentSet({list(self)})"
 
