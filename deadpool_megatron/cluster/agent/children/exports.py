@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.machine.exporting import unfinished_export
 from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.process.files import Files
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
@@ -25,7 +24,11 @@ from deadpool_megatron.cluster.run_directory.bounds import (
     export_directory,
     export_name,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    unfinished_export,
+)
 from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 

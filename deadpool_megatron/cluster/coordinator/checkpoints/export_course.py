@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.checkpoints.export import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.machine.exporting import Export, Leaving, Purpose, Wish
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
