@@ -12,7 +12,7 @@ from typing import Any
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.framing import WireError
@@ -40,7 +40,8 @@ def shown(text: str) -> str:
 
 def warn_in_the_clear(host: str, settings: Settings) -> None:
     """Say in one line that what passes can be read, where it leaves this host without TLS."""
-    if not settings.tls_certificate and not host.startswith("127."):
+    leaves = host != "localhost" and not host.startswith("127.")
+    if leaves and not settings.tls_certificate:
         print(
             f"listens on {host} without TLS: states and records can be read on the way"
             " (docs/security.md)",
@@ -63,9 +64,8 @@ def add_run_directory(parser: argparse.ArgumentParser) -> None:
 def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
     """Where the coordinator says it listens; None before it has said so."""
     try:
-        values = read_json(run.coordinator)
-        return str(values["host"]), int(values["port"])
-    except (OSError, ValueError, KeyError):
+        return address_in(run.coordinator.read_text())
+    except (OSError, ValueError):
         return None
 
 

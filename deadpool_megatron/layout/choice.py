@@ -1,4 +1,6 @@
-"""``mixed``: copies if they fit, else the smallest parity group that does. Pure.
+"""Which plans can protect a run, and which one ``mixed`` takes. Pure.
+
+``mixed`` is copies if they fit, else the smallest parity group that does.
 
 Copies need most memory and are safest; of parity groups the smaller ones are. So the first plan
 that fits is the one to take. ``recompute`` is not among them: its gradients need room in every
@@ -9,16 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from deadpool_megatron.layout.demand import Scene, memory_needs
+from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.schemes import (
     ANY,
     Kind,
     ProtectionPlan,
     Rule,
     Scheme,
+    losses_survived,
     plan_in_words,
+    scheme_in_words,
 )
+from deadpool_megatron.settings import LONGEST_CADENCE, Settings
 
 # Sizes of parity groups that are tried: larger ones save little more memory, and cost risk.
 GROUP_SIZES = (2, 3, 4, 6, 8)
@@ -76,6 +83,8 @@ def choose(scene: Scene, budgets: Mapping[int, int], every: int = 1) -> Choice:
 
 def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
+    if not budgets:
+        return None
     needs = memory_needs(plan, scene)
     found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)
@@ -106,3 +115,56 @@ def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
 def sized(nbytes: int) -> str:
     """Three digits, GB or MB."""
     return f"{nbytes / 1e9:.3g} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.3g} MB"
+
+
+def refusal(
+    plan: ProtectionPlan,
+    live_nodes: int,
+    settings: Settings,
+    present: ProtectionPlan | None = None,
+) -> str:
+    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
+
+    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
+    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
+    """
+    kinds = plan.kinds
+    if not 1 <= plan.every <= LONGEST_CADENCE:
+        return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
+    if Kind.RECOMPUTE in kinds and settings.protection != Kind.RECOMPUTE:
+        return (
+            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
+            " start the run with --deadpool-protection recompute"
+        )
+    if Kind.RECOMPUTE in kinds and plan.every > 1:
+        return "recompute needs the gradients of every iteration: choose a cadence of 1"
+    if Kind.LOCAL in kinds and len(kinds) > 1:
+        return "local is for all parts or for none: nothing of a lost node can be had without all"
+    blocks = losses_survived(settings, plan)
+    if Kind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
+        return (
+            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
+            " pip install 'deadpool-megatron[parity]'"
+        )
+    for scheme in (rule.scheme for rule in plan.rules):
+        if scheme.kind is Kind.PARITY and scheme.group < 2:
+            return f"a parity group has at least 2 roles, not {scheme.group}"
+        if scheme.kind is Kind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+            return (
+                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+            )
+        needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
+        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
+        if is_new and live_nodes < needed:
+            name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
+            return (
+                f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
+                f" are {live_nodes}: attach {needed - live_nodes} more"
+            )
+    return ""
+
+
+def _nodes_needed(kind: Kind, survived: int) -> int:
+    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
+    return survived + (2 if kind is Kind.PARITY else 1)

@@ -65,9 +65,10 @@ def test_standbys_take_over_through_etcd_and_under_tls(tmp_path: Path) -> None:
     (tmp_path / "etcd").mkdir()
     etcd = EtcdServer(tmp_path / "etcd")
     files = certificates.options(certificates.make(tmp_path / "tls"))
-    # TLS takes its time on a busy machine, and etcd syncs: the limits are the ordinary ones.
-    ordinary = ("--deadpool-fence-seconds", "6", "--deadpool-node-silence-seconds", "8")
-    options = (*files, *ordinary, "--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
+    # TLS takes its time on a busy machine, and etcd syncs.
+    patient = ("--deadpool-fence-seconds", "6", "--deadpool-node-silence-seconds", "8")
+    patient += ("--deadpool-takeover-seconds", "3")
+    options = (*files, *patient, "--deadpool-journal", f"etcd://{etcd.endpoint}/runs")
     try:
         with Agents(tmp_path / "r", options=options) as run:
             run.wait_iteration(5)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
+from deadpool_megatron.cluster.machine.actions import BeginExport
 from deadpool_megatron.cluster.machine.inputs import DurableValid, Exported
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
@@ -79,8 +80,8 @@ def no_room(world: World) -> None:
 
 
 def time_is_over(world: World) -> None:
-    assert world.exports._export is not None
-    world.exports._export.limit = 0.0
+    assert world.exports._course._export is not None
+    world.exports._course._export.limit = 0.0
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_who_asks_gets_a_later_iteration_if_one_was_too_late(tmp_path: Path) -> 
     world = World(tmp_path)
     world.exports.tick()
     assert world.orders() == [], "without an interval nothing is due"
-    world.exports.request(5, str(world.run.exports))
+    world.exports.carry_out(BeginExport(5, str(world.run.exports)))
     world.exports.tick()
     assert world.orders() == TAKE
     world.hear(0, "failed", text="take: the slot was overwritten", code="too-late")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.machine.actions import ExportDump
+from deadpool_megatron.cluster.coordinator.checkpoints import exports
+from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
 from deadpool_megatron.cluster.machine.inputs import (
     DumpExported,
     DumpRequested,
@@ -28,7 +31,7 @@ def leaving(directory: Path, **settings: object) -> World:
     """A run that has 100 seconds left, and orders its last export."""
     exports = str(directory / "exports")
     world = World(directory, **{"persist_directory": exports, **settings})
-    world.exports.end_run(WHY, 100.0)
+    world.exports.carry_out(EndRun(WHY, 100.0))
     assert not world.fed, "training goes on"
     world.exports.tick()
     return world
@@ -54,7 +57,7 @@ def test_a_last_export_and_then_the_dump(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     assert world.orders() == TAKE
     assert "within 100 s; a last checkpoint is written in the background" in world.complaint()
-    world.exports.request(5, str(tmp_path))
+    world.exports.carry_out(BeginExport(5, str(tmp_path)))
     why = "the run is about to end, and exports once more itself"
     assert world.fed == [Exported(5, 0, "", why)]
     world.fed.clear()
@@ -75,7 +78,7 @@ def test_without_a_place_for_exports_or_without_time_the_dump_comes_at_once(
 ) -> None:
     settings = {"persist_interval": 4} if seconds is None else {}
     world = World(tmp_path, **settings)
-    world.exports.end_run(WHY, seconds)
+    world.exports.carry_out(EndRun(WHY, seconds))
     assert told(world) == [DUMP]
     assert world.orders() == []
 
@@ -83,7 +86,7 @@ def test_without_a_place_for_exports_or_without_time_the_dump_comes_at_once(
 def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     world.orders()
-    world.exports.end_run(WHY, None)
+    world.exports.carry_out(EndRun(WHY, None))
     assert world.orders() == DROP, "before the nodes are told to dump"
     assert told(world) == [DUMP]
     world.work()
@@ -93,7 +96,7 @@ def test_a_dump_at_once_ends_the_export_that_is_under_way(tmp_path: Path) -> Non
 
 def test_who_does_not_want_to_wait_does_not_make_the_end_later(tmp_path: Path) -> None:
     world = leaving(tmp_path)
-    world.exports.end_run(WHY, None)
+    world.exports.carry_out(EndRun(WHY, None))
     seconds = world.fed[-1].seconds
     assert seconds is not None
     assert 90 < seconds <= 100
@@ -103,13 +106,13 @@ def test_who_does_not_want_to_wait_does_not_make_the_end_later(tmp_path: Path) -
 def test_a_recovery_under_way_is_not_waited_for(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
     world.state.phase = Phase.OPENING
-    world.exports.end_run(WHY, 100.0)
+    world.exports.carry_out(EndRun(WHY, 100.0))
     assert told(world) == [DUMP]
 
 
 def test_a_recovery_before_the_last_export_has_begun(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=4)
-    world.exports.end_run(WHY, 100.0)
+    world.exports.carry_out(EndRun(WHY, 100.0))
     world.state.phase = Phase.CLOSING
     world.exports.tick()
     assert told(world) == [DUMP]
@@ -125,7 +128,7 @@ def no_room(world: World) -> None:
 
 
 def too_little_time(world: World) -> None:
-    world.exports.end_run(WHY, 0.0)
+    world.exports.carry_out(EndRun(WHY, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_the_dump_does_not_wait_for_ever_for_the_room(tmp_path: Path) -> None:
     world = leaving(tmp_path)
     world.orders()
     no_room(world)
-    world.exports.end_run(WHY, 0.0)
+    world.exports.carry_out(EndRun(WHY, 0.0))
     world.exports.tick()
     assert told(world) == [DUMP], "a disk that does not answer"
     world.work()
@@ -183,7 +186,7 @@ def test_the_dump_does_not_wait_for_a_disk_that_takes_its_time(tmp_path: Path) -
     world.taken(2)
     world.written()
     world.exports.tick()
-    world.exports.end_run(WHY, 0.0)
+    world.exports.carry_out(EndRun(WHY, 0.0))
     world.exports.tick()
     assert told(world) == [DUMP], "the files are being synced"
     world.work()
@@ -207,7 +210,7 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
     world = World(tmp_path, persist_interval=4)
     world.exports.tick()
     world.orders()
-    world.exports.end_run(WHY, 100.0)
+    world.exports.carry_out(EndRun(WHY, 100.0))
     world.exports.tick()
     assert world.orders() == []
     path = finished(world, 4)
@@ -216,9 +219,9 @@ def test_an_export_of_the_interval_that_is_under_way_is_the_last_one(tmp_path: P
 
 def test_one_that_somebody_asked_for_elsewhere_comes_first(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=40)
-    world.exports.request(5, str(tmp_path / "elsewhere"))
+    world.exports.carry_out(BeginExport(5, str(tmp_path / "elsewhere")))
     world.exports.tick()
-    world.exports.end_run(WHY, 100.0)
+    world.exports.carry_out(EndRun(WHY, 100.0))
     world.taken(2)
     world.written()
     world.exports.tick()
@@ -244,7 +247,7 @@ def dumping(directory: Path) -> World:
     world.orders()
     del world.state.fleet.nodes[1]
     world.state.phase, world.state.open_epoch = Phase.DUMPING, None
-    world.exports.export_dump(DUMPED)
+    world.exports.carry_out(DUMPED)
     assert world.orders() == DROP, "of the interval"
     world.work()
     world.exports.tick()
@@ -280,8 +283,29 @@ def test_what_was_dumped_counts_before_it_is_a_checkpoint(tmp_path: Path) -> Non
 def test_a_disk_without_room_for_that_word_ends_no_coordinator(tmp_path: Path) -> None:
     world = World(tmp_path, persist_interval=40)
     world.run.latest.mkdir()
-    world.exports.export_dump(DUMPED)
+    world.exports.carry_out(DUMPED)
+    world.work()
     assert "cannot be written yet" in world.complaint()
+
+
+def test_a_disk_that_hangs_over_that_word_holds_no_coordinator_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(exports, "write_json", lambda *_, **__: answers.wait(20.0))
+    monkeypatch.setattr(exports, "_POINT_SECONDS", 0.1)
+    world = World(tmp_path, persist_interval=40)
+    world.state.phase = Phase.DUMPING
+    began = time.monotonic()
+    world.exports.carry_out(DUMPED)
+    assert time.monotonic() - began < 1.0
+    timer = threading.Timer(0.5, answers.set)
+    timer.start()
+    world.work()
+    timer.join()
+    assert "does not answer" in world.complaint()
+    world.exports.tick()
+    assert world.orders() == [(0, "export-dump")]
 
 
 def forget_the_other_node(world: World) -> None:
@@ -316,7 +340,7 @@ def test_a_checkpoint_that_is_being_published_is_not_disturbed(tmp_path: Path) -
     world.exports.tick()
     world.state.phase = Phase.DUMPING
     world.orders()
-    world.exports.export_dump(DUMPED)
+    world.exports.carry_out(DUMPED)
     world.exports.tick()
     assert world.orders() == []
     world.work()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,8 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children import exports as agent_exports
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
+from deadpool_megatron.cluster.process.files import DirectFiles, FileWorker
+from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
@@ -53,7 +57,9 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
     vault = SlowVault(tmp_path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path)
-    exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+    exports = NodeExports(
+        0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+    )
 
     async def story() -> None:
         exports.order(order("take", "1.1"))
@@ -109,7 +115,9 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     vault = SlowVault(tmp_path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "away")
-    exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+    exports = NodeExports(
+        0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+    )
     assert not list(tmp_path.glob("taken-*"))
 
     async def story() -> None:
@@ -135,7 +143,7 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
 
     async def story() -> None:
         threads = thread_count()
-        exports = NodeExports(0, run, info, tmp_path, vault, lambda _: None)
+        exports = NodeExports(0, run, info, tmp_path, vault, DirectFiles(), lambda _: None)
         exports.order(order("take", "1.1"))
         await until(lambda: "1.1" in vault.answers)
         vault.answers["1.1"].set_result(taken(tmp_path))
@@ -161,7 +169,9 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     vault = SlowVault(tmp_path)
 
     async def story() -> None:
-        exports = NodeExports(0, run, info, tmp_path, vault, lambda m: said.append(dict(m)))
+        exports = NodeExports(
+            0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+        )
         dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
         exports.order(
             {**order("dump", "1.1"), "directory": str(tmp_path / ".export-id-1.1"), "dump": dump}
@@ -174,3 +184,25 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     job = json.loads((tmp_path / "export.json").read_text())
     assert job["skeletons"] == str(run.skeletons)
     assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])
+
+
+def test_a_log_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
+    said: list[dict[str, Any]] = []
+    info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
+    log = tmp_path / "log"
+    os.mkfifo(log)
+
+    async def story() -> float:
+        files, vault = FileWorker(), SlowVault(tmp_path)
+        run = RunDirectory(tmp_path)
+        exports = NodeExports(0, run, info, tmp_path, vault, files, lambda m: said.append(dict(m)))
+        exports._name = "1.1"
+        began = time.monotonic()
+        exports._written("1.1", tmp_path, log, Ending(exit_code=1))
+        held = time.monotonic() - began
+        await until(lambda: said)
+        await files.close(1.0)
+        return held
+
+    assert asyncio.run(story()) < 0.5
+    assert (said[0]["step"], said[0]["text"]) == ("failed", "the exporter ended with exit status 1")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import arguments, failpoints
-from deadpool_megatron.cli.common import CommandError, listen, raw
+from deadpool_megatron.cli.common import CommandError, listen, raw, warn_in_the_clear
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
     checks.check_journal(directory, info)
     checks.check_vault_cpus(info)
     # Refused here, or it would be in a standby.
-    listen(local_address(settings.interface), args.port).close()
+    address = local_address(settings.interface)
+    listen(address, args.port).close()
     tls.contexts(settings)
     checks.check_modules(modules)
     checks.check_memory(info)
@@ -109,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         failpoints.load()  # a plan that cannot be read is better found here than in each process
     except failpoints.FaultPlanError as error:
         raise CommandError(str(error)) from error
+    warn_in_the_clear(address, settings)
     scripts.announce(args.command, os.environ)
     lock = hold(directory)
     display = make_display(quiet=args.quiet)

@@ -12,7 +12,6 @@ from deadpool_megatron.cli.common import (
     RunNotReachable,
     ask,
     ask_at,
-    coordinator_address,
 )
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.process import run_agent
@@ -65,8 +64,7 @@ def serve(
             run=run,
             info=info,
             secret=secret,
-            # The file names the newest coordinator, wherever it was started again.
-            address=lambda: coordinator_address(run) or fixed,
+            fixed_address=fixed,
             host=place.host,
             domain=place.domain or domain_of(info.settings, node),
             modules=modules,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,8 +21,7 @@ from deadpool_megatron.settings import ENVIRONMENT_NAME
 
 @dataclass(frozen=True)
 class AgentOptions:
-    """One node. ``address()`` says where the coordinator listens (None: not known yet), as long as
-    the standby has not seen a newer one in the journal.
+    """One node. ``fixed_address``: of the coordinator, where the run directory is not shared.
 
     ``modules`` are what a fresh member process imports while parked. ``standby``: command of the
     standby, () for none. ``launcher_fd``: where a launcher on this host started the agent; it
@@ -37,7 +36,6 @@ class AgentOptions:
     run: RunDirectory
     info: RunInfo
     secret: bytes
-    address: Callable[[], tuple[str, int] | None]
     host: str
     domain: str
     modules: tuple[str, ...]
@@ -46,6 +44,7 @@ class AgentOptions:
     launcher_fd: int | None = None
     keeps_slots: bool = False
     facts: HostFacts | None = None
+    fixed_address: tuple[str, int] | None = None
 
     @property
     def segments(self) -> Path:

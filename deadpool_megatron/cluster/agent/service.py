@@ -26,6 +26,7 @@ from deadpool_megatron.cluster.agent.children.examiner import Examiner
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
+from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.agent.fence import Fence
 from deadpool_megatron.cluster.agent.hurting import hurt
 from deadpool_megatron.cluster.agent.limits import CloseLimits
@@ -105,8 +106,14 @@ class Agent:
                 on_look=self._cut_limit.looked,
                 on_over=self._run_over,
             )
+        address = CoordinatorAddress(
+            self._options.run,
+            self._files,
+            self._options.fixed_address,
+            seen=lambda: None if self._standby is None else self._standby.address,
+        )
         self._link = CoordinatorLink(
-            self._address,
+            address.newest,
             self._options.secret,
             self._options.info.run_id,
             self._settings,
@@ -129,7 +136,7 @@ class Agent:
         )
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
-        self._exports = NodeExports(*place, self._vault, self._link.send)
+        self._exports = NodeExports(*place, self._vault, self._files, self._link.send)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
         try:
@@ -370,10 +377,6 @@ class Agent:
             await asyncio.sleep(self._settings.beat_interval_seconds)
 
     # Contact with the coordinator.
-
-    def _address(self) -> tuple[str, int] | None:
-        newest = None if self._standby is None else self._standby.address
-        return newest or self._options.address()
 
     def _patience_seconds(self) -> float:
         """How long a first connection may take; then fence or launcher see to it."""

@@ -13,9 +13,10 @@ from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
-from deadpool_megatron.cluster.machine.protection import memory_refusal, refusal
+from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.choice import refusal
 
 _KNOWN = ("status", "info", "attach", *Verb)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deadpool_megatron.cluster.coordinator.succession.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
-from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import Generation, Restore

@@ -16,22 +16,22 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections import deque
 from collections.abc import Coroutine, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
+from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
-from deadpool_megatron.cluster.coordinator.succession.first_state import first_state
+from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
+from deadpool_megatron.cluster.coordinator.succession.first_state import first_state, newest_durable
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
@@ -43,6 +43,7 @@ from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
@@ -61,9 +62,9 @@ class Coordinator:
         self._options, self._run = options, options.run
         self._settings = options.info.settings
         self._journal = options.journal
-        self._machine = Machine(machine_config(options), options.planner)
+        machine = Machine(machine_config(options), options.planner)
         estate, now = options.estate, time.monotonic()
-        self._state = state = first_state(self._machine, self._journal, estate, now)
+        state = first_state(machine, self._journal, estate, now)
         self._files = RunFiles(options.run, options.info, options.term.number, state.line.newest)
         self._sign = SignOfLife(
             self._journal,
@@ -74,12 +75,24 @@ class Coordinator:
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
         )
-        self._queue: deque[inputs.Input] = deque()
-        self._stepping = False
+        self._is_watching = False
         self._exit_status: int | None = None
+        self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
+        self._stepper = Stepper(machine, state, self._peers, self._took, self._spawn)
         self._orders = Orders(options, self._peers)
+        self._run_end = RunEnd(
+            options,
+            self._files,
+            self._orders,
+            self._peers,
+            newest_term=self._sign.look,
+            spawn=self._spawn,
+            warn=self._warn,
+            step_down=self._step_down,
+            end=self._end,
+        )
         self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
@@ -115,12 +128,15 @@ class Coordinator:
         )
 
     @property
+    def _state(self) -> State:
+        return self._stepper.state
+
+    @property
     def _results(self) -> Results:
         return self._files.results
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
-        self._over = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, "interrupted")
@@ -148,6 +164,8 @@ class Coordinator:
         where = {"term": term.number, "host": term.host, "hostname": term.hostname}
         self._emit(Event(Kind.COORDINATOR, self._epoch, term.node, data=where))
         self._spawn(self._user_requests.begin())
+        if not options.estate.is_durable_read:
+            self._spawn(self._look_for_durable())
         ticking = asyncio.create_task(self._tick())
         over = asyncio.create_task(self._over.wait())
         try:
@@ -160,6 +178,7 @@ class Coordinator:
             over.cancel()
             living.cancel()
             self._sign.close()
+            self._stepper.close()
             for task in self._tasks:
                 task.cancel()
             door.close()
@@ -170,35 +189,14 @@ class Coordinator:
     # The machine.
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice. Raises
-        what the machine raises at a report of a peer: such a step has changed nothing.
-        """
-        self._queue.append(item)
-        if self._stepping or self._exit_status is not None:
-            return
-        self._stepping = True
-        refused: Exception | None = None
-        try:
-            while self._queue:
-                item = self._queue.popleft()
-                asked = self._state.requests
-                try:
-                    self._state, produced = self._machine.step(self._state, item, time.monotonic())
-                except Exception as error:
-                    if not self._peers.hearing:
-                        raise
-                    refused = refused or error
-                    continue
-                for action in produced:
-                    self._carry_out(action)
-                if self._state.requests is not asked:
-                    self._user_requests.note()
-        except Exception as error:
-            _fail(error)
-        finally:
-            self._stepping = False
-        if refused is not None:
-            raise refused
+        """See stepping.Stepper."""
+        self._stepper.feed(item)
+
+    def _took(self, before: State, produced: list[actions.Action]) -> None:
+        for action in produced:
+            self._carry_out(action)
+        if self._state.requests is not before.requests:
+            self._user_requests.note()
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -215,9 +213,9 @@ class Coordinator:
             case actions.Hurt(None, _, name):
                 os.kill(os.getpid(), signal.Signals[f"SIG{name}"])
             case actions.Finish():
-                self._finish(action)
+                self._run_end.finish(action, self._state)
             case actions.Exit(exit_status):
-                self._end(exit_status)
+                self._run_end.exit(exit_status)
             case _:
                 self._orders.give(action)
 
@@ -228,7 +226,7 @@ class Coordinator:
             await write_patiently(
                 self._journal,
                 ("epoch", record.epoch),
-                record.to_dict(),
+                await self._stepper.aside(record.to_dict),
                 patience,
                 on_trouble=lambda text: self._warn(f"{text}; tried again for {patience:g} s"),
             )
@@ -237,13 +235,8 @@ class Coordinator:
         except JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
+            await self._stepper.aside(self._orders.prepare, record)
             self.feed(inputs.JournalWritten(record.epoch))
-
-    def _finish(self, end: actions.Finish) -> None:
-        if self._is_superseded():
-            return
-        written = self._files.finish(end, self._state)
-        self._orders.stop(written, remove=not end.keeps_slots)
 
     # Connections (see PeerEvents).
 
@@ -309,6 +302,9 @@ class Coordinator:
             harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
             if item is not None and not harmless:
                 self.feed(item)
+        if event.kind is Kind.EPOCH_OPENED:
+            # What lives as long as the epoch is not looked through again and again.
+            gc.freeze()
 
     def _event(self, event: Event) -> None:
         """An event of another process: abandoned numbers are not taken any more, while those of a
@@ -337,13 +333,28 @@ class Coordinator:
             last = now
             for lost in self._watchdog.at_silence(now, trusted=self._sign.is_fresh(now)):
                 self.feed(lost)
-            events, found = self._watchdog.at_progress(self._state, self._epoch, now)
-            for event in events:
-                self._emit(event)
-            for item in found:
-                self.feed(item)
+            if not self._is_watching and self._watchdog.is_due(now):
+                self._is_watching = True
+                self._spawn(self._watch())
             self.feed(inputs.Tick())
             self._exports.tick()
+
+    async def _watch(self) -> None:
+        """Look at the progress of all roles, once."""
+        look = self._watchdog.at_progress
+        try:
+            events, found = await self._stepper.aside(
+                look, self._state, self._epoch, time.monotonic()
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._peers.refuse_broken("members", "their beats", error)
+            return
+        finally:
+            self._is_watching = False
+        for event in events:
+            self._emit(event)
+        for item in (*found, *self._watchdog.at_protection(self._state)):
+            self.feed(item)
 
     # The end of this coordinator.
 
@@ -351,31 +362,39 @@ class Coordinator:
         limit = Rhythm.of(self._settings).alone
         return self._peers.hears_most(limit, time.monotonic(), self._options.term.node)
 
-    def _is_superseded(self) -> bool:
-        """A last look before something that another coordinator could do as well."""
-        try:
-            newest = self._sign.look()
-        except JournalError as error:
-            self._warn(str(error))  # then no standby can have claimed a term either
-            return False
-        if newest > self._options.term.number:
-            self._step_down(f"term {newest} has begun")
-        return newest > self._options.term.number
-
     def _step_down(self, why: str) -> None:
         """Another coordinator holds a newer term: say nothing more to anybody."""
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._files.drop_digest()
+            self._files.take_digests()  # and leave them unsaid
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:
         self._exit_status = exit_status
+        self._stepper.end()
         self._over.set()
 
     def _warn(self, text: str) -> None:
         self._emit(Event(Kind.LOG, self._epoch, data={"level": "warning", "text": text}))
+
+    async def _look_for_durable(self) -> None:
+        """Learn of the checkpoint that could not be read before this coordinator took over."""
+        while True:
+            try:
+                found = await asyncio.to_thread(newest_durable, self._run)
+                break
+            except OSError:
+                await asyncio.sleep(self._settings.takeover_seconds)
+            except ValueError as error:
+                self._warn(str(error))
+                return
+        known = self._state.line.durable
+        if found is None or found.kind != "durable":
+            return
+        iteration = found.generation.iteration
+        if known is None or known.generation.iteration < iteration:
+            self.feed(inputs.DurableValid(iteration, found.path, found.boundary))
 
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))
@@ -388,19 +407,12 @@ class Coordinator:
             if task.cancelled() or (error := task.exception()) is None:
                 return
             if not who:
-                _fail(error)
+                end_process(error)
             self._peers.refuse_broken(who, "what it asked for", error)
 
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(finished)
-
-
-def _fail(error: BaseException) -> NoReturn:
-    """A mistake of ours: end at once, a new coordinator continues from the journal."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
@@ -413,5 +425,5 @@ def run_coordinator(options: CoordinatorOptions) -> int:
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     # Inventories and records are millions of objects without a cycle among them: at the usual
     # threshold most of the time of a decision goes into looking for one.
-    gc.set_threshold(_GARBAGE_OBJECTS)
+    gc.set_threshold(_GARBAGE_OBJECTS, 2)
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

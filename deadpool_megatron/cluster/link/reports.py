@@ -175,9 +175,7 @@ def _fault(seat: SeatKey, m: Message) -> inputs.Input:
 
 def _restored(seat: SeatKey, m: Message) -> inputs.Input:
     generation = Generation.from_list(m["generation"])
-    return inputs.Restored(
-        *seat, epoch=int(m["epoch"]), generation=generation, state_hash=str(m.get("hash", ""))
-    )
+    return inputs.Restored(*seat, epoch=int(m["epoch"]), generation=generation)
 
 
 def _restore_failed(seat: SeatKey, m: Message) -> inputs.Input:

@@ -13,20 +13,8 @@ from deadpool_megatron.cluster.machine.epoch.ending import (
 from deadpool_megatron.cluster.machine.epoch.pausing import check_paused
 from deadpool_megatron.cluster.machine.gathering import takeover
 from deadpool_megatron.cluster.machine.gathering.start import check_gathered, gathered_enough
-from deadpool_megatron.cluster.machine.state.causes import Failure
-from deadpool_megatron.cluster.machine.state.phases import (
-    Closing,
-    Deciding,
-    Dumping,
-    Ending,
-    Gathering,
-    Open,
-    Opening,
-    Pausing,
-    Phase,
-    Rejoining,
-    WaitingSpare,
-)
+from deadpool_megatron.cluster.machine.state import phases
+from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.turn import Turn
 
 
@@ -38,7 +26,7 @@ def tick(turn: Turn) -> None:
         if waited := turn.state.waiting_for():
             turn.log("warning", f"waited long enough for {waited}")
         _overdue(turn, waited)
-    elif turn.state.phase is Phase.GATHERING:
+    elif turn.state.phase is phases.Phase.GATHERING:
         check_gathered(turn)
     _check_members(turn)
 
@@ -54,25 +42,25 @@ def _believe(turn: Turn) -> None:
 
 def _overdue(turn: Turn, waited: str) -> None:
     match turn.state.doing:
-        case Gathering():
+        case phases.Gathering():
             gathered_enough(turn, waited)
-        case Rejoining() as rejoining if turn.state.record is not None:
+        case phases.Rejoining() as rejoining if turn.state.record is not None:
             takeover.time_is_over(turn, rejoining, turn.state.record)
-        case Closing(awaited=awaited):
+        case phases.Closing(awaited=awaited):
             late = awaited | {place[0] for place in turn.state.fleet.members.killed}
             for node in sorted(late):
                 drop_node(turn, node, silent(node, "did not close the epoch in time"))
-        case WaitingSpare():
+        case phases.WaitingSpare():
             dump(turn)
-        case Deciding():
+        case phases.Deciding():
             cannot_decide(turn, f"waited too long for {waited}")
-        case Opening(restored=restored):
+        case phases.Opening(restored=restored):
             _open_again(turn, sorted(set(turn.state.seats) - restored))
-        case Pausing():
+        case phases.Pausing():
             check_paused(turn, overdue=True)
-        case Dumping() as dumping:
+        case phases.Dumping() as dumping:
             dump_overdue(turn, dumping)
-        case Ending():
+        case phases.Ending():
             check_ended(turn, overdue=True)
 
 
@@ -92,7 +80,7 @@ def _check_members(turn: Turn) -> None:
     for place in sorted(members.killed):
         if turn.now - members[place].since > settings.close_seconds:
             drop_node(turn, place[0], silent(place[0], "cannot end a killed process"))
-    if not isinstance(turn.state.doing, Open):
+    if not isinstance(turn.state.doing, phases.Open):
         return
     seated = turn.state.seats.role_by_place
     idle = sorted(place for place in turn.state.fleet.members.building if place not in seated)

@@ -9,9 +9,9 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
 from deadpool_megatron.cluster.machine.epoch.closing import close, save_and_end
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.fleet import NodeState
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
-from deadpool_megatron.cluster.machine.state.roster import NodeState
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 
@@ -26,7 +26,7 @@ def with_restart(turn: Turn, node: NodeState) -> NodeState:
 
 
 def crashed(turn: Turn, node: int, failure: Failure) -> None:
-    """A process of the node ended an epoch by crashing: put the node aside when that faults.
+    """A process of the node ended an epoch by crashing: put the node aside when that repeats.
 
     Only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
     its vault holds may be what the others restore from.
@@ -35,11 +35,8 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
         return
     known = turn.state.fleet.nodes[node]
     broken = failure.kind is FailureKind.DEVICE_ERROR
-    known = replace(
-        known,
-        crashed_at=(*_recent(turn, known.crashed_at), turn.now),
-        device_errors=known.device_errors + broken,
-    )
+    times = (*_recent(turn, known.crashed_at), turn.now)
+    known = replace(known, crashed_at=times, device_errors=known.device_errors + broken)
     turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
     if broken and known.device_errors >= _DEVICE_ERRORS:
@@ -63,11 +60,8 @@ def _has_better(turn: Turn, node: int) -> bool:
     before = {seat.node for seat in state.seats.values()}
     found = seating(turn, state.fleet.leaving | {node})
     after = {seat.node for seat in found.seats.values()}
-    return (
-        node not in state.fleet.leaving
-        and not found.unseated
-        and not (after - before) & state.fleet.avoid
-    )
+    is_better = not found.unseated and not (after - before) & state.fleet.avoid
+    return is_better and node not in state.fleet.leaving
 
 
 def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
@@ -81,6 +75,9 @@ EXIT_NONFINITE = 4
 def loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
     """Act on it as the setting ``nonfinite`` says, which is stop or rollback."""
     state, k = turn.state, event.iteration
+    if event.epoch != state.heard_epoch:
+        turn.refuse(f"loss of step {k}", f"epoch {event.epoch} is not open")
+        return
     again = k in state.blame.nonfinite
     policy = "rollback" if turn.config.settings.nonfinite == "rollback" and not again else "stop"
     facts = {"loss": event.loss, "policy": policy}

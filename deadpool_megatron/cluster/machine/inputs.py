@@ -12,22 +12,22 @@ from dataclasses import dataclass, field
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
 from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import (
-    Generation,
-    Inventory,
-    RoleLayout,
-)
+from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.facts import HostFacts, Link
 
 
+class Input:
+    """Base of all of them."""
+
+
 @dataclass(frozen=True)
-class Tick:
+class Tick(Input):
     """Time has passed. Needed at least ten times a second: all deadlines are looked at here."""
 
 
 @dataclass(frozen=True)
-class NodeJoined:
+class NodeJoined(Input):
     """An agent connected, for the first time or because the coordinator is a new one.
 
     ``members``: slot -> incarnation of what it runs already; ``incarnations``: slot -> the highest
@@ -55,7 +55,7 @@ class NodeJoined:
 
 
 @dataclass(frozen=True)
-class FactsTold:
+class FactsTold(Input):
     """A node without a role has looked at its host again."""
 
     node: int
@@ -63,7 +63,7 @@ class FactsTold:
 
 
 @dataclass(frozen=True)
-class Probed:
+class Probed(Input):
     """A node has tried the links that question ``number`` named."""
 
     node: int
@@ -72,7 +72,7 @@ class Probed:
 
 
 @dataclass(frozen=True)
-class NodeLost:
+class NodeLost(Input):
     """A verdict: connection closed, silent, or told to go. It never comes back under this id.
 
     ``silent_seconds``: how long before this verdict the last sign of life was. ``kind``: lost, cut
@@ -86,12 +86,19 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class OfMember:
+class OfMember(Input):
     """Base of inputs about one member: a process by node, local slot and incarnation."""
 
     node: int
     slot: int
     incarnation: int
+
+
+@dataclass(frozen=True)
+class OfPlayer(OfMember):
+    """Base of what only the player of a role in the open epoch may say."""
+
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class MemberSuspected(OfMember):
 
 
 @dataclass(frozen=True)
-class RolesHung:
+class RolesHung(Input):
     """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up."""
 
     epoch: int
@@ -144,47 +151,43 @@ class RolesHung:
 
 
 @dataclass(frozen=True)
-class MemberFault(OfMember):
+class MemberFault(OfPlayer):
     """Communication failed in a member. Mostly a consequence: a better cause has 0.5 s to come."""
 
-    epoch: int
     text: str
 
 
 @dataclass(frozen=True)
-class NodeInventory:
+class NodeInventory(Input):
     """A node's vault closed the epoch and promises what is in here."""
 
     inventory: Inventory
 
 
 @dataclass(frozen=True)
-class Restored(OfMember):
+class Restored(OfPlayer):
     """The member has the state the record names and has agreed on it with its peers."""
 
-    epoch: int
     generation: Generation
-    state_hash: str = ""
 
 
 @dataclass(frozen=True)
-class RestoreFailed(OfMember):
+class RestoreFailed(OfPlayer):
     """No source of ``part`` gave good bytes; "" when it was not one part (peers' hashes differ)."""
 
-    epoch: int
     part: str
     text: str
 
 
 @dataclass(frozen=True)
-class CorruptionFound:
+class CorruptionFound(Input):
     """A vault found a checksum wrong: these bytes must not be counted on again."""
 
     bad: BadPart
 
 
 @dataclass(frozen=True)
-class PhaseReported:
+class PhaseReported(Input):
     """One member's or vault's part of a recovery; the longest of each phase counts."""
 
     epoch: int
@@ -193,7 +196,7 @@ class PhaseReported:
 
 
 @dataclass(frozen=True)
-class Exposed:
+class Exposed(Input):
     """A vault re-protected what it owed, this long after the loss."""
 
     epoch: int
@@ -201,7 +204,7 @@ class Exposed:
 
 
 @dataclass(frozen=True)
-class StepReported:
+class StepReported(Input):
     """Some role completed an iteration and its log lines were accepted."""
 
     epoch: int
@@ -209,7 +212,7 @@ class StepReported:
 
 
 @dataclass(frozen=True)
-class LossNotFinite:
+class LossNotFinite(Input):
     """A role computed an iteration whose loss is NaN or infinite and whose update was applied.
 
     ``loss`` in words: nan, inf or -inf.
@@ -223,14 +226,14 @@ class LossNotFinite:
 
 
 @dataclass(frozen=True)
-class StackTaken:
+class StackTaken(Input):
     """A process that hung stood there; one line."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class DurableValid:
+class DurableValid(Input):
     """A checkpoint became valid; ``boundary``: the last moment after the iteration it includes."""
 
     iteration: int
@@ -239,37 +242,33 @@ class DurableValid:
 
 
 @dataclass(frozen=True)
-class Paused(OfMember):
+class Paused(OfPlayer):
     """The member stands still at the start of the iteration after ``iteration``."""
 
-    epoch: int
     iteration: int
 
 
 @dataclass(frozen=True)
-class PauseRefused(OfMember):
+class PauseRefused(OfPlayer):
     """The member is already past the wanted iteration: it is in ``iteration`` + 1."""
 
-    epoch: int
     iteration: int
 
 
 @dataclass(frozen=True)
-class MemberDone(OfMember):
+class MemberDone(OfPlayer):
     """The role has completed the last iteration; it stays interruptible."""
-
-    epoch: int
 
 
 @dataclass(frozen=True)
-class Asked:
+class Asked(Input):
     """A user has asked, and the journal has it (or cannot be waited for)."""
 
     request: Request
 
 
 @dataclass(frozen=True)
-class RequestsFound:
+class RequestsFound(Input):
     """What earlier coordinators were asked. ``restarted``: all processes of the run had ended, so
     what was open is over."""
 
@@ -278,7 +277,7 @@ class RequestsFound:
 
 
 @dataclass(frozen=True)
-class Exported:
+class Exported(Input):
     """The checkpoint of a request: at ``path``, or empty with an ``error``."""
 
     number: int
@@ -288,21 +287,21 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class VaultLost:
+class VaultLost(Input):
     """The vault process of a node ended; its agent starts the next one."""
 
     node: int
 
 
 @dataclass(frozen=True)
-class DrainRequested:
+class DrainRequested(Input):
     """A slow node's roles are to be moved away."""
 
     node: int
 
 
 @dataclass(frozen=True)
-class ProtectionRequested:
+class ProtectionRequested(Input):
     """What was measured wants the state protected by ``plan``; ``why`` in words."""
 
     plan: ProtectionPlan
@@ -310,14 +309,14 @@ class ProtectionRequested:
 
 
 @dataclass(frozen=True)
-class JournalWritten:
+class JournalWritten(Input):
     """The record of this epoch is durable."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class JournalFailed:
+class JournalFailed(Input):
     """The record of this epoch cannot be made durable (another coordinator's, or a full disk)."""
 
     epoch: int
@@ -325,7 +324,7 @@ class JournalFailed:
 
 
 @dataclass(frozen=True)
-class Dumped:
+class Dumped(Input):
     """A node wrote its part of the generation to disk, or could not (``error``); ``boundary``: its
     extras as they were after that, empty for all that it holds."""
 
@@ -336,7 +335,7 @@ class Dumped:
 
 
 @dataclass(frozen=True)
-class DumpExported:
+class DumpExported(Input):
     """The generation that was dumped is a checkpoint at ``path``; empty: it came to nothing."""
 
     generation: Generation
@@ -344,14 +343,14 @@ class DumpExported:
 
 
 @dataclass(frozen=True)
-class Diverged:
+class Diverged(Input):
     """A replayed step gave other numbers than the first time."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class DumpRequested:
+class DumpRequested(Input):
     """The user wants the state saved and the run ended, to go on from there in another run.
 
     ``seconds``: what is left until something else ends the run; None where nothing does.
@@ -362,49 +361,7 @@ class DumpRequested:
 
 
 @dataclass(frozen=True)
-class UserStop:
+class UserStop(Input):
     """Interrupt from the user."""
 
     reason: str = "interrupted"
-
-
-Input = (
-    Tick
-    | NodeJoined
-    | FactsTold
-    | Probed
-    | NodeLost
-    | MemberHello
-    | MemberWarm
-    | MemberRegistered
-    | MemberLost
-    | MemberSuspected
-    | RolesHung
-    | MemberFault
-    | NodeInventory
-    | Restored
-    | RestoreFailed
-    | CorruptionFound
-    | PhaseReported
-    | Exposed
-    | StepReported
-    | LossNotFinite
-    | StackTaken
-    | DurableValid
-    | Paused
-    | PauseRefused
-    | MemberDone
-    | Asked
-    | RequestsFound
-    | Exported
-    | VaultLost
-    | DrainRequested
-    | ProtectionRequested
-    | JournalWritten
-    | JournalFailed
-    | Dumped
-    | DumpExported
-    | Diverged
-    | DumpRequested
-    | UserStop
-)

@@ -11,19 +11,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from immutables import Map
+
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import deadlines, faults, members, protection, requests
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing, recovering
 from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
-from deadpool_megatron.cluster.machine.state import history
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
-from deadpool_megatron.cluster.machine.state.choice import ChosenProtection
-from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.line import KeptLine
+from deadpool_megatron.cluster.machine.state.blame import Blame, Failure, LastWords
+from deadpool_megatron.cluster.machine.state.fleet import Fleet
+from deadpool_megatron.cluster.machine.state.line import ChosenProtection, KeptLine
 from deadpool_megatron.cluster.machine.state.phases import Dumping, Gathering, Phase, Rejoining
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
+from deadpool_megatron.cluster.machine.state.state import (
+    Config,
+    State,
+)
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner
@@ -56,12 +60,11 @@ class Machine:
         }
         saved = config.start if config.start.kind != "initial" else None
         deadline = now + config.settings.start_seconds
-        plan = first_plan(config.settings)
         return State(
             Gathering(deadline),
             SeatTable(wished),
             line=KeptLine(durable=saved),
-            protection=ChosenProtection(plan),
+            protection=ChosenProtection(first_plan(config.settings)),
         )
 
     def resume(
@@ -80,21 +83,30 @@ class Machine:
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
         something has happened to it (see gathering.takeover).
         """
-        begun = history.with_history(self.start(now), last.history, gone)
-        protection = replace(begun.protection, plan=last.protection)
+        begun, history = self.start(now), last.history
+        # A plan that came with the record is reported (again): nobody knows if it was.
+        chosen = ChosenProtection(last.protection, told=history.protection_told)
         if self.begins_anew:
             # With the settings of its command; what was asked for, or chosen, in the run before is
             # over (cli/start/restarting).
-            protection = replace(begun.protection, told=last.protection)
-        ever_ran = last.restore.kind == "memory"
-        durable = durable or begun.line.durable
+            chosen = replace(begun.protection, told=last.protection)
+        # So that what repeats ends the run, whoever coordinates when it does.
+        failures = tuple(
+            (int(one["iteration"]), Failure.from_record(one)) for one in history.failures
+        )
+        durable, ever_ran = durable or begun.line.durable, last.restore.kind == "memory"
         return begun._replace(
             doing=Rejoining(now + takeover.patience_seconds(self._config)),
             seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
-            line=KeptLine(last.history.kept, last.emitted_up_to, durable, ever_ran),
-            protection=protection,
+            fleet=Fleet(gone=Map({**history.gone, **gone})),
+            line=KeptLine(history.kept, last.emitted_up_to, durable, ever_ran),
+            blame=Blame(failures, nonfinite=history.nonfinite),
+            protection=chosen,
+            recoveries=Recoveries(
+                count=history.recoveries, steps_recomputed=history.steps_recomputed
+            ),
             restarted=self._config.restarted,
         )
 
@@ -136,14 +148,18 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             closing.note_inventory(turn, event.inventory)
         case ev.CorruptionFound(bad):
             turn.state = turn.state._replace(blame=turn.state.blame.with_bad_parts([bad]))
-        case ev.PhaseReported() | ev.Exposed():
-            recovering.note_phase(turn, event)
+        case ev.PhaseReported(epoch, phase, seconds):
+            recovering.note_phase(turn, epoch, phase, seconds)
+        case ev.Exposed(epoch, seconds):
+            recovering.note_phase(turn, epoch, "reprotect", seconds, exposed=seconds)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
             turn.state = turn.state._replace(blame=turn.state.blame.with_stack(text))
+        case ev.LossNotFinite() if turn.config.settings.nonfinite == "ignore":
+            _step_reported(turn, event.epoch, event.iteration)
         case ev.LossNotFinite():
-            _loss_not_finite(turn, event)
+            faults.loss_not_finite(turn, event)
         case ev.DurableValid(iteration, path, boundary):
             found = Restore("durable", Generation(0, iteration), boundary, path)
             turn.state = turn.state._replace(line=replace(turn.state.line, durable=found))
@@ -176,7 +192,7 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _dump_requested(turn, reason, seconds)
         case ev.UserStop(reason):
             ending.stop(turn, reason)
-        case _:
+        case ev.OfMember():
             members.handle(turn, event)
 
 
@@ -202,16 +218,6 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
         recovering.end_recovery(turn)
-
-
-def _loss_not_finite(turn: Turn, event: ev.LossNotFinite) -> None:
-    state = turn.state
-    if turn.config.settings.nonfinite == "ignore":
-        _step_reported(turn, event.epoch, event.iteration)
-    elif event.epoch == state.heard_epoch:
-        faults.loss_not_finite(turn, event)
-    else:
-        turn.refuse(f"loss of step {event.iteration}", f"epoch {event.epoch} is not open")
 
 
 def _drain(turn: Turn, node: int) -> None:

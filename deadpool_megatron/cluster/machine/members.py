@@ -25,17 +25,9 @@ from deadpool_megatron.cluster.machine.epoch.pausing import (
 )
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.gathering.start import check_gathered
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
-from deadpool_megatron.cluster.machine.state.phases import (
-    LAST_PHASES,
-    Deciding,
-    Heard,
-    Opening,
-    Phase,
-    Rejoining,
-    WaitingSpare,
-)
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.state import phases
+from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
@@ -63,15 +55,18 @@ def handle(turn: Turn, event: ev.OfMember) -> None:
             _lost(turn, event)
         case ev.MemberSuspected():
             _suspected(turn, event)
-        case ev.MemberFault() | ev.Restored() | ev.RestoreFailed():
-            _of_epoch(turn, event)
-        case ev.Paused() | ev.PauseRefused() | ev.MemberDone():
-            _of_epoch(turn, event)
+        case ev.OfPlayer():
+            _of_player(turn, event)
 
 
 def _name(event: ev.OfMember) -> str:
     kind = type(event).__name__
     return f"{kind} of member {event.node}.{event.slot}.{event.incarnation}"
+
+
+def _tell(turn: Turn, what: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
+    process = {"slot": of.slot, "incarnation": of.incarnation}
+    turn.emit(what, node=of.node, role=role, **process, **data)
 
 
 def _role(turn: Turn, event: ev.OfMember) -> int | None:
@@ -84,13 +79,7 @@ def _hello(turn: Turn, event: ev.MemberHello) -> None:
         started = turn.state.fleet.members[place]
         running = replace(started, status=MemberStatus.RUNNING)
         turn.state = turn.state._replace(fleet=turn.state.fleet.with_member(place, running))
-        turn.emit(
-            Kind.MEMBER_STARTED,
-            node=event.node,
-            slot=event.slot,
-            incarnation=event.incarnation,
-            pid=event.pid,
-        )
+        _tell(turn, Kind.MEMBER_STARTED, event, pid=event.pid)
         check_gathered(turn)
 
 
@@ -104,13 +93,7 @@ def _warm(turn: Turn, event: ev.MemberWarm) -> None:
     if member.status not in (MemberStatus.STARTING, MemberStatus.RUNNING):
         return
     turn.set_member(place, MemberStatus.WARM)
-    turn.emit(
-        Kind.MEMBER_WARM,
-        node=event.node,
-        slot=event.slot,
-        incarnation=event.incarnation,
-        seconds=turn.now - member.since,
-    )
+    _tell(turn, Kind.MEMBER_WARM, event, seconds=turn.now - member.since)
     consider_pause(turn)
 
 
@@ -148,21 +131,12 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
     cause += f" ({event.last_line})" if event.last_line else ""
     failure = _failure_of(event, cause, role)
     on_purpose = ordered or event.ordered
-    facts: dict[str, Any] = {
-        "exit_code": event.exit_code,
-        "signal": event.signal,
-        "kind": None if on_purpose else failure.kind,
-    }
-    turn.emit(
-        Kind.MEMBER_LOST,
-        node=event.node,
-        role=role,
-        slot=event.slot,
-        incarnation=event.incarnation,
-        cause=cause,
-        **{key: value for key, value in facts.items() if value is not None},
-    )
-    if state.phase in LAST_PHASES:
+    end = {"exit_code": event.exit_code, "signal": event.signal}
+    facts: dict[str, Any] = {key: number for key, number in end.items() if number is not None}
+    if not on_purpose:
+        facts["kind"] = failure.kind
+    _tell(turn, Kind.MEMBER_LOST, event, role, cause=cause, **facts)
+    if state.phase in phases.LAST_PHASES:
         return
     if event.exit_code == EXIT_BAD_INPUT and not state.line.ever_ran:
         # The command itself says that its arguments cannot work: no other process will like them.
@@ -172,16 +146,16 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         close(turn, failure)
         if not on_purpose:
             faults.crashed(turn, event.node, failure)
-    elif state.phase is Phase.GATHERING and failure.exited:
+    elif state.phase is phases.Phase.GATHERING and failure.exited:
         slot_too = replace(failure, signature=(*failure.signature, str(place)))
         note_failure(turn, slot_too)
         if turn.state.last_words is not None:
             end_as_found(turn, turn.state.last_words)
-    if turn.state.phase in LAST_PHASES:
+    if turn.state.phase in phases.LAST_PHASES:
         return
     # A drained member is killed to serve as a fresh spare: that says nothing about its node.
     _restart(turn, event, failure, counts=role is not None or not ordered)
-    if isinstance(turn.state.doing, WaitingSpare) or _is_pending(turn, event):
+    if isinstance(turn.state.doing, phases.WaitingSpare) or _is_pending(turn, event):
         close(turn, failure)
     check_closed(turn)
 
@@ -189,7 +163,7 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
 def _is_pending(turn: Turn, event: ev.OfMember) -> bool:
     """Whether a record that is being written has a seat for this slot."""
     match turn.state.doing:
-        case Deciding(pending=pending):
+        case phases.Deciding(pending=pending):
             seats = pending.seats.values()
             return any((seat.node, seat.slot) == (event.node, event.slot) for seat in seats)
     return False
@@ -232,22 +206,13 @@ def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
         close(turn, failure, silent_seconds=event.silent_seconds)
 
 
-def _of_epoch(
-    turn: Turn,
-    event: ev.MemberFault
-    | ev.Restored
-    | ev.RestoreFailed
-    | ev.Paused
-    | ev.PauseRefused
-    | ev.MemberDone,
-) -> None:
-    """What only the player of a role in the open epoch may say."""
+def _of_player(turn: Turn, event: ev.OfPlayer) -> None:
     role, doing, record = _role(turn, event), turn.state.doing, turn.state.record
     if (
         role is None
         or record is None
         or event.epoch != record.epoch
-        or not isinstance(doing, Heard)
+        or not isinstance(doing, phases.Heard)
     ):
         why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
         turn.refuse(_name(event), why, event.node)
@@ -263,7 +228,7 @@ def _of_epoch(
                 text = f"role {role} restored {generation} instead of {record.restore.generation}"
                 kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
                 _suspect(turn, Failure(text, kind, signature, node=event.node), doubtful=True)
-            elif isinstance(doing, Rejoining | Opening):
+            elif isinstance(doing, phases.Rejoining | phases.Opening):
                 turn.enter(replace(doing, restored=doing.restored.with_item(role)))
                 check_opened(turn)
         case ev.MemberDone():

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 
 from deadpool_megatron.cluster.machine.inputs import ProtectionRequested
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Phase
@@ -23,76 +22,18 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.choice import choose, lacking
+from deadpool_megatron.layout.choice import choose, lacking, refusal
 from deadpool_megatron.layout.demand import Scene
-from deadpool_megatron.layout.parity import MOST_BLOCKS
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
-from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,
     losses_survived,
     plan_in_words,
-    scheme_in_words,
 )
-from deadpool_megatron.settings import LONGEST_CADENCE, Settings
+from deadpool_megatron.settings import Settings
 
 ASKED_FOR = "asked for by 'deadpool protect'"
-
-
 _MIXED = "mixed"
-
-
-def refusal(
-    plan: ProtectionPlan,
-    live_nodes: int,
-    settings: Settings,
-    present: ProtectionPlan | None = None,
-) -> str:
-    """Why the run cannot be protected by ``plan``, and what to do; empty when it can.
-
-    ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
-    Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
-    """
-    kinds = plan.kinds
-    if not 1 <= plan.every <= LONGEST_CADENCE:
-        return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
-    if SchemeKind.RECOMPUTE in kinds and settings.protection != SchemeKind.RECOMPUTE:
-        return (
-            "recompute needs room for gradients in every slot, and slots are laid out at the start:"
-            " start the run with --deadpool-protection recompute"
-        )
-    if SchemeKind.RECOMPUTE in kinds and plan.every > 1:
-        return "recompute needs the gradients of every iteration: choose a cadence of 1"
-    if SchemeKind.LOCAL in kinds and len(kinds) > 1:
-        return "local is for all parts or for none: nothing of a lost node can be had without all"
-    blocks = losses_survived(settings, plan)
-    if SchemeKind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
-        return (
-            f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
-            " pip install 'deadpool-megatron[parity]'"
-        )
-    for scheme in (rule.scheme for rule in plan.rules):
-        if scheme.kind is SchemeKind.PARITY and scheme.group < 2:
-            return f"a parity group has at least 2 roles, not {scheme.group}"
-        if scheme.kind is SchemeKind.PARITY and scheme.group + blocks > MOST_BLOCKS:
-            return (
-                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
-                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
-            )
-        needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
-        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
-        if is_new and live_nodes < needed:
-            name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
-            return (
-                f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
-                f" are {live_nodes}: attach {needed - live_nodes} more"
-            )
-    return ""
-
-
-def _nodes_needed(kind: SchemeKind, survived: int) -> int:
-    """The blocks of a group of two roles lie on as many nodes; a copy beside the own node."""
-    return survived + (2 if kind is SchemeKind.PARITY else 1)
 
 
 def scene_of(
@@ -168,11 +109,6 @@ def most_lost_by(plan: ProtectionPlan, layouts: Iterable[RoleLayout], settings: 
     return most_lost(plan.every, settings.max_lag, spans_the_world=spans)
 
 
-def plan_is_due(state: State) -> bool:
-    """Whether another plan is wanted than the one in force."""
-    return state.record is not None and state.protection.plan != state.record.protection
-
-
 def pause_cause(state: State) -> str:
     """Why members pause for a change of the plan; it becomes the cause of the record."""
     return f"protection becomes {plan_in_words(state.protection.plan)}: {state.protection.why}"
@@ -215,9 +151,9 @@ def settle(
 
 
 def _choose(turn: Turn, scene: Scene | None) -> str:
-    state, budgets = turn.state, budgets_of(turn.state)
-    if scene is None or not budgets:
+    if scene is None:
         return ""
+    state, budgets = turn.state, budgets_of(turn.state)
     if lacking(state.protection.plan, replace(scene, roomy=True), budgets) is None:
         return ""
     choice = choose(scene, budgets, state.protection.plan.every)

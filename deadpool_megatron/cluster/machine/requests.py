@@ -52,12 +52,11 @@ def exported(turn: Turn, event: ev.Exported) -> None:
     """The checkpoint that was asked for is written, or came to nothing."""
     for request in turn.state.requests:
         if request.number == event.number and request.is_open:
-            if event.path:
-                what = f"iteration {event.iteration} is in {event.path}"
-                _change(turn, request.at(Stage.DONE, what))
-            else:
+            stage, what = Stage.DONE, f"iteration {event.iteration} is in {event.path}"
+            if not event.path:
                 what = f"no checkpoint of iteration {event.iteration}: {event.error}"
-                _change(turn, request.at(Stage.REFUSED, what))
+                stage = Stage.REFUSED
+            _change(turn, request.at(stage, what))
 
 
 def vault_lost(turn: Turn, node: int) -> None:

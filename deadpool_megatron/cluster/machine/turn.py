@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
-from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, Place
 from deadpool_megatron.cluster.machine.state.phases import Doing
-from deadpool_megatron.cluster.machine.state.roster import MemberState, MemberStatus, Place
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, RestoreQuery
 from deadpool_megatron.layout.records import Seat

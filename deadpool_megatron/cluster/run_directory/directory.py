@@ -26,6 +26,7 @@ SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
 RUN_ID = re.compile(r"[0-9a-f]{8}")
+EXPORT_PREFIX = ".export-"
 
 
 class RunDirectoryError(Exception):
@@ -205,6 +206,15 @@ class RunDirectory:
         return found
 
 
+def address_in(text: str) -> tuple[str, int] | None:
+    """Where the coordinator listens, by its ``coordinator.json``; None when that does not say."""
+    try:
+        values = json.loads(text)
+        return str(values["host"]), int(values["port"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def slots_are_kept(run: RunDirectory) -> bool:
     """Whether the run ended with a result, but left what it held in memory for another start."""
     try:
@@ -216,6 +226,11 @@ def slots_are_kept(run: RunDirectory) -> bool:
 def segment_root(run_id: str) -> Path:
     """Shared-memory directory of a run on this host."""
     return SEGMENT_ROOT / f"deadpool-{run_id}"
+
+
+def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
+    """Where an export is written until it is whole."""
+    return directory / f"{EXPORT_PREFIX}{run_id}-{name}"
 
 
 def write_json(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:

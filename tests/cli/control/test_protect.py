@@ -14,10 +14,8 @@ from deadpool_megatron.cli.show.narration import describe_protection
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.journal.requests import Verb
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.config import Config
-from deadpool_megatron.cluster.machine.state.fleet import Fleet
-from deadpool_megatron.cluster.machine.state.roster import NodeState
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state.fleet import Fleet, NodeState
+from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.schemes import ProtectionPlan

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cli import main
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import launch
 from deadpool_megatron.cluster.journal.choice import open_journal
@@ -26,7 +27,8 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
     if began:
         open_journal(info.settings, run_id, run.journal).write("epoch", 1, {})
     slots = run.segments(run_id, 0) / "own-0-0.0.0.seg"
-    slots.parent.mkdir(parents=True)
+    segment_root(run_id).mkdir(mode=0o700)
+    slots.parent.mkdir()
     slots.touch()
 
     def missing(*_: object) -> None:
@@ -42,3 +44,21 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         assert ["stays" in line for line in said] == [True] * began
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
+
+
+@pytest.mark.parametrize(("interface", "lines"), [("0.0.0.0", 1), ("localhost", 0)])
+def test_a_run_that_leaves_this_host_without_tls_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interface: str,
+    lines: int,
+) -> None:
+    monkeypatch.setattr("deadpool_megatron.cli.start.run.keep_single_threaded", lambda: None)
+    monkeypatch.setattr(launch.Launcher, "run", lambda _: 0)
+    script = tmp_path / "x.py"
+    script.touch()
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--run-dir", str(tmp_path / "run"))
+    which = ("--deadpool-interface", interface, "--preload", "json")
+    assert main(["run", *size, *which, "--quiet", "--", str(script)]) == 0
+    assert capsys.readouterr().err.count("without TLS") == lines

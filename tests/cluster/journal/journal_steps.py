@@ -23,13 +23,14 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
 from deadpool_megatron.cluster.coordinator.service import Coordinator
-from deadpool_megatron.cluster.coordinator.succession.first_state import look_up
+from deadpool_megatron.cluster.coordinator.succession.first_state import look_up, newest_durable
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import Journal, LostRace
 from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
@@ -142,7 +143,7 @@ def coordinator(opened: Callable[[str], Journal], directory: Path, name: str) ->
     if not run.path.exists():
         run.create(info)
     journal = opened(name)
-    estate = look_up(run, journal)
+    estate = look_up(journal, Glance(partial(newest_durable, run)))
     newest = journal.newest("term")
     number = 1 if newest is None else newest[0] + 1
     return Coordinator(

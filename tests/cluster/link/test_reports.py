@@ -29,7 +29,7 @@ def said(**m: Any) -> dict[str, Any]:
         (said(t="warm"), inputs.MemberWarm(7, 1, 2)),
         (
             said(t="restored", epoch=3, generation=[1, 4], hash="ab"),
-            inputs.Restored(7, 1, 2, 3, Generation(1, 4), "ab"),
+            inputs.Restored(7, 1, 2, 3, Generation(1, 4)),
         ),
         (
             said(t="restore-failed", epoch=3, part="w", text="gone"),

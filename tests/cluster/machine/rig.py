@@ -9,8 +9,8 @@ from typing import TypeVar
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.config import Config
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
+from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.placement import choose_buddies
 from deadpool_megatron.layout.records import (

@@ -8,10 +8,9 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import protection
-from deadpool_megatron.cluster.machine.protection import refusal
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout import choice, schemes
+from deadpool_megatron.layout.choice import refusal
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed
@@ -183,7 +182,7 @@ def test_several_blocks_need_the_package_that_computes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody looks for it at the start of a run that begins with another scheme."""
-    monkeypatch.setattr(protection, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     two = Settings(replicas=2)
     assert "needs the package zfec" in refusal(uniform("parity", two, 1, 4), 9, two)
     assert not refusal(uniform("parity", Settings(), 1, 4), 9, Settings())

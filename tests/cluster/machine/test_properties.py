@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.layout.schemes import uniform
+from tests.cluster.machine.stale import feed_stale
 from tests.cluster.machine.world import World
 
 INDEX = st.integers(0, 1_000)
@@ -246,7 +247,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule()
     def stale(self) -> None:
-        self.world.feed_stale()
+        feed_stale(self.world)
 
     @invariant()
     def waits_name_what_they_wait_for(self) -> None:
@@ -345,7 +346,7 @@ def test_a_run_without_spares_exports_what_it_has_dumped(lost: int | None) -> No
         world.lose(lost)
         world.settle()
         assert world.finished is None
-    world.feed_stale()
+    feed_stale(world)
     world.end_export("/exports/iter_0000003" if lost is None else "")
     assert world.finished is not None
     assert world.finished.exit_status == 75

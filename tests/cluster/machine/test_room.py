@@ -13,11 +13,11 @@ from immutables import Map
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.protection import scene_of
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import choice
 from deadpool_megatron.layout.choice import GROUP_SIZES
 from deadpool_megatron.layout.demand import demand
 from deadpool_megatron.layout.schemes import Kind as Scheme
@@ -152,7 +152,7 @@ def test_nothing_fits_ends_the_start_with_one_line() -> None:
 def test_blocks_that_nothing_here_can_compute_are_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(protection, "find_spec", lambda name: None)
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
     _, least = sizes(6, replicas=2)
     rig = room(least, nodes=6, spares=0, replicas=2).begin()
     (end,) = [action for action in rig.log if isinstance(action, act.Finish)]

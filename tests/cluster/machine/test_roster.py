@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, Roster
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.roster import MemberState, MemberStatus, Roster
 
 items = st.integers(0, 20)
 places = st.tuples(st.integers(0, 3), st.integers(0, 2))

@@ -11,23 +11,29 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.machine.exporting import unfinished_export
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.process.exit_words import last_words
+from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.run_directory.bounds import (
     OutsideError,
     export_directory,
     export_name,
 )
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.cluster.run_directory.directory import (
+    RunDirectory,
+    RunInfo,
+    unfinished_export,
+)
 from deadpool_megatron.vault.errors import Code, VaultError
 from deadpool_megatron.vault.taking import Taken, drop_taken
 
 _END_SECONDS = 5.0
+_WORDS_SECONDS = 1.0
 
 
 class Taker(Protocol):
@@ -47,6 +53,7 @@ class NodeExports:
         info: RunInfo,
         segments: Path,
         vault: Taker,
+        files: Files,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._node = node
@@ -54,10 +61,11 @@ class NodeExports:
         self._info = info
         self._segments = segments
         self._vault = vault
+        self._files = files
         self._send = send
         self._name = ""
         self._taken: list[Taken] = []
-        self._taking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._writer: ChildWatch | None = None
         self._removing: list[ChildWatch] = []
         drop_taken(segments)  # of an agent that was killed: nobody else would ever give it back
@@ -81,9 +89,7 @@ class NodeExports:
         elif message["t"] == "export-take":
             self.drop()
             self._name = name
-            task = asyncio.get_running_loop().create_task(self._take(name, message["iteration"]))
-            self._taking.add(task)
-            task.add_done_callback(self._taking.discard)
+            self._spawn(self._take(name, message["iteration"]))
         elif name != self._name:
             return  # of an export that is over here
         elif message["t"] == "export-write":
@@ -104,7 +110,7 @@ class NodeExports:
         """The end of the agent."""
         writer = self._writer
         self.drop()
-        for task in self._taking:
+        for task in self._tasks:
             task.cancel()
         with contextlib.suppress(TimeoutError):  # it dies with this process
             async with asyncio.timeout(_END_SECONDS):
@@ -180,9 +186,19 @@ class NodeExports:
         if ending.exit_code == 0:
             self._tell(name, "written")
         else:
-            self._tell(name, "failed", text=f"the exporter {ending}: {last_line(log)}".rstrip(": "))
+            self._spawn(self._tell_failure(name, log, ending))
         self._taken = []
         drop_taken(self._segments)
+
+    async def _tell_failure(self, name: str, log: Path, ending: Ending) -> None:
+        words = last_words(await self._files.tail(log, _WORDS_SECONDS))
+        if name == self._name:
+            self._tell(name, "failed", text=f"the exporter {ending}: {words}".rstrip(": "))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _remove(self, directory: Path) -> None:
         """In a process: with a second thread the agent could not fork, and a disk may hang."""

@@ -17,12 +17,13 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from deadpool_megatron.cluster.machine.exporting import EXPORT_PREFIX, unfinished_export
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, check_save, is_checkpoint
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
+    EXPORT_PREFIX,
     RunDirectory,
     read_json,
+    unfinished_export,
     write_json,
 )
 from deadpool_megatron.layout.records import Restore

@@ -8,28 +8,37 @@ from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.layout.records import EpochRecord, Restore
+
+# A takeover does not wait longer for a run directory that hangs.
+_DURABLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Estate:
     """What a coordinator inherits, as far as it was read before its term was claimed: the newest
-    record, and the checkpoint that was made valid last.
+    record, and the checkpoint that was made valid last. ``is_durable_read``: whether that one could
+    be read; if not, the coordinator learns of it as soon as the run directory answers.
     """
 
     record: EpochRecord | None = None
     durable: Restore | None = None
+    is_durable_read: bool = True
 
 
-def look_up(run: RunDirectory, journal: Journal, known: EpochRecord | None = None) -> Estate:
-    """Read it; ``known``: a record that was read before. May take as long as it takes: the term is
-    not claimed yet. Raises JournalError, or OSError.
-    """
+def look_up(
+    journal: Journal, durable: Glance[Restore | None], known: EpochRecord | None = None
+) -> Estate:
+    """Read it; ``known``: a record that was read before. Raises JournalError, or OSError."""
+    record = newest_record(journal, known)
     try:
-        return Estate(newest_record(journal, known), _newest_durable(run))
+        return Estate(record, durable.look(_DURABLE_SECONDS))
+    except TimeoutError:
+        return Estate(record, is_durable_read=False)
     except ValueError as error:
-        raise JournalError(f"{run.latest} is damaged: {error}") from error
+        raise JournalError(str(error)) from error
 
 
 def newest_record(journal: Journal, known: EpochRecord | None = None) -> EpochRecord | None:
@@ -52,9 +61,15 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     return machine.resume(record, estate.durable, now, gone=lost)
 
 
-def _newest_durable(run: RunDirectory) -> Restore | None:
+def newest_durable(run: RunDirectory) -> Restore | None:
+    """The checkpoint that was made valid last. May take as long as it takes. Raises OSError, and
+    ValueError when the file is damaged.
+    """
     if not run.latest.exists():
         return None
-    found = Restore.from_dict(read_json(run.latest))
+    try:
+        found = Restore.from_dict(read_json(run.latest))
+    except ValueError as error:
+        raise ValueError(f"{run.latest} is damaged: {error}") from error
     # A run that ended before its first iteration says so; that is nothing to fall back to.
     return None if found.kind == "initial" else found

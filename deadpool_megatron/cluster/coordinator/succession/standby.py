@@ -13,15 +13,19 @@ import json
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.succession.first_state import Estate, look_up
+from deadpool_megatron.cluster.coordinator.succession.first_state import (
+    Estate,
+    look_up,
+    newest_durable,
+)
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.terms import (
     Rhythm,
@@ -29,8 +33,11 @@ from deadpool_megatron.cluster.journal.terms import (
     Term,
     claim_order,
     claim_term,
+    look,
     newest_term,
+    sign,
 )
+from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
     RunInfo,
@@ -78,7 +85,9 @@ class Standby:
             ended=info.ended_term,
         )
         self._place = claim_order(None, info.nodes, info.spares, options.node)
-        self._result = _Result(options.run.final)
+        # The run directory may hang, while the journal is somewhere else.
+        self._result = Glance(partial(_read_result, options.run.final))
+        self._durable = Glance(partial(newest_durable, options.run))
         self.estate = Estate()  # what was read just before the term was claimed
         self._term: Term | None = None
         self._lost = True
@@ -94,7 +103,7 @@ class Standby:
         while True:
             try:
                 # An agent that is in touch is told of the end by the coordinator.
-                if self._lost and (result := self._result.look()) is not None:
+                if self._lost and (result := self._look_for_result()) is not None:
                     self._report({"over": True, "kept": bool(result.get("slots_kept", False))})
                     return None
                 self._look()
@@ -107,10 +116,15 @@ class Standby:
             if not self._pause():
                 return None
 
+    def _look_for_result(self) -> Mapping[str, Any] | None:
+        try:
+            return self._result.look(_GLANCE_SECONDS)
+        except TimeoutError:
+            return None
+
     def _look(self) -> None:
         at = time.monotonic()
-        self._term = newest_term(self._journal, self._term)
-        beat = self._journal.last_beat()
+        self._term, beat = look(self._journal, self._term)
         number = 0 if self._term is None else self._term.number
         self._succession.look(number, beat, at, time.monotonic())
         self._trouble = ""
@@ -128,8 +142,11 @@ class Standby:
         now = time.monotonic()
         if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
+        before, self._term = self._term, newest_term(self._journal, self._term)
+        if self._term != before:
+            return None  # claimed by somebody whose sign of life has not come yet
         # All that takes its time comes before the claim: from there on a sign of life is awaited.
-        self.estate = look_up(self._options.run, self._journal, self.estate.record)
+        self.estate = look_up(self._journal, self._durable, self.estate.record)
         listener = self._options.listen()
         number = 1 if self._term is None else self._term.number + 1
         failpoints.hit("standby.claim", term=number)
@@ -143,7 +160,7 @@ class Standby:
                 return None  # another standby was first: the next look shows it
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
-            self._journal.beat(f"{number} 0")
+            self._journal.beat(sign(number, 0))
         address = list(term.address)
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener
@@ -188,26 +205,10 @@ class Standby:
             pass  # the agent is gone; standard input says so next
 
 
-class _Result:
-    """The result of the run, once it is over. Read in a thread: the run directory may hang, while
-    the journal is somewhere else.
-    """
-
-    def __init__(self, final: Path) -> None:
-        self._final = final
-        self._found: Mapping[str, Any] | None = None
-        self._thread: threading.Thread | None = None
-
-    def look(self) -> Mapping[str, Any] | None:
-        """Returns it, or None as long as it is not known to be there."""
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._read, daemon=True)
-            self._thread.start()
-        self._thread.join(_GLANCE_SECONDS)
-        return self._found
-
-    def _read(self) -> None:
-        # Gone with its directory, or half written by a host that died.
-        with contextlib.suppress(OSError, ValueError):
-            if self._final.exists():
-                self._found = read_json(self._final)
+def _read_result(final: Path) -> Mapping[str, Any] | None:
+    """The result of the run; None while there is none that can be read."""
+    # Gone with its directory, or half written by a host that died.
+    with contextlib.suppress(OSError, ValueError):
+        if final.exists():
+            return read_json(final)
+    return None

@@ -1,1 +1,1 @@
-"""The life of an epoch, phase by phase, and the end of the run."""
+"""The life of an epoch, phase by phase, and the end of the run. Pure functions on a Turn."""

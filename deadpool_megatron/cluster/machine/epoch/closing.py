@@ -1,7 +1,4 @@
-"""An epoch is closed: what leads to that, and nodes that go. Pure functions on a Turn.
-
-Each sets the phase together with its deadline, so no wait can be without one.
-"""
+"""An epoch is closed: what leads to that, and nodes that go."""
 
 from __future__ import annotations
 
@@ -14,49 +11,32 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import CloseEpoch, DropNode, NoteGone
 from deadpool_megatron.cluster.machine.epoch.deciding import decide
 from deadpool_megatron.cluster.machine.epoch.ending import check_ended, dump
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state import phases
+from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.memory import Memory
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
-from deadpool_megatron.cluster.machine.state.phases import (
-    LAST_PHASES,
-    Closing,
-    Deciding,
-    Dumping,
-    Ending,
-    Gathering,
-    Opening,
-    Pausing,
-    Rejoining,
-    Running,
-    WaitingSpare,
-)
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.parity import parity_groups
 from deadpool_megatron.layout.placement import CopyPlacement
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-    Inventory,
-    Restore,
-    Source,
-)
+from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Source
 
 
 def close(turn: Turn, failure: Failure, *, silent_seconds: float = 0.0) -> None:
     """Something failed (or has to change): whatever the phase, lead to a new decision."""
     state = turn.state
     match state.doing:
-        case Opening() | Running() | Pausing() if state.record is not None:
+        case phases.Opening() | phases.Running() | phases.Pausing() if state.record is not None:
             _close_open(turn, state.record, failure, silent_seconds)
-        case Closing():
+        case phases.Closing():
             turn.state = state._replace(recoveries=state.recoveries.with_cause(failure.cause))
             check_closed(turn)
-        case Deciding() as deciding:
+        case phases.Deciding() as deciding:
             turn.enter(replace(deciding, redecide=failure))
-        case WaitingSpare():
+        case phases.WaitingSpare():
             decide(turn)
-        case Rejoining(missed=None) as rejoining:
+        case phases.Rejoining(missed=None) as rejoining:
             turn.enter(replace(rejoining, missed=failure))
 
 
@@ -64,10 +44,10 @@ def save_and_end(turn: Turn, words: LastWords, kind: FailureKind | None = None) 
     """Whatever the phase, close the epoch, save the newest generation, and end with ``words``.
     ``kind``: why the epoch is closed, if not for the failure that ends the run."""
     state = turn.state
-    if state.phase in LAST_PHASES or state.last_words is not None:
+    if state.phase in phases.LAST_PHASES or state.last_words is not None:
         return
     turn.state = state._replace(last_words=words)
-    if isinstance(state.doing, Gathering):
+    if isinstance(state.doing, phases.Gathering):
         dump(turn)  # nothing was begun
     else:
         close(turn, Failure(words.reason, kind or words.kind or FailureKind.CORRUPT_STATE))
@@ -81,7 +61,7 @@ def _close_open(turn: Turn, record: EpochRecord, failure: Failure, silent_second
     turn.act(CloseEpoch(record.epoch, failure.cause))
     turn.emit(Kind.EPOCH_CLOSED, cause=failure.cause, kind=failure.kind)
     turn.state = state._replace(
-        doing=Closing(
+        doing=phases.Closing(
             turn.now + turn.config.settings.gather_seconds,
             PersistentSet(node for node in record.nodes if node in state.fleet.nodes),
         ),
@@ -104,7 +84,7 @@ def note_failure(turn: Turn, failure: Failure) -> None:
 def check_closed(turn: Turn) -> None:
     """Decide when every live node has promised its inventory and no killed process is left."""
     match turn.state.doing:
-        case Closing(awaited=awaited) if not awaited and not turn.state.fleet.members.killed:
+        case phases.Closing(awaited=awaited) if not awaited and not turn.state.fleet.members.killed:
             recoveries = turn.state.recoveries.spent("close", turn.now)
             turn.state = turn.state._replace(recoveries=recoveries)
             decide(turn)
@@ -116,11 +96,11 @@ def note_inventory(turn: Turn, inventory: Inventory) -> None:
     match state.doing:
         case _ if state.record is None or inventory.epoch != state.record.epoch:
             turn.refuse("inventory", f"of epoch {inventory.epoch}", inventory.node)
-        case Rejoining() | Opening() | Running() | Pausing():
+        case phases.Rejoining() | phases.Opening() | phases.Running() | phases.Pausing():
             # The order of an earlier coordinator that the agent came to only now.
             cause = f"node {inventory.node} has closed epoch {inventory.epoch} already"
             close(turn, Failure(cause, FailureKind.COORDINATOR))
-        case Closing(awaited=awaited) as closing if inventory.node in awaited:
+        case phases.Closing(awaited=awaited) as closing if inventory.node in awaited:
             left = replace(closing, awaited=awaited.without(inventory.node))
             turn.state = state._replace(doing=left, memory=state.memory.with_promise(inventory))
             check_closed(turn)
@@ -132,18 +112,20 @@ def lose_node(turn: Turn, node: int, failure: Failure, *, silent_seconds: float 
     if node not in before.fleet.nodes:
         return
     doing = before.doing
-    if isinstance(doing, Closing):
+    if isinstance(doing, phases.Closing):
         doing = replace(doing, awaited=doing.awaited.without(node))
     turn.state = before._replace(
         doing=doing, fleet=before.fleet.without_node(node), memory=_without(before, node)
     )
     give_up(turn, node, failure.cause, failure.kind)
     match doing:
-        case Dumping():
+        case phases.Dumping():
             dump(turn)
-        case Ending():
+        case phases.Ending():
             check_ended(turn)
-        case _ if isinstance(doing, Closing | WaitingSpare) or _is_needed(before, node):
+        case _ if isinstance(doing, phases.Closing | phases.WaitingSpare) or _is_needed(
+            before, node
+        ):
             close(turn, failure, silent_seconds=silent_seconds)
 
 
@@ -151,7 +133,7 @@ def give_up(turn: Turn, node: int, cause: str, kind: FailureKind) -> None:
     """A node has no part in the run any more; none comes back under its number."""
     turn.state = turn.state._replace(fleet=turn.state.fleet.given_up([node], cause))
     turn.emit(Kind.NODE_LOST, node=node, cause=cause, kind=kind)
-    if turn.state.record is not None and turn.state.phase not in LAST_PHASES:
+    if turn.state.record is not None and turn.state.phase not in phases.LAST_PHASES:
         turn.act(NoteGone(node, cause))
 
 
@@ -164,7 +146,7 @@ def drop_node(turn: Turn, node: int, failure: Failure) -> None:
 
 
 def _is_needed(state: State, node: int) -> bool:
-    record = state.doing.pending if isinstance(state.doing, Deciding) else state.record
+    record = state.doing.pending if isinstance(state.doing, phases.Deciding) else state.record
     return record is not None and matters(state, record, node)
 
 
@@ -177,17 +159,12 @@ def matters(state: State, record: EpochRecord, node: int) -> bool:
         return True
     if any(node in group.holders for group in parity_groups(record)):
         return True
-    taken_over = state.is_restored or isinstance(state.doing, Rejoining)
+    taken_over = state.is_restored or isinstance(state.doing, phases.Rejoining)
     if taken_over and len(state.memory.layouts) < len(record.seats):
         return node in record.nodes  # it is not known yet whose copies it owes
-    placement = CopyPlacement.of_record(record)
-    return any(
-        node
-        in placement.buddies(
-            role, state.memory.layouts[role].peers if role in state.memory.layouts else ()
-        )
-        for role in record.seats
-    )
+    placement, layouts = CopyPlacement.of_record(record), state.memory.layouts
+    peers = {role: layouts[role].peers if role in layouts else () for role in record.seats}
+    return any(node in placement.buddies(role, peers[role]) for role in record.seats)
 
 
 def _sources(restore: Restore) -> Iterator[Source]:
@@ -209,7 +186,7 @@ def _without(state: State, node: int) -> Memory:
     """The inventories that are left; what is on disk already cannot be lost with its node."""
     left = state.memory.without_node(node)
     match state.doing:
-        case Dumping(finished=finished, chains=chains, restore=restore) if node in finished:
+        case phases.Dumping(finished=finished, chains=chains, restore=restore) if node in finished:
             lost = state.memory.held[node]  # it may be one that came after the close
             written = chains | {restore.generation}
             saved = tuple(holding for holding in lost.holdings if holding.generation in written)

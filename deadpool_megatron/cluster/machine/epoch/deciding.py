@@ -1,7 +1,4 @@
-"""Who plays which role in the next epoch, and what it is restored from. Pure functions on a Turn.
-
-Each sets the phase together with its deadline, so no wait can be without one.
-"""
+"""Who plays which role in the next epoch, and what it is restored from."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from dataclasses import replace
 from deadpool_megatron.cluster.machine import protection
 from deadpool_megatron.cluster.machine.actions import WriteRecord
 from deadpool_megatron.cluster.machine.epoch.ending import dump, dump_held, finish
-from deadpool_megatron.cluster.machine.state import history
-from deadpool_megatron.cluster.machine.state.causes import LastWords
+from deadpool_megatron.cluster.machine.state.blame import LastWords
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, WaitingSpare
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery
+from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
+from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import losses_survived
@@ -79,7 +76,7 @@ def decide(turn: Turn) -> None:
         emitted_up_to=state.line.newest,
         fewer_copies=owed_copies(seats.seats, nodes, turn),
         cause="; then ".join(recovery.causes) if recovery else "start",
-        history=history.of_next_epoch(state, restore),
+        history=_history(state, restore),
     )
     # A journal that cannot be written for a while is tried again until then.
     deadline = turn.now + 2 * turn.config.settings.spare_timeout_seconds
@@ -145,3 +142,18 @@ def _wait_or_end(turn: Turn, why: str, restore: Restore) -> None:
     else:
         limit = turn.config.settings.spare_timeout_seconds
         _wait_for_spare(turn, f"{why}; waits {limit:g} s for a node to join")
+
+
+def _history(state: State, restore: Restore) -> History:
+    """What the record of the next epoch, restored from ``restore``, says of the run so far."""
+    recovery = state.recoveries.current
+    again = 0 if recovery is None else recovery.recomputed(restore)
+    return History(
+        kept=keep_line(state.line.kept, restore, state.epoch + 1),
+        gone=dict(sorted(state.fleet.gone.items())),
+        nonfinite=state.blame.nonfinite,
+        failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
+        recoveries=state.recoveries.count + (recovery is not None),
+        steps_recomputed=state.recoveries.steps_recomputed + again,
+        protection_told=state.protection.told,
+    )

@@ -1,7 +1,4 @@
-"""How the run ends: the dump when no spare is left, the result, the leave-taking of the agents.
-
-Pure functions on a Turn; each sets the phase together with its deadline.
-"""
+"""How the run ends: the dump when no spare is left, the result, the leave-taking of the agents."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
 from deadpool_megatron.cluster.machine.epoch.recovering import end_recovery
-from deadpool_megatron.cluster.machine.state.causes import LastWords
+from deadpool_megatron.cluster.machine.state.blame import LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Ending, Pausing, Running
 from deadpool_megatron.cluster.machine.state.state import State

@@ -1,7 +1,4 @@
-"""An epoch opens, from the durable record until every role has restored.
-
-Pure functions on a Turn; each sets the phase together with its deadline.
-"""
+"""An epoch opens, from the durable record until every role has restored."""
 
 from __future__ import annotations
 
@@ -15,14 +12,12 @@ from deadpool_megatron.cluster.machine.epoch.ending import check_done
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause, pause
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.protection import tell_plan
-from deadpool_megatron.cluster.machine.state.causes import Failure
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Deciding, Opening, Running
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import (
-    EpochRecord,
-)
+from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.layout.seats import SeatTable
 
 

@@ -1,8 +1,5 @@
 """When members stand still at one iteration: before a drain, other protection, missing copies, the
-dump at the end. All that was computed is committed then, and the close that follows loses nothing.
-
-Pure functions on a Turn; each sets the phase together with its deadline.
-"""
+dump at the end. All that was computed is committed then; the close that follows loses nothing."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.epoch.closing import close
 from deadpool_megatron.cluster.machine.epoch.deciding import owed_copies, record_nodes, seating
-from deadpool_megatron.cluster.machine.protection import pause_cause, plan_is_due
-from deadpool_megatron.cluster.machine.state.causes import Failure
+from deadpool_megatron.cluster.machine.protection import pause_cause
+from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import (
     Opening,
@@ -40,7 +37,7 @@ def consider_pause(turn: Turn) -> None:
         if not seating(turn, frozenset({node})).unseated:
             _pause_next(turn, f"drain of node {node}", frozenset({node}))
             return
-    if plan_is_due(state):
+    if state.protection.plan != record.protection:
         _pause_next(turn, pause_cause(state), frozenset())
         return
     if not record.fewer_copies:

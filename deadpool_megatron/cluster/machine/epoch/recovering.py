@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Open
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
@@ -18,12 +17,8 @@ def end_recovery(turn: Turn) -> None:
     turn.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
 
 
-def note_phase(turn: Turn, event: ev.PhaseReported | ev.Exposed) -> None:
+def note_phase(turn: Turn, epoch: int, phase: str, seconds: float, *, exposed: float = 0.0) -> None:
     """A member or vault tells how long its part of the recovery took."""
     state = turn.state
-    is_exposed = isinstance(event, ev.Exposed)
-    phase = "reprotect" if isinstance(event, ev.Exposed) else event.phase
-    exposed = event.seconds if is_exposed else 0.0
-    known = state.recoveries.reported(state.record, event.epoch, phase, event.seconds, exposed)
-    if known is not state.recoveries:
-        turn.state = state._replace(recoveries=known)
+    known = state.recoveries.reported(state.record, epoch, phase, seconds, exposed)
+    turn.state = state._replace(recoveries=known)

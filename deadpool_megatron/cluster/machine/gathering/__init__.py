@@ -1,1 +1,1 @@
-"""Nodes come: at the start, to a new coordinator, after all had ended; and which are fit."""
+"""Nodes come: at the start, to a new coordinator, after all had ended; which of them are fit."""

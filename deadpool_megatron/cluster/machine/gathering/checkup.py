@@ -19,10 +19,9 @@ from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.epoch.closing import drop_node
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
-from deadpool_megatron.cluster.machine.state.causes import Failure
-from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.phases import Gathering
-from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.preflight import judge, schedule
@@ -275,8 +274,7 @@ def _weak_ones_last(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     leaving = sorted(weak & seated)[:spares]
     while leaving and not _can_spare(turn, frozenset(leaving)):
         leaving.pop()
-    fleet = replace(turn.state.fleet, leaving=frozenset(leaving))
-    turn.state = turn.state._replace(fleet=fleet)
+    turn.state = turn.state._replace(fleet=replace(turn.state.fleet, leaving=frozenset(leaving)))
 
 
 def _can_spare(turn: Turn, leaving: frozenset[int]) -> bool:
@@ -295,12 +293,9 @@ def _end_check(turn: Turn, judged: Mapping[int, Judgement]) -> None:
     """The run was only for this: 0 with as many good nodes as it needs, else 1."""
     state, config = turn.state, turn.config
     absent = set(range(config.nodes + config.spares)) - judged.keys()
-    missing = {
-        node: Judgement(Standing.LEFT_OUT, (state.fleet.gone.get(node, "did not join in time"),))
-        for node in sorted(absent)
-    }
-    for node, one in missing.items():
-        _emit(turn, node, one, None, "")
+    for node in sorted(absent):
+        why = state.fleet.gone.get(node, "did not join in time")
+        _emit(turn, node, Judgement(Standing.LEFT_OUT, (why,)), None, "")
     good = sum(one.standing is Standing.GOOD for one in judged.values())
     enough = good >= config.nodes
     why = "" if enough else f"not enough nodes: {good} are good, --nodes is {config.nodes}"

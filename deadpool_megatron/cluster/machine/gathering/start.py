@@ -1,7 +1,4 @@
-"""Nodes come, and the first epoch is decided when enough of them are there.
-
-Pure functions on a Turn.
-"""
+"""Nodes come, and the first epoch is decided when enough of them are there."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from deadpool_megatron.cluster.machine.epoch.closing import drop_node, silent
 from deadpool_megatron.cluster.machine.epoch.deciding import decide, seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
 from deadpool_megatron.cluster.machine.gathering import checkup, takeover
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus, NodeState, Place
 from deadpool_megatron.cluster.machine.state.phases import (
     LAST_PHASES,
     Gathering,
     Rejoining,
     WaitingSpare,
 )
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus, NodeState, Place
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind

@@ -15,10 +15,10 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import close, give_up, matters
 from deadpool_megatron.cluster.machine.epoch.opening import check_opened, opening_seconds
 from deadpool_megatron.cluster.machine.gathering import checkup
-from deadpool_megatron.cluster.machine.state.causes import Failure
-from deadpool_megatron.cluster.machine.state.config import Config
+from deadpool_megatron.cluster.machine.state.blame import Failure
+from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Opening, Rejoining
-from deadpool_megatron.cluster.machine.state.roster import MemberStatus
+from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.records import EpochRecord
 
@@ -43,10 +43,8 @@ def note_join(turn: Turn, event: ev.NodeJoined) -> None:
             restored = restored.with_item(role)
     # Members without an epoch: theirs have died with the agent before it.
     came_anew = event.node in record.nodes and not event.epoch and not event.members
-    turn.state = state._replace(
-        doing=replace(state.doing, restored=restored),
-        restarted=state.restarted or came_anew,
-    )
+    doing, restarted = replace(state.doing, restored=restored), state.restarted or came_anew
+    turn.state = state._replace(doing=doing, restarted=restarted)
     if event.closed >= record.epoch:
         cause = f"epoch {record.epoch} was closed before the coordinator changed"
         close(turn, Failure(cause, FailureKind.COORDINATOR))

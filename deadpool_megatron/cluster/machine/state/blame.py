@@ -1,12 +1,12 @@
-"""What is held against whom: failures, suspicions, bytes that must not be counted on."""
+"""Why an epoch or the run ends: failures, suspicions, bytes that must not be counted on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Generation, Inventory, Restore
 
@@ -17,6 +17,49 @@ SHOWN_FAILURES = 3
 # The same failure so often in a row without any progress is not worth another try.
 _SAME_EXITS = 2
 _SAME_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an epoch ends. ``signature``: equal for the same failure again; () is not a failure.
+
+    ``exited``: the process ended by itself, so trying again will most likely end the same.
+    ``evidence``: more than ``cause`` for whoever has to find a bug, such as the name of a log.
+    """
+
+    cause: str
+    kind: FailureKind
+    signature: tuple[str, ...] = ()
+    exited: bool = False
+    node: int | None = None
+    evidence: str = ""
+
+    def with_evidence(self) -> str:
+        """The cause, and where to look further."""
+        return f"{self.cause} [{self.evidence}]" if self.evidence else self.cause
+
+    @staticmethod
+    def from_record(values: Mapping[str, Any]) -> Failure:
+        """What :meth:`to_record` has kept."""
+        kind, signature = FailureKind(values["kind"]), tuple(values["signature"])
+        cause, evidence = str(values["cause"]), str(values["evidence"])
+        return Failure(cause, kind, signature, bool(values["exited"]), values["node"], evidence)
+
+    def to_record(self, iteration: int) -> dict[str, Any]:
+        """What a record of the next epoch says of it; see :class:`History`."""
+        told = {**asdict(self), "kind": str(self.kind), "signature": list(self.signature)}
+        return {**told, "iteration": iteration}
+
+
+@dataclass(frozen=True)
+class LastWords:
+    """How the run ends once its state is saved. ``kind``: of the failure that ends it.
+    ``exports``: a dump is made a checkpoint, too, as nobody waits for the end."""
+
+    status: int
+    reason: str
+    kind: FailureKind | None = None
+    exports: bool = False
 
 
 @dataclass(frozen=True)

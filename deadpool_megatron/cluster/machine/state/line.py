@@ -1,4 +1,4 @@
-"""How far the run has come, and what it can go on from."""
+"""How far the run has come, what it can go on from, and what protects it from here on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,16 @@ class KeptLine:
         """Returns whether training went on from this generation, or may."""
         return is_kept(self.kept, generation)
 
-    def reached(self, iteration: int) -> KeptLine:
-        """Returns the line after a role has completed an iteration."""
-        return replace(self, newest=iteration) if iteration > self.newest else self
+
+@dataclass(frozen=True)
+class ChosenProtection:
+    """``plan``: for the next record. ``why``: why it is another one than the last. ``told``: the
+    one that was reported last."""
+
+    plan: ProtectionPlan = field(default_factory=ProtectionPlan)
+    why: str = ""
+    told: ProtectionPlan | None = None
+
+    def changed(self, plan: ProtectionPlan, why: str) -> ChosenProtection:
+        """Returns the choice of another plan."""
+        return replace(self, plan=plan, why=why)

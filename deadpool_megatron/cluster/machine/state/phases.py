@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
-from deadpool_megatron.cluster.machine.state.causes import Failure, LastWords
+from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.preflight.schedule import Checkup

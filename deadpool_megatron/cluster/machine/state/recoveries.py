@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deadpool_megatron.cluster.machine.state.causes import Failure
+from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 
 # So many recoveries are told one by one when the run ends; the events have all of them.
@@ -163,22 +163,17 @@ class Recoveries:
 
     def with_cause(self, cause: str) -> Recoveries:
         """Returns the recoveries with one more cause of the one in progress."""
-        if self.current is None:
-            return self
-        causes = (*self.current.causes, cause)
-        return replace(self, current=replace(self.current, causes=causes))
+        known = self.current and replace(self.current, causes=(*self.current.causes, cause))
+        return replace(self, current=known)
 
     def spent(self, phase: str, now: float) -> Recoveries:
         """Returns the recoveries after a phase of the one in progress."""
-        if self.current is None:
-            return self
-        return replace(self, current=self.current.spend(phase, now))
+        return replace(self, current=self.current and self.current.spend(phase, now))
 
     def opened(self, now: float) -> Recoveries:
         """Returns the recoveries after every role has restored."""
-        if self.current is None:
-            return self
-        return replace(self, current=replace(self.current, mark=now, opened=True))
+        known = self.current and replace(self.current, mark=now, opened=True)
+        return replace(self, current=known)
 
     def with_finished(self, report: RecoveryReport) -> Recoveries:
         """Returns the recoveries after the one in progress is complete."""

@@ -3,36 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from deadpool_megatron.cluster.journal.requests import Request
-from deadpool_megatron.cluster.machine.state.blame import Blame
-from deadpool_megatron.cluster.machine.state.causes import LastWords
-from deadpool_megatron.cluster.machine.state.choice import ChosenProtection
+from deadpool_megatron.cluster.machine.state import phases
+from deadpool_megatron.cluster.machine.state.blame import Blame, LastWords
 from deadpool_megatron.cluster.machine.state.fleet import Fleet
-from deadpool_megatron.cluster.machine.state.line import KeptLine
+from deadpool_megatron.cluster.machine.state.line import ChosenProtection, KeptLine
 from deadpool_megatron.cluster.machine.state.memory import Memory
-from deadpool_megatron.cluster.machine.state.phases import (
-    Closing,
-    Deciding,
-    Doing,
-    Dumping,
-    Ending,
-    Gathering,
-    Heard,
-    Open,
-    Opening,
-    Pausing,
-    Phase,
-    Rejoining,
-    Running,
-    WaitingSpare,
-)
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
-from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.preflight.judge import Agreed
 from deadpool_megatron.preflight.schedule import Checkup
+from deadpool_megatron.settings import Settings
+
+INITIAL = Restore("initial", Generation(0, 0))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Facts of the run. Nodes 0 .. ``nodes`` - 1 are wished for training, the rest are spares.
+
+    ``start``: what epoch 1 begins with (kind initial, durable or dump). ``restarted``: all
+    processes of the run had ended, the agents come up again; ``begins_anew``: with the settings of
+    a new start, which count from now on. ``check_only``: the run ends when its nodes are judged.
+    """
+
+    nodes: int
+    spares: int
+    nproc: int
+    settings: Settings
+    dump_directory: str
+    start: Restore = INITIAL
+    restarted: bool = False
+    begins_anew: bool = False
+    check_only: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Number of roles."""
+        return self.nodes * self.nproc
+
+    def provisional_role(self, node: int, slot: int) -> int:
+        """The role a member builds for before it has a seat: its stage class is likely needed."""
+        return (node % self.nodes) * self.nproc + slot
 
 
 class State(NamedTuple):
@@ -46,7 +62,7 @@ class State(NamedTuple):
     until they are judged.
     """
 
-    doing: Doing
+    doing: phases.Doing
     seats: SeatTable
     epoch: int = 0
     record: EpochRecord | None = None
@@ -62,7 +78,7 @@ class State(NamedTuple):
     agreed: Agreed | None = None
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> phases.Phase:
         """Name of the phase."""
         return self.doing.phase
 
@@ -74,22 +90,22 @@ class State(NamedTuple):
     @property
     def open_epoch(self) -> int | None:
         """Number of the epoch in which members work, None while there is none."""
-        return self.record.epoch if self.record and isinstance(self.doing, Open) else None
+        return self.record.epoch if self.record and isinstance(self.doing, phases.Open) else None
 
     @property
     def heard_epoch(self) -> int | None:
         """Number of the epoch whose members are listened to: the open one, or after a takeover
         the newest, in which members go on working while the agents come back.
         """
-        return self.record.epoch if self.record and isinstance(self.doing, Heard) else None
+        return self.record.epoch if self.record and isinstance(self.doing, phases.Heard) else None
 
     @property
     def restored(self) -> Set[int]:
         """Roles of the heard epoch that have their state."""
         match self.doing:
-            case Rejoining(restored=restored) | Opening(restored=restored):
+            case phases.Rejoining(restored=restored) | phases.Opening(restored=restored):
                 return restored
-            case Running() | Pausing():
+            case phases.Running() | phases.Pausing():
                 return self.seats.keys()
         return frozenset()
 
@@ -105,27 +121,27 @@ class State(NamedTuple):
     def waiting_for(self) -> str:
         """What the phase waits for, in words; empty when it waits for nothing."""
         match self.doing:
-            case Gathering(checkup=Checkup(awaited=awaited)):
+            case phases.Gathering(checkup=Checkup(awaited=awaited)):
                 return f"links of nodes {sorted(awaited)} to be measured"
-            case Gathering() | Rejoining():
+            case phases.Gathering() | phases.Rejoining():
                 return "nodes and members to start"
-            case Closing(awaited=awaited):
+            case phases.Closing(awaited=awaited):
                 members = sorted(self.fleet.members.killed)
                 return f"inventories of nodes {sorted(awaited)}, end of members {members}"
-            case WaitingSpare():
+            case phases.WaitingSpare():
                 returning = sorted(self.fleet.returning)
                 back = f", or nodes {returning} with their slots" if returning else ""
                 return f"a node that joins as spare{back}"
-            case Deciding():
+            case phases.Deciding():
                 return f"the journal of epoch {self.epoch}"
-            case Opening(restored=restored):
+            case phases.Opening(restored=restored):
                 return f"restored from roles {sorted(set(self.seats) - restored)}"
-            case Pausing(order=order, done=done):
+            case phases.Pausing(order=order, done=done):
                 return f"roles {sorted(set(self.seats) - order.paused - done)} to pause"
-            case Dumping(exporting=True, restore=restore):
+            case phases.Dumping(exporting=True, restore=restore):
                 return f"the checkpoint of what was dumped to {restore.path}"
-            case Dumping(awaited=awaited):
+            case phases.Dumping(awaited=awaited):
                 return f"dumps of nodes {sorted(awaited)}"
-            case Ending():
+            case phases.Ending():
                 return f"agents of nodes {sorted(self.fleet.nodes)} to go"
         return ""

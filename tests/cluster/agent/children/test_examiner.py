@@ -41,7 +41,6 @@ def examiner(directory: Path, seat: int, *command: str, vault: Any = None) -> tu
         run=run,
         info=info,
         secret=b"",
-        address=lambda: None,
         host="127.0.0.1",
         domain="",
         modules=(),

@@ -159,7 +159,6 @@ def test_the_agent_says_so_and_ends(
         run=run,
         info=info,
         secret=b"secret",
-        address=lambda: None,
         host="127.0.0.1",
         domain="rack",
         modules=(),

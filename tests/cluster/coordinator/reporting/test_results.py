@@ -105,7 +105,7 @@ def test_each_term_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert second.results.last_iteration == 2
     second.write(step(3))
     state = Rig().state._replace(recoveries=Recoveries(count=7, steps_recomputed=3))
-    second.finish(Finish(0, ""), state)
+    second.write_result(None, second.result(Finish(0, ""), state))
     second.close(10.0)
     assert [event.iteration for event in read_events(run.events)] == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("events*")) == [

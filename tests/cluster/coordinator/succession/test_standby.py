@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +14,22 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.cluster.coordinator.succession import standby
-from deadpool_megatron.cluster.coordinator.succession.standby import Standby, _Result
+from deadpool_megatron.cluster.coordinator.succession.first_state import (
+    Estate,
+    look_up,
+    newest_durable,
+)
+from deadpool_megatron.cluster.coordinator.succession.standby import Standby
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.process.glance import Glance
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
+from tests.cluster.journal.journal_steps import coordinator
 
 
 def made(tmp_path: Path) -> Standby:
-    run = SimpleNamespace(final=tmp_path / "final.json")
+    run = RunDirectory(tmp_path)
     info = SimpleNamespace(settings=Settings(), nodes=2, spares=1, ended_term=0)
     options: Any = SimpleNamespace(run=run, info=info, node=2)
     journal: Any = None
@@ -26,16 +39,43 @@ def made(tmp_path: Path) -> Standby:
 def test_a_result_on_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     """With the journal elsewhere the looks go on; the result is seen once it can be."""
     final = tmp_path / "final.json"
-    result = _Result(final)
-    assert result.look() is None
+    one = made(tmp_path)
+    assert one._look_for_result() is None
     os.mkfifo(final)
     for _ in range(3):
-        assert result.look() is None
+        assert one._look_for_result() is None
     with open(final, "w") as file:
         file.write(json.dumps({"slots_kept": True}))
-    assert result._thread is not None
-    result._thread.join(20.0)
-    assert result.look() == {"slots_kept": True}
+    assert one._result.look(20.0) == {"slots_kept": True}
+
+
+def test_a_takeover_does_not_wait_for_a_run_directory_that_hangs(tmp_path: Path) -> None:
+    run, journal = RunDirectory(tmp_path), open_journal(Settings(), "run", tmp_path / "journal")
+    os.mkfifo(run.latest)
+    durable = Glance(partial(newest_durable, run))
+    began = time.monotonic()
+    assert look_up(journal, durable) == Estate(is_durable_read=False)
+    assert time.monotonic() - began < 5.0
+    saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
+    run.latest.write_text(json.dumps(saved.to_dict()))
+    assert durable.look(20.0) == saved
+
+
+def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_path: Path) -> None:
+    saved = Restore("durable", Generation(1, 4), "save", str(tmp_path))
+
+    async def live() -> str | None:
+        one = coordinator(lambda _: journal, tmp_path, "run")
+        os.mkfifo(one._run.latest)
+        looking = asyncio.create_task(one._look_for_durable())
+        await asyncio.sleep(0.1)
+        assert one._state.line.durable is None
+        await asyncio.to_thread(one._run.latest.write_text, json.dumps(saved.to_dict()))
+        await looking
+        return None if one._state.line.durable is None else one._state.line.durable.path
+
+    journal = open_journal(Settings(), "run", tmp_path / "journal")
+    assert asyncio.run(live()) == saved.path
 
 
 def test_orders_of_the_agent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from deadpool_megatron.cluster.run_directory.directory import unfinished_export
 from deadpool_megatron.layout.records import Generation
-
-EXPORT_PREFIX = ".export-"
 
 
 class Purpose(StrEnum):
@@ -83,8 +82,3 @@ class Export:
         if len(self.said) != world_size or len(found) != 1:
             return None
         return found.pop()[0]
-
-
-def unfinished_export(directory: Path, run_id: str, name: str) -> Path:
-    """Where an export is written until it is whole."""
-    return directory / f"{EXPORT_PREFIX}{run_id}-{name}"

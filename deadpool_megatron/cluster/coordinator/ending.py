@@ -1,0 +1,133 @@
+"""The end of a run, carried out: its result is written, the agents are told to stop, and go.
+
+The run directory may be full, or hang, just then. The result is tried again for as long as the
+journal is; until then no agent is told to stop, for with the result missing what its node holds in
+memory is all there is to go on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.orders import Orders
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
+from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine.actions import Finish
+from deadpool_megatron.cluster.machine.state.state import State
+
+_PAUSE_SECONDS = 0.5
+_LOOK_SECONDS = 0.05
+
+
+class RunEnd:
+    """Used from the coordinator's loop. ``newest_term`` asks the journal, in another thread;
+    ``end(status)`` ends this coordinator.
+    """
+
+    def __init__(
+        self,
+        options: CoordinatorOptions,
+        files: RunFiles,
+        orders: Orders,
+        peers: Peers,
+        newest_term: Callable[[], int],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        warn: Callable[[str], None],
+        step_down: Callable[[str], None],
+        end: Callable[[int], None],
+    ) -> None:
+        self._path = options.run.path
+        self._term = options.term.number
+        self._patience_seconds = options.info.settings.spare_timeout_seconds
+        self._close_seconds = options.info.settings.close_seconds
+        self._files = files
+        self._orders = orders
+        self._peers = peers
+        self._newest_term = newest_term
+        self._spawn = spawn
+        self._warn = warn
+        self._step_down = step_down
+        self._end = end
+        self._is_writing = False
+        self._status: int | None = None
+
+    def finish(self, finish: Finish, state: State) -> None:
+        """Write the result and have the agents stop."""
+        self._is_writing = True
+        self._spawn(self._finish(finish, state))
+
+    def exit(self, status: int) -> None:
+        """End when the result is written, or was tried for long enough. Agents that were told to
+        stop later than the machine knows of have their time to go from then on.
+        """
+        self._status = status
+        if not self._is_writing:
+            self._end(status)
+
+    async def _finish(self, finish: Finish, state: State) -> None:
+        if await self._is_superseded():
+            return
+        result = self._files.result(finish, state)
+        limit = time.monotonic() + self._patience_seconds
+        error = await self._write(finish, result, limit)
+        if error:
+            text = (
+                f"the result of the run (status {result['exit_status']}: {result['reason']}) was"
+                f" not written to {self._path}: {error}; what it holds in memory stays, the same"
+                f" command goes on from it, 'deadpool clean {self._path}' removes it"
+            )
+            self._warn(text)
+            print(text, file=sys.stderr, flush=True)
+        keeps = finish.keeps_slots or bool(error)
+        self._orders.stop(str(result["reason"]), remove=not keeps)
+        self._is_writing = False
+        if self._status is not None:
+            late = time.monotonic() + self._close_seconds
+            while self._peers.agents and time.monotonic() < late:
+                await asyncio.sleep(_LOOK_SECONDS)
+            self._end(self._status)
+
+    async def _write(self, finish: Finish, result: dict[str, Any], limit: float) -> str:
+        """Why it could not be written, empty if it was. ``limit``: monotonic seconds."""
+        known = ""
+        while True:
+            try:
+                async with asyncio.timeout_at(_loop_time(limit)):
+                    await asyncio.to_thread(self._files.write_result, finish.resume, result)
+                return ""
+            except TimeoutError:
+                return known or f"it did not answer for {self._patience_seconds:g} s"
+            except OSError as error:
+                why = error.strerror or str(error)
+            if time.monotonic() > limit:
+                return why
+            if why != known:
+                known = why
+                self._warn(
+                    f"the result cannot be written to {self._path}: {why};"
+                    f" tried again for {self._patience_seconds:g} s"
+                )
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _is_superseded(self) -> bool:
+        """A last look before something that another coordinator could do as well."""
+        try:
+            async with asyncio.timeout(self._close_seconds):
+                newest = await asyncio.to_thread(self._newest_term)
+        except (JournalError, TimeoutError) as error:
+            # Then no standby can have claimed a term either.
+            self._warn(str(error) or "the journal does not answer")
+            return False
+        if newest > self._term:
+            self._step_down(f"term {newest} has begun")
+        return newest > self._term
+
+
+def _loop_time(monotonic_seconds: float) -> float:
+    return asyncio.get_running_loop().time() + monotonic_seconds - time.monotonic()

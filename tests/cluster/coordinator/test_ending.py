@@ -1,0 +1,133 @@
+"""The end of a run whose directory is full, or hangs: nothing waits for it, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.coordinator import ending
+from deadpool_megatron.cluster.coordinator.reporting import run_files
+from deadpool_megatron.cluster.coordinator.service import Coordinator
+from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.link.peers import AgentPeer
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.run_directory.directory import read_json, write_json
+from deadpool_megatron.settings import Settings
+from tests.cluster.journal.journal_steps import PipeWriter, coordinator
+
+FINAL = "final.json"
+
+
+class Agent:
+    """The agent of node 0: hears orders, and goes when it is told to stop."""
+
+    def __init__(
+        self, one: Coordinator, monkeypatch: pytest.MonkeyPatch, removes: list[bool]
+    ) -> None:
+        self.one = one
+        self.removes = removes
+        writer: Any = PipeWriter(os.open(os.devnull, os.O_WRONLY))
+        one._peers.agents[0] = AgentPeer(0, "boot", writer, "host", 0.0)
+        one.feed(inputs.NodeJoined(0, "host", 1, "rack"))
+        monkeypatch.setattr(one._peers, "send_all", self.hear)
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        if message["t"] == "stop":
+            self.removes.append(bool(message["remove"]))
+            del self.one._peers.agents[0]
+            self.one.feed(inputs.NodeLost(0, "gone"))
+
+
+def end(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    removes: list[bool],
+    patience_seconds: float = 10.0,
+) -> tuple[int | None, float]:
+    """Have a user end a run of one node; returns its exit status, and how long the loop stood
+    still at most. ``removes`` gets an entry when the agent is told to stop.
+    """
+
+    async def live() -> tuple[int | None, float]:
+        journal = open_journal(Settings(), "run", directory / "journal")
+        one = coordinator(lambda name: journal, directory, "run")
+        one._run_end._patience_seconds = patience_seconds
+        Agent(one, monkeypatch, removes)
+        loop, longest = asyncio.get_running_loop(), 0.0
+        one.feed(inputs.UserStop("enough"))
+        last, limit = loop.time(), loop.time() + 20.0
+        while not one._over.is_set():
+            assert loop.time() < limit
+            one.feed(inputs.Tick())
+            await asyncio.sleep(0.01)
+            longest, last = max(longest, loop.time() - last), loop.time()
+        one._files.close(5.0)
+        return one._exit_status, longest
+
+    return asyncio.run(live())
+
+
+def replace_writes(monkeypatch: pytest.MonkeyPatch, of_final: Callable[[], None]) -> None:
+    def write(path: Path, values: Mapping[str, Any], *, lasting: bool = False) -> None:
+        if path.name == FINAL:
+            of_final()
+        write_json(path, values, lasting=lasting)
+
+    monkeypatch.setattr(run_files, "write_json", write)
+    monkeypatch.setattr(ending, "_PAUSE_SECONDS", 0.05)
+
+
+def lines(directory: Path) -> str:
+    return "".join(path.read_text() for path in sorted((directory / "run").glob("events*")))
+
+
+def test_a_full_disk_only_delays_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, removes = list[bool](), list[bool]()
+
+    def full() -> None:
+        assert not removes, "an agent was told to stop, and the result is not there"
+        tries.append(True)
+        if len(tries) < 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    replace_writes(monkeypatch, full)
+    status, _ = end(tmp_path, monkeypatch, removes)
+    assert read_json(tmp_path / "run" / FINAL)["reason"] == "enough"
+    assert (status, removes) == (130, [True])
+    assert lines(tmp_path).count("No space left on device") == 1
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    hangs: bool,
+) -> None:
+    release, removes = threading.Event(), list[bool]()
+
+    def broken() -> None:
+        if hangs:
+            release.wait(20.0)
+        raise OSError(errno.EIO, "Input/output error")
+
+    replace_writes(monkeypatch, broken)
+    timer = threading.Timer(1.5, release.set)
+    timer.start()
+    status, longest = end(tmp_path, monkeypatch, removes, patience_seconds=0.5)
+    release.set()
+    timer.join()
+    assert (status, removes) == (130, [False]), "its memory is all there is left"
+    assert longest < 1.0, "the loop waited for the disk"
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "(status 130: enough) was not written to" in said
+    assert ("did not answer" if hangs else "Input/output error") in said
