@@ -69,7 +69,10 @@ class Kind(StrEnum):
     REHEARSED = "rehearsed"
     REPLAYED = "replayed"  # steps, seconds, matched: a role was restored by recomputing updates
     EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
-    GATE_WAIT = "gate-wait"  # seconds; reported while it lasts and at its end
+    # seconds; reported while it lasts and at its end (over). In the files of a run its end is told
+    # for all roles of an iteration: roles, seconds of all, longest_seconds; of the role that waited
+    # longest.
+    GATE_WAIT = "gate-wait"
     GATE_RELEASED = "gate-released"  # role runs with fewer copies for now
     CORRUPTION = "corruption"  # where, expected, found
     # part, bytes, seconds, blocks: number -> [node, role]; a lost part was computed from parity

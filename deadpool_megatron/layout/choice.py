@@ -83,6 +83,8 @@ def choose(scene: Scene, budgets: Mapping[int, int], every: int = 1) -> Choice:
 
 def lacking(plan: ProtectionPlan, scene: Scene, budgets: Mapping[int, int]) -> Lack | None:
     """Return the node that lacks most memory for ``plan``; None where all have enough."""
+    if not budgets:
+        return None
     needs = memory_needs(plan, scene)
     found = [Lack(n, needs[n], has) for n, has in budgets.items() if needs.get(n, 0) > has]
     return max(found, key=lambda one: (one.needed_bytes - one.has_bytes, -one.node), default=None)

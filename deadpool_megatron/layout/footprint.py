@@ -6,6 +6,7 @@ Never less than what vault.segment really takes: a plan that fits by these figur
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 
 from deadpool_megatron.layout.records import RoleLayout
 
@@ -21,13 +22,13 @@ _NUMBER_BYTES = 18
 
 def own_bytes(layout: RoleLayout) -> int:
     """All slots that a member fills."""
-    return _layout_bytes(layout, (part.nbytes for part in layout.parts))
+    return _layout_bytes(layout.shape, tuple(part.nbytes for part in layout.parts))
 
 
 def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     """As many slots on another node, with parts of these sizes; 0 where there are none."""
     sizes = tuple(nbytes)
-    return _layout_bytes(layout, sizes) if sizes else 0
+    return _layout_bytes(layout.shape, sizes) if sizes else 0
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
@@ -38,11 +39,15 @@ def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:
     return _bytes(slots, len(longest) + 1, described, (*longest.values(), members))
 
 
-def _layout_bytes(layout: RoleLayout, sizes: Iterable[int]) -> int:
-    names = sum(len(part.name) for part in layout.parts)
-    numbers = len(layout.peers) + sum(len(part.replicas) for part in layout.parts)
-    described = len(layout.stage_class) + _described(len(layout.parts), names, numbers)
-    return _bytes(layout.slots, len(layout.parts), described, sizes)
+@lru_cache(maxsize=1024)
+def _layout_bytes(
+    shape: tuple[int, int, int, tuple[tuple[str, int, int], ...]], sizes: tuple[int, ...]
+) -> int:
+    slots, letters, peers, parts = shape
+    names = sum(len(name) for name, _, _ in parts)
+    numbers = peers + sum(replicas for _, _, replicas in parts)
+    described = letters + _described(len(parts), names, numbers)
+    return _bytes(slots, len(parts), described, sizes)
 
 
 def _described(parts: int, names: int, numbers: int) -> int:

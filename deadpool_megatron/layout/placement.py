@@ -32,6 +32,7 @@ class CopyPlacement:
         self._seats = seats
         self._domains = domains
         self._replicas = replicas
+        self._ways_round = [Fraction(number, replicas + 1) for number in range(replicas + 1)]
         first_role: dict[int, int] = {}
         for seated in sorted(seats):
             first_role.setdefault(seats[seated], seated)
@@ -71,8 +72,7 @@ class CopyPlacement:
         chosen: list[int] = []
 
         def candidates(number: int) -> Iterator[int]:
-            way_round = Fraction(number, self._replicas + 1)
-            for node in self._preference(role, peers, way_round):
+            for node in self._preference(role, peers, self._ways_round[number]):
                 if node != own_node and node in self._domains and node not in chosen:
                     yield node
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from deadpool_megatron.layout.history import NO_LIMIT, History
@@ -79,10 +80,18 @@ class RoleLayout:
     layout_hash: str
     stage_class: str = ""
 
-    @property
+    @cached_property
     def shard_parts(self) -> tuple[str, ...]:
         """Names of the parts that are neither extras nor what recomputes an update."""
         return tuple(p.name for p in self.parts if "@" not in p.name)
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:
+        """What the size of its slots depends on, equal for most of the roles of a run: slots,
+        letters of the stage class, number of peers, and of each part name, bytes and replicas.
+        """
+        parts = tuple((part.name, part.nbytes, len(part.replicas)) for part in self.parts)
+        return self.slots, len(self.stage_class), len(self.peers), parts
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

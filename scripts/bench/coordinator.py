@@ -1,281 +1,305 @@
-#!/usr/bin/env python
 """What one coordinator bears: the real process, with thousands of simulated agents.
 
     .venv/bin/python scripts/bench/coordinator.py [--agents N ...] [--seconds N] [--json FILE]
 
-For each size: all agents join and start 8 members each; they beat for a while; one node dies and a
-spare takes its roles; the coordinator is killed and started again. The agents live in this one
-process and cost it more than they cost the coordinator, so the coordinator's own CPU time is what
-is reported, beside times by the wall clock on a machine that both share.
+For each size: all agents join and start 8 members each, and beat for a while. Then the run grows
+old at once (10,000 epochs, 2,000,000 events, thousands of lost nodes), and everything that follows
+happens to that: a node dies and a spare takes its roles; the coordinator stands still for a moment,
+so that all agents open second connections; it is killed, and the standby behind it takes over. A
+standby of each node looks into the journal all the time. The agents live in this one process and
+cost it more than they cost the coordinator, so CPU time is reported beside times by the wall clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import resource
-import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from measuring import ROOT, machine_facts, write_facts
-from simulated import Cluster, until
+import long_life
+from coordinator_process import Service
+from measuring import machine_facts, write_facts
+from moments import until
+from simulated import Cluster
 
-from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
-from deadpool_megatron.events import Kind
+from deadpool_megatron.cluster.link.pacing import contact_seconds
+from deadpool_megatron.events import Kind, term_file
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire.auth import create_secret, load_secret
+from deadpool_megatron.wire.auth import load_secret
 
 NPROC_PER_NODE = 8
 _SPARE_SHARE = 64  # one node of so many is a spare
 _LIMIT_SECONDS = 300.0
 _STEP_SECONDS = 1.0
+# A run of the size and pace for which there is a limit on what it writes.
+_EVENT_ROLES = 512
+_EVENT_STEP_SECONDS = 8.0
+_DAY_SECONDS = 86400.0
+_MOSTLY = 0.98
 # Beside one connection for each agent: the coordinator's own files, this process's, a margin.
 _OTHER_FILES = 256
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One size; seconds by the wall clock unless they say CPU.
+@dataclass
+class Found:
+    """One size; what each figure means says :data:`MEANINGS`. ``blocks``: by phase."""
 
-    ``beat_cpu_share``: CPU seconds of the coordinator per second while all agents beat and a step
-    is reported each second. ``loss_to_decision``: from the end of a node's connection until the
-    new record is durable; ``decision_to_sent``: from there until it was handed to the
-    connection of the last agent; ``decision_to_informed``: until the last agent has taken it;
-    ``informed_to_open``: until every role was counted as restored; the CPU seconds of these are
-    those of the coordinator, beats included. ``restart_to_all_back``: from
-    the start of the second coordinator, whose interpreter has to load and which waits until the
-    sign of life of the first one stands still, until it has welcomed all;
-    the epoch stays open, and ``restart_to_steps_taken`` is until it has taken new steps.
-    """
-
-    agents: int
-    roles: int
-    start_seconds: float
-    start_cpu_seconds: float
-    beats_per_second: float
-    beat_cpu_share: float
-    beat_cpu_microseconds_per_beat: float
-    beat_cpu_share_per_1000_agents: float
-    loss_to_decision_seconds: float
-    decision_to_sent_seconds: float
-    decision_to_informed_seconds: float
-    informed_to_open_seconds: float
-    loss_to_decision_cpu_seconds: float
-    decision_to_informed_cpu_seconds: float
-    informed_to_open_cpu_seconds: float
-    told_bytes_per_agent: float
-    restart_to_all_back_seconds: float
-    restart_to_steps_taken_seconds: float
-    restart_cpu_seconds: float
-    memory_peak_bytes: int
+    figures: dict[str, float] = field(default_factory=dict)
+    blocks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-class Service:
-    """The coordinator process of one run directory; may be started again."""
+MEANINGS = {
+    "start_seconds": "until epoch 1 is open",
+    "start_cpu_seconds": "of the coordinator",
+    "beats_per_second": "all agents together, a step is reported each second",
+    "beat_cpu_share": "CPU seconds of the coordinator per second meanwhile",
+    "beat_cpu_microseconds_per_beat": "",
+    "standby_looks_per_second": "into the journal, by the standbys of all nodes",
+    "standby_look_microseconds": "CPU time of one look, in a run that has grown old",
+    "event_bytes_per_hour": "512 roles, 8 s steps, every role waits at every gate",
+    "event_bytes_per_day": "",
+    "loss_to_decision_seconds": "from the end of a node's connection to the durable record",
+    "loss_to_decision_cpu_seconds": "of the coordinator, beats included",
+    "loss_to_decision_simulator_cpu_seconds": "of this process, which plays all agents",
+    "decision_to_informed_seconds": "from there until the last agent has taken the record",
+    "decision_to_informed_cpu_seconds": "of the coordinator",
+    "informed_to_open_seconds": "until every role was counted as restored",
+    "told_bytes_per_agent": "from the loss until all are informed",
+    "stall_seconds": "for which the coordinator was stopped",
+    "stall_second_connections": "opened by agents meanwhile and after it",
+    "stall_to_quiet_seconds": "from its end until the agents are in touch again",
+    "stall_cpu_seconds": "of the coordinator until then",
+    "takeover_seconds": "from SIGKILL until the next coordinator welcomes an agent",
+    "takeover_to_decision_seconds": "until all agents are back, and it can decide",
+    "takeover_to_steps_seconds": "until it has taken new steps",
+    "takeover_cpu_seconds": "of the next coordinator until then, its time as a standby included",
+    "memory_peak_bytes": "the most that was resident in either",
+}
 
-    def __init__(self, directory: Path, nodes: int, spares: int) -> None:
-        self.run = RunDirectory(directory)
+
+class Bench:
+    """One size, from the first coordinator to the last."""
+
+    def __init__(self, size: int, seconds: float, directory: Path) -> None:
+        self._size, self._seconds = size, seconds
+        spares = max(2, size // _SPARE_SHARE)
         # This process answers for all agents, on cores that both share: give it time.
-        settings = Settings(start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120)
-        self.run.create(
-            RunInfo(
-                run_id=secrets.token_hex(4),
-                world_size=nodes * NPROC_PER_NODE,
-                nodes=nodes,
-                spares=spares,
-                nproc_per_node=NPROC_PER_NODE,
-                command=("-m", "deadpool_megatron.trainer"),
-                settings=settings,
-                segment_root="",
-            )
+        settings = Settings(
+            start_seconds=_LIMIT_SECONDS, connect_seconds=60, rejoin_seconds=120, protection="mixed"
         )
-        create_secret(directory)
-        # The standby of a spare, without its agent.
-        self._command = (
-            *(sys.executable, "-m", "deadpool_megatron", "standby", "--run-dir", str(directory)),
-            *("--node-id", str(nodes + spares - 1), "--host", "127.0.0.1", "--port", "0"),
-            *("--report-fd", "1"),
-        )
-        self._process: subprocess.Popen[bytes] | None = None
-        self._events = EventTail(self.run.events)
-        self._times: dict[tuple[Kind, int], float] = {}
+        nodes = size - spares
+        self._service = Service(directory, nodes, spares, NPROC_PER_NODE, settings)
+        secret, run_id = load_secret(directory), self._service.run.read_run().run_id
+        shape = (nodes, spares, NPROC_PER_NODE)
+        self._cluster = Cluster(directory, secret, run_id, settings, shape)
+        self._standbys = long_life.Standbys(self._service.run.journal, size, settings)
+        self._step_seconds = _STEP_SECONDS
+        self._found = Found()
+        self._note(agents=size, roles=self._cluster.world_size)
 
-    def start(self) -> None:
-        """A new process."""
-        with open(self.run.path.with_suffix(".log"), "ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,  # its end would be that of the agent
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                cwd=ROOT,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        # As its agent would say, which was in touch with the coordinator before it.
-        self._process.stdin.write(b"found\nlost\n")
-        self._process.stdin.flush()
+    async def run(self) -> Found:
+        """All of it."""
+        self._standbys.start()
+        stepping = asyncio.create_task(self._step())
+        try:
+            await self._start()
+            await self._beats()
+            if self._cluster.world_size <= _EVENT_ROLES:
+                await self._events()
+            epoch = await self._grow_old()
+            await self._lose_a_node(epoch)
+            await self._stall()
+            await self._take_over()
+        finally:
+            stepping.cancel()
+            self._standbys.close()
+            for agent in self._cluster.agents:
+                agent.kill()
+            self._service.close()
+        return self._found
 
-    def end(self, number: int = signal.SIGKILL) -> None:
-        """Signal the process, and wait until it has ended."""
-        if self._process is not None:
-            self._process.send_signal(number)
-            self._process.wait(_LIMIT_SECONDS)
-            self._process = None
+    def _note(self, **figures: float) -> None:
+        self._found.figures |= figures
 
-    def check(self) -> None:
-        """Raises RuntimeError when the process has ended by itself."""
-        if self._process is not None and self._process.poll() is not None:
-            text = self.run.path.with_suffix(".log").read_text()
-            raise RuntimeError(f"the coordinator ended ({self._process.returncode}):\n{text}")
+    def _note_block(self, phase: str, since: float, until: float | None = None) -> None:
+        self._found.blocks[phase] = asdict(self._service.block(since, until))
 
-    def cpu_seconds(self) -> float:
-        """User and system time of the process so far."""
-        fields = self._status("stat").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / _TICKS
+    async def _until(self, ready: Callable[[], object], what: str) -> None:
+        began = time.monotonic()
 
-    def memory_peak_bytes(self) -> int:
-        """The most that was ever resident."""
-        (line,) = (one for one in self._status("status").splitlines() if one.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+        def asked() -> object:
+            self._service.check()
+            return ready()
 
-    def _status(self, name: str) -> str:
-        self.check()
-        assert self._process is not None
-        return Path(f"/proc/{self._process.pid}/{name}").read_text()
+        await until(what, asked, _LIMIT_SECONDS)
+        print(f"  {what}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
-    def opened_at(self, epoch: int) -> float | None:
-        """When every role was counted as restored, by the wall clock; None: not yet."""
-        return self._at(Kind.EPOCH_OPENED, epoch)
+    async def _settle(self) -> None:
+        """What was left in queues is taken."""
+        await asyncio.sleep(min(2.0, self._seconds))
+        await self._until(self._in_touch, "in touch")
 
-    def sent_at(self, epoch: int) -> float | None:
-        """When the record was on its way to every agent, by the wall clock; None: not yet."""
-        return self._at(Kind.EPOCH_DECIDED, epoch)
+    def _in_touch(self) -> bool:
+        """All but a few, that is: on a busy machine there are always some that doubt."""
+        alive = [agent.in_touch for agent in self._cluster.agents if agent.alive]
+        return sum(alive) >= _MOSTLY * len(alive)
 
-    def _at(self, kind: Kind, epoch: int) -> float | None:
-        for event in self._events.poll():
-            self._times.setdefault((event.kind, event.epoch), event.wall_seconds)
-        return self._times.get((kind, epoch))
+    async def _step(self) -> None:
+        """One role reports a step now and then, as training would."""
+        cluster = self._cluster
+        while True:
+            await asyncio.sleep(self._step_seconds)
+            if cluster.record is not None:
+                cluster.iteration += 1
+                cluster.agents[0].step(cluster.iteration)
+                if self._step_seconds == _EVENT_STEP_SECONDS:
+                    for agent in cluster.agents:
+                        agent.tell(cluster.iteration)
 
-    def is_decided(self, epoch: int) -> bool:
-        """Whether the record is in the journal."""
-        return self._record(epoch).exists()
-
-    def decided_at(self, epoch: int) -> float:
-        """When the record was linked to its name, by the wall clock."""
-        return self._record(epoch).stat().st_ctime
-
-    def _record(self, epoch: int) -> Path:
-        return self.run.journal / f"epoch-{epoch:08d}.json"
-
-
-async def measure(size: int, seconds: float, directory: Path) -> Measured:
-    """All of it for one number of nodes."""
-    spares = max(2, size // _SPARE_SHARE)
-    service = Service(directory, size - spares, spares)
-    began = time.monotonic()
-    service.start()
-    try:
-        return await _measure(service, size, spares, seconds, began)
-    finally:
-        service.end(signal.SIGKILL)
-
-
-async def _measure(
-    service: Service, size: int, spares: int, seconds: float, began: float
-) -> Measured:
-    settle_seconds = min(2.0, seconds)
-    await until("the coordinator", lambda: service.check() or service.run.coordinator.exists(), 60)
-    run_id = service.run.read_run().run_id
-    secret = load_secret(service.run.path)
-    cluster = Cluster(service.run.path, secret, run_id, (size - spares, spares, NPROC_PER_NODE))
-    for agent in cluster.agents:
-        agent.start()
-    stepping = asyncio.create_task(_step(cluster))
-    try:
-        await _until(lambda: service.opened_at(1), "epoch 1")
-        start_seconds, start_cpu = time.monotonic() - began, service.cpu_seconds()
-
-        await asyncio.sleep(settle_seconds)  # what the start left in queues
-        before, beats, at = service.cpu_seconds(), cluster.beats, time.monotonic()
-        await asyncio.sleep(seconds)
-        share = (service.cpu_seconds() - before) / (time.monotonic() - at)
-        rate = (cluster.beats - beats) / (time.monotonic() - at)
-
-        before, received, killed_at = service.cpu_seconds(), cluster.bytes_received, time.time()
-        cluster.agents[3].kill()
-        await _until(lambda: service.is_decided(2), "the decision")
-        decided = service.cpu_seconds()
-        await _until(lambda: cluster.moments.count("record", 2) == size - 1, "the second record")
-        told_all, informed = service.cpu_seconds(), cluster.moments.last("record", 2)
-        told = (cluster.bytes_received - received) / (size - 1)
-        await _until(lambda: service.opened_at(2), "epoch 2")
-        sent_at, open_at = service.sent_at(2), service.opened_at(2)
-        assert sent_at is not None
-        assert open_at is not None
-        opened, memory = service.cpu_seconds(), service.memory_peak_bytes()
-
-        await asyncio.sleep(settle_seconds)
-        service.end()
-        restarted = time.monotonic()
+    async def _start(self) -> None:
+        service, began, at = self._service, time.monotonic(), time.time()
         service.start()
-        await asyncio.sleep(0.1)
-        await _until(lambda: all(a.welcomed for a in cluster.agents if a.alive), "all agents back")
-        back = time.monotonic() - restarted
-        # It leaves the epoch open: training goes on.
-        caught_up = cluster.iteration + 2
-        await _until(lambda: cluster.agents[0].acknowledged_step >= caught_up, "steps taken again")
-        return Measured(
-            agents=size,
-            roles=cluster.world_size,
-            start_seconds=start_seconds,
-            start_cpu_seconds=start_cpu,
+        await self._until(lambda: service.run.coordinator.exists(), "the coordinator")
+        for agent in self._cluster.agents:
+            agent.start()
+        await self._until(lambda: service.at(Kind.EPOCH_OPENED, 1), "epoch 1")
+        self._note(start_seconds=time.monotonic() - began, start_cpu_seconds=service.cpu_seconds())
+        self._note_block("start", at)
+
+    async def _beats(self) -> None:
+        await self._settle()
+        cluster, at = self._cluster, time.time()
+        before, beats, began = self._service.cpu_seconds(), cluster.beats, time.monotonic()
+        await asyncio.sleep(self._seconds)
+        seconds = time.monotonic() - began
+        share = (self._service.cpu_seconds() - before) / seconds
+        rate = (cluster.beats - beats) / seconds
+        self._note(
             beats_per_second=rate,
             beat_cpu_share=share,
             beat_cpu_microseconds_per_beat=1e6 * share / rate,
-            beat_cpu_share_per_1000_agents=1000 * share / size,
-            loss_to_decision_seconds=service.decided_at(2) - killed_at,
-            decision_to_sent_seconds=sent_at - service.decided_at(2),
-            decision_to_informed_seconds=informed - service.decided_at(2),
-            informed_to_open_seconds=open_at - informed,
-            loss_to_decision_cpu_seconds=decided - before,
-            decision_to_informed_cpu_seconds=told_all - decided,
-            informed_to_open_cpu_seconds=opened - told_all,
-            told_bytes_per_agent=told,
-            restart_to_all_back_seconds=back,
-            restart_to_steps_taken_seconds=time.monotonic() - restarted,
-            restart_cpu_seconds=service.cpu_seconds(),
-            memory_peak_bytes=max(memory, service.memory_peak_bytes()),
         )
-    finally:
-        stepping.cancel()
-        for agent in cluster.agents:
-            agent.kill()
+        self._note_block("beats", at)
 
+    async def _events(self) -> None:
+        """Whole steps, and as many whole periods of what is told together as there are."""
+        self._step_seconds, seconds = _EVENT_STEP_SECONDS, 16 * self._seconds
+        before = self._service.event_bytes()
+        await asyncio.sleep(seconds)
+        nbytes = self._service.event_bytes() - before
+        # Fewer nodes than the full size, in proportion.
+        a_day = nbytes / seconds * _DAY_SECONDS * _EVENT_ROLES / self._cluster.world_size
+        self._note(event_bytes_per_hour=a_day / 24, event_bytes_per_day=a_day)
+        self._step_seconds = _STEP_SECONDS
 
-async def _until(ready: Callable[[], object], what: str) -> None:
-    began = time.monotonic()
-    await until(what, ready, _LIMIT_SECONDS)
-    print(f"  {what}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    async def _grow_old(self) -> int:
+        """Nobody coordinates while it does; all agents come to the next coordinator."""
+        service, run = self._service, self._service.run
+        self._standbys.lost = True
+        service.end()
+        epoch = await asyncio.to_thread(long_life.age, run.journal, run.events)
+        service.pass_over(term_file(run.events, 1, 2))
+        at = time.time()
+        service.start()
+        await self._until(lambda: service.at(Kind.EPOCH_OPENED, epoch), f"epoch {epoch} goes on")
+        self._note_block("takeover with a record that is news", at)
+        self._standbys.lost = False
+        service.await_next()
+        await self._settle()
+        standbys = self._standbys
+        count, cpu, began = standbys.count, standbys.cpu_seconds, time.monotonic()
+        await asyncio.sleep(self._seconds)
+        looks = standbys.count - count
+        self._note(
+            standby_looks_per_second=looks / (time.monotonic() - began),
+            standby_look_microseconds=1e6 * (standbys.cpu_seconds - cpu) / looks,
+        )
+        return epoch
 
+    async def _lose_a_node(self, epoch: int) -> None:
+        service, cluster = self._service, self._cluster
+        await cluster.prepare()
+        await self._settle()
+        before, own, received = service.cpu_seconds(), time.process_time(), cluster.received_bytes
+        killed_at = time.time()
+        cluster.agents[3].kill()
+        await self._until(lambda: service.is_decided(epoch + 1), "the decision")
+        decided, own = service.cpu_seconds(), time.process_time() - own
+        others = self._size - 1
+        count = cluster.moments.count
+        await self._until(lambda: count("record", epoch + 1) >= others, "the next record")
+        told_all, informed = service.cpu_seconds(), cluster.moments.last("record", epoch + 1)
+        told = (cluster.received_bytes - received) / others
+        await self._until(lambda: service.at(Kind.EPOCH_OPENED, epoch + 1), "the next epoch")
+        open_at = service.at(Kind.EPOCH_OPENED, epoch + 1)
+        assert open_at is not None
+        self._note(
+            loss_to_decision_seconds=service.decided_at(epoch + 1) - killed_at,
+            loss_to_decision_cpu_seconds=decided - before,
+            loss_to_decision_simulator_cpu_seconds=own,
+            decision_to_informed_seconds=informed - service.decided_at(epoch + 1),
+            decision_to_informed_cpu_seconds=told_all - decided,
+            informed_to_open_seconds=open_at - informed,
+            told_bytes_per_agent=told,
+            memory_peak_bytes=service.memory_peak_bytes(),
+        )
+        self._note_block("loss of a node", killed_at)
 
-async def _step(cluster: Cluster) -> None:
-    """One role reports a step each second, as training would."""
-    while True:
-        await asyncio.sleep(_STEP_SECONDS)
-        if cluster.record is not None:
-            cluster.iteration += 1
-            cluster.agents[0].step(cluster.iteration)
+    async def _stall(self) -> None:
+        """As long as every agent needs to doubt its connection, and less than a fence."""
+        await self._settle()
+        service, cluster = self._service, self._cluster
+        beat = cluster.agents[0].beat_seconds
+        stall = 1.5 * contact_seconds(beat, cluster.settings) + beat
+        before, cpu = cluster.second_connections, service.cpu_seconds()
+        service.send(signal.SIGSTOP)
+        await asyncio.sleep(stall)
+        service.send(signal.SIGCONT)
+        at, began = time.time(), time.monotonic()
+        await self._until(self._in_touch, "in touch again")
+        self._note(
+            stall_seconds=stall,
+            stall_to_quiet_seconds=time.monotonic() - began,
+            stall_cpu_seconds=service.cpu_seconds() - cpu,
+        )
+        await self._settle()
+        self._note(stall_second_connections=cluster.second_connections - before)
+        self._note_block("second connections", at)
+
+    async def _take_over(self) -> None:
+        service, cluster = self._service, self._cluster
+        term, backs = cluster.term, len(service.all_back_at)
+        killed_at = service.end()
+        self._standbys.lost = True
+
+        def is_back() -> bool:
+            service.at(Kind.EPOCH_OPENED, 0)
+            return len(service.all_back_at) > backs
+
+        await self._until(is_back, "all agents back")
+        # It leaves the epoch open: training goes on.
+        caught_up = cluster.iteration + 2
+        await self._until(
+            lambda: cluster.agents[0].acknowledged_step >= caught_up, "steps taken again"
+        )
+        self._note(
+            takeover_seconds=cluster.moments.first("welcome", term + 1) - killed_at,
+            takeover_to_decision_seconds=service.all_back_at[-1] - killed_at,
+            takeover_to_steps_seconds=time.time() - killed_at,
+            takeover_cpu_seconds=service.cpu_seconds(),
+            memory_peak_bytes=max(
+                self._found.figures["memory_peak_bytes"], service.memory_peak_bytes()
+            ),
+        )
+        self._note_block("takeover", killed_at)
 
 
 def allow_files(agents: int) -> str:
@@ -292,12 +316,18 @@ def allow_files(agents: int) -> str:
     return ""
 
 
-def show(results: list[Measured]) -> None:
+def show(results: list[Found]) -> None:
     """A table: one line for each figure, one column for each size."""
-    rows = [asdict(one) for one in results]
-    for name in rows[0]:
-        values = "".join(f"{row[name]:>14.4g}" for row in rows)
-        print(f"{name:<34}{values}")
+    for name in ("agents", "roles", *MEANINGS):
+        values = "".join(f"{one.figures.get(name, float('nan')):>12.4g}" for one in results)
+        print(f"{name:<40}{values}  {MEANINGS.get(name, '')}")
+    for one in results:
+        for phase, block in one.blocks.items():
+            print(f"{one.figures['agents']} agents, {phase}: {block}")
+
+
+async def _measure(size: int, seconds: float, directory: Path) -> Found:
+    return await Bench(size, seconds, directory).run()
 
 
 def main() -> int:
@@ -305,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    sizes = (64, 256, 1024, 4096)
+    sizes = (66, 256, 1024, 4096)
     parser.add_argument("--agents", type=int, nargs="+", default=sizes, metavar="N")
     parser.add_argument(
         "--seconds", type=float, default=10.0, metavar="N", help="how long beats are measured"
@@ -318,14 +348,15 @@ def main() -> int:
         print(f"coordinator.py: {problem}", file=sys.stderr)
         return 2
     facts = machine_facts()
-    results: list[Measured] = []
+    results: list[Found] = []
     for size in args.agents:
         with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as directory:
             print(f"{size} agents ...", file=sys.stderr, flush=True)
-            results.append(asyncio.run(measure(size, args.seconds, Path(directory) / "run")))
+            results.append(asyncio.run(_measure(size, args.seconds, Path(directory) / "run")))
     show(results)
     if args.json is not None:
-        write_facts(args.json, {**facts, "sizes": [asdict(one) for one in results]})
+        sizes = [{**one.figures, "blocks": one.blocks} for one in results]
+        write_facts(args.json, {**facts, "meanings": MEANINGS, "sizes": sizes})
     return 0
 
 

@@ -122,7 +122,7 @@ def run_protected(tokens: int, steps: int, base: Path) -> Measured:
         story = read_story(directory)
     except ResultError as error:
         raise BenchError(str(error)) from error
-    waits = [s for (_, _, iteration), s in story.gate_waits.items() if (iteration or 0) > _WARM_UP]
+    waits = [s for (_, iteration), s in story.gate_waits.items() if (iteration or 0) > _WARM_UP]
     measured.gate_waits, measured.gate_seconds = len(waits), sum(waits)
     if Kind.COMMITTED in story.bytes_by_kind:
         # Generation 0, after the build, is shipped as well.

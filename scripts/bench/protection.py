@@ -164,7 +164,7 @@ def run_protected(
         raise BenchError(str(error)) from error
     run.steps = story.steps[:]
     measured = range(WARM_UP + 1, WARM_UP + 1 + steps)
-    waits = [s for (_, _, iteration), s in story.gate_waits.items() if iteration in measured]
+    waits = [s for (_, iteration), s in story.gate_waits.items() if iteration in measured]
     run.measured.gate_waits, run.measured.gate_seconds = len(waits), sum(waits)
     # Of the whole run: generation 0 and, where a node was lost, what was protected anew.
     shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)

@@ -12,13 +12,19 @@ import asyncio
 import json
 import os
 import random
+import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from moments import Moments
+from simulated_link import Wire
+
+from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
 from deadpool_megatron.cluster.link.record_delta import unpack
+from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.deltas import apply
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.placement import CopyPlacement
@@ -34,61 +40,76 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.preflight.host import read_facts
-from deadpool_megatron.wire.auth import Handshake, address_of
-from deadpool_megatron.wire.framing import FrameBuffer, encode
-from deadpool_megatron.wire.records import Direction, Opener
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import MAGIC, encode
 
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
+_LINE_OF_MEGATRON = "iteration " + "x" * 350
+# What stands for the newest iteration, and the one before, in an inventory that is ready.
+_LAST, _BEFORE = "999999937", "999999929"
+_LOOK_SECONDS = 0.05
+_MEMORY_BYTES = 100 * _SHARD_BYTES
 _FACTS = read_facts("127.0.0.1").to_dict()
 _PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 
-class Moments:
-    """When the agents heard of something: first and last, by the wall clock."""
-
-    def __init__(self) -> None:
-        self._times: dict[tuple[str, int], list[float]] = {}
-
-    def note(self, kind: str, number: int) -> None:
-        """One agent has heard of it now."""
-        self._times.setdefault((kind, number), []).append(time.time())
-
-    def count(self, kind: str, number: int) -> int:
-        """How many have."""
-        return len(self._times.get((kind, number), ()))
-
-    def last(self, kind: str, number: int) -> float:
-        """When the last one did."""
-        return max(self._times[kind, number])
+def _frame(text: str) -> bytes:
+    body = text.encode()
+    return struct.pack(">4sI", MAGIC, len(body)) + body
 
 
 class Cluster:
     """The agents and what they share. Used from one loop."""
 
-    def __init__(self, run: Path, secret: bytes, run_id: str, size: tuple[int, int, int]) -> None:
+    def __init__(
+        self,
+        run: Path,
+        secret: bytes,
+        run_id: str,
+        settings: Settings,
+        size: tuple[int, int, int],
+    ) -> None:
         nodes, spares, self.nproc = size
-        self.run, self.secret, self.run_id = run, secret, run_id
+        self.run, self.secret, self.run_id, self.settings = run, secret, run_id, settings
         self.world_size = nodes * self.nproc
         self.moments = Moments()
         self.iteration = 0
         self.beats = 0
-        self.bytes_received = 0
+        self.second_connections = 0
+        self.term = 0  # the newest that an agent was welcomed by
         self.record: EpochRecord | None = None
+        self.seats = SeatTable({})
         self.agents = [Agent(self, node) for node in range(nodes + spares)]
+        self._address: tuple[float, tuple[str, int] | None] = (0.0, None)
         self._unpacked: dict[str, EpochRecord] = {}
-        self._seats: tuple[EpochRecord, SeatTable] | None = None
+        self._inventories: dict[int, str] = {}
         self._held: dict[int, list[int]] = {}
-        self._held_for = 0
         self._layouts: dict[int, RoleLayout] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def received_bytes(self) -> int:
+        """By all agents, so far."""
+        return sum(agent.received_bytes for agent in self.agents)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it beside the rest."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def address(self) -> tuple[str, int] | None:
-        """Of the present coordinator, as the run directory says."""
-        try:
-            found = json.loads((self.run / "coordinator.json").read_text())
-        except (OSError, ValueError):
-            return None
-        return str(found["host"]), int(found["port"])
+        """Of the present coordinator: one look now and then for all, as standbys tell it."""
+        looked_at, known = self._address
+        if time.monotonic() - looked_at > _LOOK_SECONDS:
+            try:
+                found = json.loads((self.run / "coordinator.json").read_text())
+                known = str(found["host"]), int(found["port"])
+            except (OSError, ValueError):
+                known = None
+            self._address = time.monotonic(), known
+        return known
 
     def take(self, parts: Mapping[str, Any]) -> EpochRecord:
         """The record that a message means."""
@@ -98,14 +119,8 @@ class Cluster:
             changed = unpack(text)
             known = apply(self.record if int(changed["base"]) else None, changed, {})
             self._unpacked = {text: known}
-            self.record = known
+            self.record, self.seats, self._inventories = known, SeatTable(known.seats), {}
         return known
-
-    def seats(self, record: EpochRecord) -> SeatTable:
-        """The seats of a record, by place."""
-        if self._seats is None or self._seats[0] is not record:
-            self._seats = (record, SeatTable(record.seats))
-        return self._seats[1]
 
     def layout(self, role: int) -> RoleLayout:
         """Tensor parallel on the node, data parallel across 64 nodes or as many as there are."""
@@ -117,43 +132,54 @@ class Cluster:
             self._layouts[role] = RoleLayout(role, parts, peers, 2, f"layout of role {role:08d}")
         return self._layouts[role]
 
-    def inventory(self, node: int) -> Inventory:
-        """What the vault of a node holds: own roles and copies, two generations of each."""
+    async def prepare(self) -> None:
+        """Have all inventories ready, as each node would have its own at the same time."""
+        for agent in self.agents:
+            self._inventory(agent.node)
+            await asyncio.sleep(0)
+
+    def inventory(self, node: int) -> str:
+        """JSON of what the vault of a node holds: own roles and copies, two generations each."""
+        assert self.record is not None
+        last = max(self.iteration, self.record.restore.generation.iteration, 1)
+        return self._inventory(node).replace(_LAST, str(last)).replace(_BEFORE, str(last - 1))
+
+    def _inventory(self, node: int) -> str:
         record = self.record
         assert record is not None
-        if self._held_for != record.epoch:
+        if not self._inventories:
             placement = CopyPlacement.of_record(record)
-            self._held, self._held_for = {}, record.epoch
+            self._held = {}
             for role, seat in record.seats.items():
                 for holder in (seat.node, *placement.buddies(role, self.layout(role).peers)):
                     self._held.setdefault(holder, []).append(role)
-        last = max(self.iteration, record.restore.generation.iteration)
-        generations = [Generation(record.epoch, last)]
-        if last > 0:
-            generations.append(Generation(record.epoch, last - 1))
-        parts = frozenset({"optimizer", extras_part("step")})
-        held = self._held.get(node, [])
-        return Inventory(
-            node,
-            record.epoch,
-            tuple(Holding(role, one, parts) for role in held for one in generations),
-            tuple(self.layout(role) for role in held),
-        )
+        if node not in self._inventories:
+            held = self._held.get(node, [])
+            parts = frozenset({"optimizer", extras_part("step")})
+            generations = [Generation(record.epoch, int(text)) for text in (_LAST, _BEFORE)]
+            inventory = Inventory(
+                node,
+                record.epoch,
+                tuple(Holding(role, one, parts) for role in held for one in generations),
+                tuple(self.layout(role) for role in held),
+            )
+            packed = pack_inventory(inventory)
+            self._inventories[node] = json.dumps(packed, separators=(",", ":"))
+        return self._inventories[node]
 
 
-class Agent(asyncio.Protocol):
-    """One node. ``alive`` is False for a node that was killed."""
+class Agent:
+    """One node. ``alive`` is False for a node that was killed. As a real one does, it opens a fresh
+    connection beside one that has been silent for too long.
+    """
 
     def __init__(self, cluster: Cluster, node: int) -> None:
         self.node = node
         self.alive = True
-        self.welcomed = False
+        self.received_bytes = 0
         self._cluster = cluster
-        self._transport: asyncio.Transport | None = None
-        self._handshake: Handshake | None = None
-        self._sending: Direction | None = None
-        self._opener: Opener | None = None
-        self._frames = FrameBuffer()
+        self._wire: Wire | None = None  # on which the newest welcome came
+        self._fresh: Wire | None = None  # on its way to a welcome
         self._number = 0
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
         self.acknowledged_step = 0
@@ -166,73 +192,67 @@ class Agent(asyncio.Protocol):
         self._told = 0
         self._closed = 0
         self._registered: set[tuple[int, int]] = set()
-        self._beat_seconds = 0.1
-        self._beating: asyncio.TimerHandle | None = None
+        self.beat_seconds = 0.1
+        self._heard_at = 0.0
+        self._said_in_beats = (-1, "")
         self._attempt = 0
-        self._connecting: asyncio.Future[None] | None = None
+        self._beating = False
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether it has a connection whose welcome has arrived."""
+        return self._wire is not None
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether a beat of a moment ago was acknowledged."""
+        doubt = contact_seconds(self.beat_seconds, self._cluster.settings)
+        return self.welcomed and time.monotonic() - self._heard_at <= doubt
 
     def start(self) -> None:
         """Connect now, and again after each end of the connection."""
-        self._connecting = asyncio.ensure_future(self._connect())
+        self._cluster.spawn(self._connect())
 
     def kill(self) -> None:
         """The end of the node."""
         self.alive = False
-        if self._transport is not None:
-            self._transport.abort()
+        for wire in (self._wire, self._fresh):
+            if wire is not None:
+                wire.abort()
 
     async def _connect(self) -> None:
-        address = self._cluster.address()
-        loop = asyncio.get_running_loop()
+        """One attempt. It is given up as a real agent gives it up: by time, or at its end."""
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        wire = self._fresh = Wire(self, cluster.secret, cluster.run_id)
         try:
-            if address is None:
+            if (address := cluster.address()) is None:
                 raise OSError("no coordinator yet")
-            await loop.create_connection(lambda: self, *address)
+            await loop.create_connection(lambda: wire, *address)
         except OSError:
-            self._again()
+            self.ended(wire)
 
-    def _again(self) -> None:
-        if self.alive:
+    def ended(self, wire: Wire) -> None:
+        """See Speaker."""
+        if wire is self._fresh:
+            self._fresh = None
+        elif wire is self._wire:
+            self._wire = None
+        else:
+            return
+        if self.alive and self._wire is None and self._fresh is None:
             pause = _PAUSES_SECONDS[min(self._attempt, len(_PAUSES_SECONDS) - 1)]
             self._attempt += 1
             asyncio.get_running_loop().call_later(pause * random.uniform(0.5, 1.0), self.start)
 
-    # The connection.
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._frames = FrameBuffer()
-        self._sending, self._opener = None, None
-        address = address_of(transport.get_extra_info("peername"))
-        self._handshake = Handshake(self._cluster.secret, self._cluster.run_id, address)
-        transport.write(encode(self._handshake.hello()))
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
-        self._transport = None
-        self.welcomed = False
-        if self._beating is not None:
-            self._beating.cancel()
-        self._again()
-
-    def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
-        self._cluster.bytes_received += len(data)
-        for message in self._frames.feed(data if self._opener is None else self._opener.feed(data)):
-            self._on_message(message)
-
-    def _write(self, data: bytes) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data if self._sending is None else self._sending.seal(data))
-
     def _report(self, message: Mapping[str, Any]) -> None:
+        self._report_frame(lambda number: encode({**message, "n": number}))
+
+    def _report_frame(self, frame: Callable[[int], bytes]) -> None:
         self._number += 1
-        data = encode({**message, "n": self._number})
+        data = frame(self._number)
         self._unacknowledged.append((self._number, data))
-        if self.welcomed:
-            self._write(data)
+        if self._wire is not None:
+            self._wire.write(data)
 
     def _say(self, slot: int, message: dict[str, Any]) -> None:
         self._said.setdefault(slot, {})[message["t"]] = message
@@ -241,23 +261,20 @@ class Agent(asyncio.Protocol):
 
     # What the coordinator says.
 
-    def _on_message(self, message: dict[str, Any]) -> None:
+    def took(self, wire: Wire, message: dict[str, Any]) -> None:
+        """See Speaker."""
         kind = message["t"]
+        if kind == "welcome":
+            self._welcome(wire, message)
+        if wire is not self._wire:
+            return  # of the connection that was left, or a refusal
         if "o" in message:
             if message["o"] <= self._ordered:
                 return
             self._ordered = message["o"]
         if kind == "ack":
+            self._heard_at = float(message["beat"])
             self._acknowledge(int(message["n"]))
-        elif kind == "challenge":
-            assert self._handshake is not None
-            self._write(encode(self._handshake.answer(message)))
-            # The coordinator says nothing more before it has heard of this node.
-            self._sending = self._handshake.direction("connect")
-            self._opener = Opener(self._handshake.direction("accept"))
-            self._write(encode(self._join()))
-        elif kind == "welcome":
-            self._welcome(message)
         elif kind == "start":
             for slot, incarnation in message["slots"].items():
                 self._incarnations[int(slot)] = int(incarnation)
@@ -269,7 +286,8 @@ class Agent(asyncio.Protocol):
         elif kind == "stop":
             self.kill()
 
-    def _join(self) -> dict[str, Any]:
+    def join(self) -> dict[str, Any]:
+        """See Speaker."""
         return {
             "t": "join",
             "node": self.node,
@@ -285,30 +303,39 @@ class Agent(asyncio.Protocol):
             "told": self._told,
             "closed": self._closed,
             "restored": {str(slot): self._told for slot in self._incarnations},
+            "memory_bytes": _MEMORY_BYTES,
             "term": self._term,
             "facts": _FACTS,
             "of": self._boot,
             "o": self._ordered,
         }
 
-    def _welcome(self, message: Mapping[str, Any]) -> None:
-        self.welcomed, self._attempt, self._term = True, 0, int(message["term"])
-        self._beat_seconds = float(message["beat_seconds"])
+    def _welcome(self, wire: Wire, message: Mapping[str, Any]) -> None:
+        before, self._wire, self._fresh = self._wire, wire, None
+        if before is not None:
+            self._cluster.second_connections += 1
+            before.abort()
+        self._attempt, self._term = 0, int(message["term"])
+        self._heard_at = time.monotonic()
+        self.beat_seconds = float(message["beat_seconds"])
         self._acknowledge(int(message["seen"]))
         for _, data in self._unacknowledged:
-            self._write(data)
+            wire.write(data)
         if message["boot"] != self._boot:
             first, self._boot, self._ordered = not self._boot, str(message["boot"]), 0
             if not first:
                 moment = random.uniform(0, float(message["repeat_seconds"]))
                 asyncio.get_running_loop().call_later(moment, self._repeat)
-        if 0 < self._told <= int(message["closed"]):
-            self._close(int(message["closed"]))
         if message["record"] is not None:
             self._record(message["record"])
-        self._cluster.moments.note("welcome " + self._boot, 0)
-        loop = asyncio.get_running_loop()
-        self._beating = loop.call_later(random.uniform(0, self._beat_seconds), self._beat)
+        if 0 < self._told <= int(message["closed"]):
+            self._close(int(message["closed"]))
+        self._cluster.term = max(self._cluster.term, self._term)
+        self._cluster.moments.note("welcome", self._term)
+        if not self._beating:
+            self._beating = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(random.uniform(0, self.beat_seconds), self._beat)
 
     def _repeat(self) -> None:
         for slot, said in self._said.items():
@@ -326,7 +353,7 @@ class Agent(asyncio.Protocol):
         self._cluster.moments.note("record", record.epoch)
         self._told = record.epoch
         for slot, incarnation in self._incarnations.items():
-            role = self._role(record, slot)
+            role = self.role(slot)
             if role is None:
                 self._say(slot, {"t": "warm"})
                 continue
@@ -337,54 +364,81 @@ class Agent(asyncio.Protocol):
             restored = record.restore.generation.to_list()
             self._say(slot, {"t": "restored", "epoch": record.epoch, "generation": restored})
 
-    def _role(self, record: EpochRecord, slot: int) -> int | None:
-        return self._cluster.seats(record).role_by_place.get((self.node, slot))
+    def role(self, slot: int) -> int | None:
+        """Which one its member in this slot plays, by the newest record."""
+        return self._cluster.seats.role_by_place.get((self.node, slot))
 
     def _close(self, epoch: int) -> None:
         self._cluster.moments.note("close", epoch)
         self._closed = epoch
-        inventory = pack_inventory(self._cluster.inventory(self.node))
-        self._report({"t": "inventory", "epoch": epoch, "inventory": inventory})
+        start = (
+            f'{{"t":"inventory","epoch":{epoch},"inventory":{self._cluster.inventory(self.node)}'
+        )
+        self._report_frame(lambda number: _frame(f'{start},"n":{number}}}'))
 
     def _beat(self) -> None:
-        if self._transport is None:
+        if not self.alive:
             return
-        cluster = self._cluster
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.beat_seconds, self._beat)
+        cluster, now = self._cluster, time.monotonic()
+        if self._wire is None:
+            return
+        if not self.in_touch and self._fresh is None:
+            self.start()
+        said = f'"b":{now},"o":{self._ordered},"t":"beat"'
+        self._wire.write(_frame(f"{{{said},{self._beat_of(cluster.iteration)}}}"))
+        cluster.beats += 1
+
+    def _beat_of(self, iteration: int) -> str:
+        """What members and vault say in a beat; made once for each iteration."""
+        if self._said_in_beats[0] == iteration:
+            return self._said_in_beats[1]
         members = {
             str(slot): {
                 "incarnation": incarnation,
                 "t": "beat",
                 "section": "step",
-                "iteration": cluster.iteration,
-                "waiting": ["data-parallel", "all_reduce", cluster.iteration * 12 + slot],
-                "progress": cluster.beats,
+                "iteration": iteration,
+                "waiting": ["data-parallel", "all_reduce", iteration * 12 + slot],
+                "progress": iteration,
             }
             for slot, incarnation in self._incarnations.items()
         }
+        nproc = self._cluster.nproc
         committed = {
-            str(self.node * cluster.nproc + slot): f"1:{cluster.iteration}@step"
-            for slot in range(2 * cluster.nproc)
+            str(self.node * nproc + slot): f"1:{iteration}@step" for slot in range(2 * nproc)
         }
-        vault = {"committed": committed, "bytes": _SHARD_BYTES, "shipped": cluster.iteration}
-        sent = {"b": time.monotonic(), "o": self._ordered}
-        self._write(encode({"t": "beat", "members": members, "vault": vault, **sent}))
-        cluster.beats += 1
-        loop = asyncio.get_running_loop()
-        self._beating = loop.call_later(self._beat_seconds, self._beat)
+        vault = {"committed": committed, "bytes": _SHARD_BYTES, "shipped": iteration}
+        text = json.dumps({"members": members, "vault": vault}, separators=(",", ":"))[1:-1]
+        if self._incarnations:
+            self._said_in_beats = iteration, text
+        return text
 
     def step(self, iteration: int) -> None:
-        """Report a step, as one role of the run does."""
-        event = {"kind": "step", "epoch": self._told, "iteration": iteration, "node": self.node}
-        loss = {"loss": float(iteration).hex()}
-        clocks = {"wall_seconds": time.time(), "monotonic_seconds": time.monotonic()}
-        self._report({"t": "event", "event": {**event, "data": loss, **clocks}})
+        """Report a step, as one role of the run does, and its line for people."""
+        loss = {"loss": float(iteration).hex(), "samples": 1024, "skipped": False}
+        self._event(Kind.STEP, 0, iteration, loss)
         self._steps.append((self._number, iteration))
+        self._event(Kind.LOG, 0, iteration, {"level": "info", "text": _LINE_OF_MEGATRON})
 
+    def tell(self, iteration: int) -> None:
+        """Report what is routine for each role in an iteration."""
+        world_size = self._cluster.world_size
+        for slot in self._incarnations:
+            role = self.role(slot)
+            if role is None:
+                continue
+            facts = {"lineage": self._told, "boundary": "step"}
+            if is_told(role, iteration, world_size):
+                self._event(Kind.SEALED, role, iteration, {**facts, "parts": ["optimizer"]})
+                ship = {"ship_seconds": 1.2, "window_seconds": 6.5}
+                sent = {**facts, "released": False, "bytes": _SHARD_BYTES, **ship}
+                self._event(Kind.COMMITTED, role, iteration, sent)
+            # The worst case: each role waits in each iteration.
+            waited = {"seconds": 0.012345678, "over": True, "lineage": self._told}
+            self._event(Kind.GATE_WAIT, role, iteration, waited)
 
-async def until(what: str, ready: Callable[[], Any], limit_seconds: float) -> None:
-    """Wait for a condition. Raises TimeoutError that names it."""
-    limit = time.monotonic() + limit_seconds
-    while not ready():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"waited {limit_seconds:g} s for {what}")
-        await asyncio.sleep(0.02)
+    def _event(self, kind: Kind, role: int | None, iteration: int, data: Mapping[str, Any]) -> None:
+        event = Event(kind, self._told, self.node, role, iteration, data=data)
+        self._report({"t": "event", "event": event.to_dict()})

@@ -162,7 +162,7 @@ def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
         cluster.wait_end()
         commits = [e for e in cluster.events(Kind.COMMITTED) if (e.iteration or 0) > _WARM_UP]
     waits = read_story(directory).gate_waits
-    measured.gate_waits = [(iteration or 0, s) for (_, _, iteration), s in waits.items()]
+    measured.gate_waits = [(iteration or 0, s) for (_, iteration), s in waits.items()]
     measured.shipped_bytes = [event.data["bytes"] for event in commits]
     # The longest and the shortest of all roles in some seconds.
     measured.ship_seconds = [s for e in commits if (s := e.data["ship_seconds"]) is not None]

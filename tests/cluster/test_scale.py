@@ -25,7 +25,7 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> 
         [sys.executable, bench, "--agents", str(AGENTS), "--seconds", "0.5", "--json", found],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=180,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -34,6 +34,11 @@ def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> 
     assert size["roles"] == (AGENTS - 2) * 8
     # A change and the close, not a record of all roles.
     assert size["told_bytes_per_agent"] < 4000
+    # As many bytes of events as 512 roles may write, of which every one waits at every gate.
+    assert size["event_bytes_per_day"] < 50e6
+    assert size["stall_second_connections"] > 0
+    assert size["standby_looks_per_second"] > 0
+    assert {"start", "loss of a node", "second connections", "takeover"} <= size["blocks"].keys()
 
 
 def test_too_many_agents_for_the_open_files_are_refused_in_one_line() -> None:

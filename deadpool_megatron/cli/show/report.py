@@ -217,7 +217,7 @@ def _describe_protection(story: Story) -> list[str]:
 def _describe_gate(story: Story) -> str:
     if not story.gate_waits:
         return "no role had to wait for its copies"
-    (role, _, iteration), longest = max(story.gate_waits.items(), key=lambda item: item[1])
+    longest, role, iteration = story.longest_wait
     total = sum(story.gate_waits.values())
     return (
         f"{count(len(story.gate_waits), 'wait')}, {total:.3f} s over all roles,"
@@ -246,7 +246,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "gate": {
             "waits": len(story.gate_waits),
             "seconds": sum(story.gate_waits.values()),
-            "longest_seconds": max(story.gate_waits.values(), default=0.0),
+            "longest_seconds": story.longest_wait[0],
         },
         "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
         "counts": {kind.value: number for kind, number in story.counts.items()},

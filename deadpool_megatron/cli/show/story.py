@@ -8,6 +8,7 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from deadpool_megatron.cli.show.numbers import StepTable
@@ -90,7 +91,11 @@ class Story:
     steps: StepTable = field(default_factory=StepTable)
     failures: list[Failure] = field(default_factory=list)
     ignored_losses: list[Event] = field(default_factory=list)
-    gate_waits: dict[tuple[int | None, int, int | None], float] = field(default_factory=dict)
+    # Seconds over all roles, by epoch and iteration; and the longest of one role, its role and its
+    # iteration.
+    gate_waits: dict[tuple[int, int | None], float] = field(default_factory=dict)
+    longest_wait: tuple[float, int | None, int | None] = (0.0, None, None)
+    _waits_over: dict[tuple[int, int | None], float] = field(default_factory=dict)
     counts: dict[Kind, int] = field(default_factory=dict)
     aside: list[Event] = field(default_factory=list)
     slow: list[Event] = field(default_factory=list)
@@ -128,10 +133,7 @@ class Story:
             case Kind.STACK if self.current is None:
                 self._stacks.append(event)
             case Kind.GATE_WAIT:
-                key = (event.role, event.epoch, event.iteration)
-                # Reported while it lasts and at its end, each time as a whole.
-                seconds = float(event.data.get("seconds", 0.0))
-                self.gate_waits[key] = max(seconds, self.gate_waits.get(key, 0.0))
+                self._add_wait(event)
             case Kind.NODE_ASIDE:
                 self.aside.append(event)
             case Kind.SLOW_NODE:
@@ -144,6 +146,17 @@ class Story:
                 self.coordinators.append(event)
             case _:
                 self._add_to_failure(event)
+
+    def _add_wait(self, event: Event) -> None:
+        """A wait is reported while it lasts and at its end, each time as a whole."""
+        key, seconds = (event.epoch, event.iteration), float(event.data.get("seconds", 0.0))
+        longest = float(event.data.get("longest_seconds", seconds))
+        self.longest_wait = max(
+            self.longest_wait, (longest, event.role, event.iteration), key=itemgetter(0)
+        )
+        if event.data.get("over"):
+            self._waits_over[key] = seconds = seconds + self._waits_over.get(key, 0.0)
+        self.gate_waits[key] = max(seconds, self.gate_waits.get(key, 0.0))
 
     @property
     def last_iteration(self) -> int:

@@ -35,6 +35,7 @@ class Orders:
         self._options = options
         self._peers = peers
         self._teller: RecordTeller | None = None
+        self._next: RecordTeller | None = None  # of a record that is not announced yet
 
     def give(self, order: Order) -> None:
         """Send it to whom it is for. It arrives once, on this connection or on the next one; of
@@ -75,7 +76,9 @@ class Orders:
 
     def welcome(self, node: int, record: EpochRecord | None, state: State) -> None:
         """Tell an agent that has just connected what holds now."""
-        peer = self._peers.agents[node]
+        peer = self._peers.agents.get(node)
+        if peer is None:
+            return  # its connection has ended since it joined
         info, settings = self._options.info, self._options.info.settings
         epoch = 0 if record is None else record.epoch
         # A coordinator that has just taken over lets training go on until all agents are back.
@@ -112,13 +115,22 @@ class Orders:
         if peer is not None and peer.welcomed and not peer.dropped:
             peer.send_frame(frame)
 
+    def prepare(self, record: EpochRecord) -> None:
+        """Work out what agents that have the record before need of this one; in any thread."""
+        teller = RecordTeller(record, None if self._teller is None else self._teller.record)
+        teller.begin()
+        self._next = teller
+
     def _announce(self, record: EpochRecord) -> None:
-        before = None if self._teller is None else self._teller.record
-        self._teller = RecordTeller(record, before)
-        for peer in self._peers.listening():
-            told = self._told(peer, record)
-            if told is not None:
-                peer.send({"t": "record", "record": told})
+        if self._next is None or self._next.record is not record:
+            self.prepare(record)
+        self._teller = self._next
+        self._peers.in_turn(self._peers.listening(), lambda peer: self._tell(peer, record))
+
+    def _tell(self, peer: AgentPeer, record: EpochRecord) -> None:
+        told = self._told(peer, record)
+        if told is not None:
+            peer.send({"t": "record", "record": told})
 
     def _told(self, peer: AgentPeer, record: EpochRecord) -> dict[str, Any] | None:
         """What the agent lacks of the record; it is counted as told from here on."""

@@ -16,10 +16,8 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections import deque
 from collections.abc import Coroutine, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
@@ -32,6 +30,7 @@ from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
+from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
 from deadpool_megatron.cluster.coordinator.succession.first_state import first_state, newest_durable
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
@@ -44,6 +43,7 @@ from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
@@ -62,9 +62,9 @@ class Coordinator:
         self._options, self._run = options, options.run
         self._settings = options.info.settings
         self._journal = options.journal
-        self._machine = Machine(machine_config(options), options.planner)
+        machine = Machine(machine_config(options), options.planner)
         estate, now = options.estate, time.monotonic()
-        self._state = state = first_state(self._machine, self._journal, estate, now)
+        state = first_state(machine, self._journal, estate, now)
         self._files = RunFiles(options.run, options.info, options.term.number, state.line.newest)
         self._sign = SignOfLife(
             self._journal,
@@ -75,12 +75,12 @@ class Coordinator:
             on_newer=lambda term: self._step_down(f"term {term} has begun"),
             on_trouble=lambda text: self._warn(f"{text}; nothing is decided until that is over"),
         )
-        self._queue: deque[inputs.Input] = deque()
-        self._stepping = False
+        self._is_watching = False
         self._exit_status: int | None = None
         self._over = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
+        self._stepper = Stepper(machine, state, self._peers, self._took, self._spawn)
         self._orders = Orders(options, self._peers)
         self._run_end = RunEnd(
             options,
@@ -126,6 +126,10 @@ class Coordinator:
                 | {"export": self._exports.status(), "events": self._files.writer.describe()}
             ),
         )
+
+    @property
+    def _state(self) -> State:
+        return self._stepper.state
 
     @property
     def _results(self) -> Results:
@@ -174,6 +178,7 @@ class Coordinator:
             over.cancel()
             living.cancel()
             self._sign.close()
+            self._stepper.close()
             for task in self._tasks:
                 task.cancel()
             door.close()
@@ -184,35 +189,14 @@ class Coordinator:
     # The machine.
 
     def feed(self, item: inputs.Input) -> None:
-        """Give the machine an input and carry out what comes out; never enters it twice. Raises
-        what the machine raises at a report of a peer: such a step has changed nothing.
-        """
-        self._queue.append(item)
-        if self._stepping or self._exit_status is not None:
-            return
-        self._stepping = True
-        refused: Exception | None = None
-        try:
-            while self._queue:
-                item = self._queue.popleft()
-                asked = self._state.requests
-                try:
-                    self._state, produced = self._machine.step(self._state, item, time.monotonic())
-                except Exception as error:
-                    if not self._peers.hearing:
-                        raise
-                    refused = refused or error
-                    continue
-                for action in produced:
-                    self._carry_out(action)
-                if self._state.requests is not asked:
-                    self._user_requests.note()
-        except Exception as error:
-            _fail(error)
-        finally:
-            self._stepping = False
-        if refused is not None:
-            raise refused
+        """See stepping.Stepper."""
+        self._stepper.feed(item)
+
+    def _took(self, before: State, produced: list[actions.Action]) -> None:
+        for action in produced:
+            self._carry_out(action)
+        if self._state.requests is not before.requests:
+            self._user_requests.note()
 
     def _carry_out(self, action: actions.Action) -> None:
         match action:
@@ -242,7 +226,7 @@ class Coordinator:
             await write_patiently(
                 self._journal,
                 ("epoch", record.epoch),
-                record.to_dict(),
+                await self._stepper.aside(record.to_dict),
                 patience,
                 on_trouble=lambda text: self._warn(f"{text}; tried again for {patience:g} s"),
             )
@@ -251,6 +235,7 @@ class Coordinator:
         except JournalError as error:
             self.feed(inputs.JournalFailed(record.epoch, str(error)))
         else:
+            await self._stepper.aside(self._orders.prepare, record)
             self.feed(inputs.JournalWritten(record.epoch))
 
     # Connections (see PeerEvents).
@@ -317,6 +302,9 @@ class Coordinator:
             harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
             if item is not None and not harmless:
                 self.feed(item)
+        if event.kind is Kind.EPOCH_OPENED:
+            # What lives as long as the epoch is not looked through again and again.
+            gc.freeze()
 
     def _event(self, event: Event) -> None:
         """An event of another process: abandoned numbers are not taken any more, while those of a
@@ -345,13 +333,28 @@ class Coordinator:
             last = now
             for lost in self._watchdog.at_silence(now, trusted=self._sign.is_fresh(now)):
                 self.feed(lost)
-            events, found = self._watchdog.at_progress(self._state, self._epoch, now)
-            for event in events:
-                self._emit(event)
-            for item in found:
-                self.feed(item)
+            if not self._is_watching and self._watchdog.is_due(now):
+                self._is_watching = True
+                self._spawn(self._watch())
             self.feed(inputs.Tick())
             self._exports.tick()
+
+    async def _watch(self) -> None:
+        """Look at the progress of all roles, once."""
+        look = self._watchdog.at_progress
+        try:
+            events, found = await self._stepper.aside(
+                look, self._state, self._epoch, time.monotonic()
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            self._peers.refuse_broken("members", "their beats", error)
+            return
+        finally:
+            self._is_watching = False
+        for event in events:
+            self._emit(event)
+        for item in (*found, *self._watchdog.at_protection(self._state)):
+            self.feed(item)
 
     # The end of this coordinator.
 
@@ -364,11 +367,12 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._files.drop_digest()
+            self._files.take_digests()  # and leave them unsaid
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:
         self._exit_status = exit_status
+        self._stepper.end()
         self._over.set()
 
     def _warn(self, text: str) -> None:
@@ -403,19 +407,12 @@ class Coordinator:
             if task.cancelled() or (error := task.exception()) is None:
                 return
             if not who:
-                _fail(error)
+                end_process(error)
             self._peers.refuse_broken(who, "what it asked for", error)
 
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(finished)
-
-
-def _fail(error: BaseException) -> NoReturn:
-    """A mistake of ours: end at once, a new coordinator continues from the journal."""
-    traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
@@ -428,5 +425,5 @@ def run_coordinator(options: CoordinatorOptions) -> int:
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
     # Inventories and records are millions of objects without a cycle among them: at the usual
     # threshold most of the time of a decision goes into looking for one.
-    gc.set_threshold(_GARBAGE_OBJECTS)
+    gc.set_threshold(_GARBAGE_OBJECTS, 2)
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

@@ -127,11 +127,17 @@ class UserRequests:
 
     def _take(self, request: Request) -> None:
         """Give the machine what the journal has."""
-        self._coming = tuple(one for one in self._coming if one is not request)
         self._feed(inputs.Asked(request))
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        """What the machine has taken, at once or a moment later, is on its way no more."""
+        known = {request.token for request in self._state().requests}
+        self._coming = tuple(one for one in self._coming if one.token not in known)
 
     def note(self) -> None:
         """The machine has another word on its requests: into the journal with it."""
+        self._forget_known()
         self._spawn(self._keep())
 
     async def _keep(self) -> None:

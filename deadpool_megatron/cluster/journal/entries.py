@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.wire import large_json
+
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 _BEAT = ".beat"
 _BEAT_BYTES = 64
@@ -87,8 +89,7 @@ class DirectoryJournal(Journal):
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
             with os.fdopen(handle, "w") as file:
-                # At once: json.dump() writes piece by piece, in Python, and holds everything up.
-                file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+                file.write(large_json.dumps(entry) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             self._link(temporary, final, entry)

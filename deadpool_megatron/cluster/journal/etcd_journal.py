@@ -24,6 +24,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError
+from deadpool_megatron.wire import large_json
 
 CHUNK_BYTES = 1 << 20
 _BEAT_SECONDS = 2.0
@@ -41,7 +42,7 @@ class EtcdJournal(Journal):
     def write(self, kind: str, number: int, entry: Mapping[str, Any]) -> None:
         """See :class:`Journal`."""
         key, token = self._key(kind, number), secrets.token_hex(16)
-        text = json.dumps(entry, separators=(",", ":")).encode()
+        text = large_json.dumps(entry).encode()
         digest = hashlib.sha256(text).hexdigest()
         body = zlib.compress(text, 1)  # a recovery waits for this
         chunks = [body[at : at + CHUNK_BYTES] for at in range(0, len(body), CHUNK_BYTES)]

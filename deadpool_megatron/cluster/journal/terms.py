@@ -71,6 +71,25 @@ def newest_term(journal: Journal, known: Term | None = None) -> Term | None:
     return Term.from_dict(numbers[-1], journal.read(_KIND, numbers[-1]))
 
 
+def sign(term: int, count: int) -> str:
+    """The sign of life of a term's coordinator: each time with another count, 0 at the claim."""
+    return f"{term} {count}"
+
+
+def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
+    """Returns the term that the sign of life names, and the sign; ``known``: what the look before
+    has found. Every node looks, for as long as the run lives: so the sign alone is read, and no
+    entries are listed. Who claims a term says so by the sign at once. Raises JournalError.
+    """
+    beat = journal.last_beat()
+    named = int(beat.split()[0]) if beat else 0
+    if known is None:
+        known = newest_term(journal)
+    elif named > known.number:
+        known = Term.from_dict(named, journal.read(_KIND, named))
+    return known, beat
+
+
 def claim_term(journal: Journal, number: int, host: str, port: int, node: int | None) -> Term:
     """Become the coordinator of this term. Raises LostRace when another one has it, JournalError.
 

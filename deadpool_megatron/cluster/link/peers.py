@@ -23,6 +23,7 @@ import sys
 import termios
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,8 @@ from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 _REPORTED_REFUSALS = 100
 _PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
+# Then whoever has something to say has a turn.
+_SENDING_SECONDS = 0.01
 MAXIMUM_PENDING_BYTES = 256 << 20
 # Far above what is ordered in the time after which a silent agent is given up.
 _MOST_ORDERS = 10_000
@@ -137,6 +140,8 @@ class Peers:
         self.boot = secrets.token_hex(8)  # by which agents know this coordinator from the others
         self.refusals = 0
         self._ordered = 0
+        self._to_send: deque[tuple[AgentPeer, Callable[[AgentPeer], None]]] = deque()
+        self._is_sending = False
         self.hearing = ""  # the agent whose message is being taken, in words
         self._connect_seconds = settings.connect_seconds
         # Beats that come sooner after an acknowledgement get none of their own, unless reports
@@ -166,8 +171,24 @@ class Peers:
             if peer.orders.is_over_full:
                 self.forget(peer)
                 self._events.agent_left(peer, f"it leaves {len(peer.orders)} orders unanswered")
-            elif peer.welcomed:
-                peer.send_frame(frame)
+        self.in_turn([p for p in peers if p.welcomed], lambda peer: peer.send_frame(frame))
+
+    def in_turn(self, peers: list[AgentPeer], send: Callable[[AgentPeer], None]) -> None:
+        """Send something to each of these, a part of thousands at a time; what is sent to anybody
+        later comes after it.
+        """
+        self._to_send.extend((peer, send) for peer in peers)
+        if not self._is_sending:
+            self._send_some()
+
+    def _send_some(self) -> None:
+        until = time.monotonic() + _SENDING_SECONDS
+        while self._to_send and time.monotonic() < until:
+            peer, send = self._to_send.popleft()
+            send(peer)
+        self._is_sending = bool(self._to_send)
+        if self._is_sending:
+            asyncio.get_running_loop().call_soon(self._send_some)
 
     def welcome(self, peer: AgentPeer, message: Message) -> None:
         """Send an agent its welcome, and then every order that it has not had yet."""

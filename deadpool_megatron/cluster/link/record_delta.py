@@ -15,6 +15,7 @@ from typing import Any
 
 from deadpool_megatron.layout.deltas import apply, change, sources_by_node
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.wire import large_json
 from deadpool_megatron.wire.framing import MAXIMUM_FRAME_BYTES, WireError
 
 _COMPRESSED_FROM_BYTES = 16 << 10
@@ -32,14 +33,21 @@ class RecordTeller:
         self._changes: dict[int, str] = {}
         self._sources = sources_by_node(record)
 
+    def begin(self) -> None:
+        """Make the change that most agents need, before it is needed."""
+        self._change(max(self._bases, default=0))
+
     def parts(self, node: int, known_epoch: int) -> dict[str, Any] | None:
         """What a node lacks that has the record of ``known_epoch`` (0: none); None: nothing."""
         if known_epoch == self.record.epoch:
             return None
         base = known_epoch if known_epoch in self._bases else 0
+        return {"change": self._change(base), "sources": self._sources.get(node, {})}
+
+    def _change(self, base: int) -> str:
         if base not in self._changes:
             self._changes[base] = pack(change(self._bases.get(base), self.record))
-        return {"change": self._changes[base], "sources": self._sources.get(node, {})}
+        return self._changes[base]
 
 
 class RecordKeeper:
@@ -66,7 +74,7 @@ class RecordKeeper:
 
 
 def pack(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, separators=(",", ":"))
+    text = large_json.dumps(values)
     if len(text) < _COMPRESSED_FROM_BYTES:
         return text
     return base64.b64encode(zlib.compress(text.encode(), 6)).decode()

@@ -151,9 +151,9 @@ def settle(
 
 
 def _choose(turn: Turn, scene: Scene | None) -> str:
-    state, budgets = turn.state, budgets_of(turn.state)
-    if scene is None or not budgets:
+    if scene is None:
         return ""
+    state, budgets = turn.state, budgets_of(turn.state)
     if lacking(state.protection.plan, replace(scene, roomy=True), budgets) is None:
         return ""
     choice = choose(scene, budgets, state.protection.plan.every)

@@ -13,7 +13,9 @@ from deadpool_megatron.cluster.journal.terms import (
     Term,
     claim_order,
     claim_term,
+    look,
     newest_term,
+    sign,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -45,6 +47,22 @@ def test_a_term_that_is_known_is_not_read_again(
     second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
     assert newest_term(journal, first) == second
     assert number == [1, 2]
+
+
+def test_a_look_of_a_standby_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of standbys look for as long as a run lives, into a journal that grows."""
+    journal = DirectoryJournal(tmp_path)
+    first = claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    journal.beat(sign(1, 5))
+    assert look(journal, None) == (first, "1 5")
+    monkeypatch.delattr(DirectoryJournal, "numbers")
+    assert look(journal, first) == (first, "1 5")
+    second = claim_term(journal, 2, "10.0.0.5", 2000, 5)
+    assert look(journal, first) == (first, "1 5"), "who claims says so by the sign"
+    journal.beat(sign(2, 0))
+    assert look(journal, first) == (second, "2 0")
+    journal.beat(sign(1, 6))
+    assert look(journal, second) == (second, "1 6"), "an old coordinator that woke up"
 
 
 def record(training: int, spares: int) -> EpochRecord:

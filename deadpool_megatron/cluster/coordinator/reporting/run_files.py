@@ -17,6 +17,7 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
+from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.starter import NVIDIA_CONTROL_DEVICE
@@ -25,11 +26,12 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     write_json,
 )
-from deadpool_megatron.events import Event, EventLog
+from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.layout.records import Restore
 
 _PAUSE_SECONDS = 1.0
-# For who looks for the cause of a slow commit: "all" has each role's seals and commits written.
+# For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
+# written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
 
 
@@ -42,17 +44,21 @@ class RunFiles:
         fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
-        self._digest = None if os.environ.get(DETAIL_VARIABLE) == "all" else CommitDigest()
+        self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"
+        self._commits, self._waits = CommitDigest(), WaitDigest()
         self.writer = EventWriter(EventLog(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
         """Have an event written, unless it repeats a known one; returns what is to be written."""
-        if self._digest is not None and event.kind in KINDS:
-            self._write_digest(self._digest.add(event, time.monotonic()))
+        if self._is_brief and event.kind in KINDS:
+            digest = self._commits.add(event, time.monotonic())
+            self._write_all([] if digest is None else [digest])
+            return [event]
+        if self._is_brief and event.kind is Kind.GATE_WAIT:
+            self._write_all(self._waits.add(event, time.monotonic()))
             return [event]
         accepted = self.results.add(event)
-        for one in accepted:
-            self.writer.write(one)
+        self._write_all(accepted)
         return accepted
 
     def result(self, end: Finish, state: State) -> dict[str, Any]:
@@ -87,18 +93,18 @@ class RunFiles:
             else:
                 return
 
-    def _write_digest(self, digest: Event | None) -> None:
-        if digest is not None:
-            self.writer.write(digest)
+    def _write_all(self, events: list[Event]) -> None:
+        for event in events:
+            self.writer.write(event)
 
-    def drop_digest(self) -> None:
-        """Leave what was collected unsaid: another coordinator tells from here on."""
-        if self._digest is not None:
-            self._digest.take()
+    def take_digests(self) -> list[Event]:
+        """What was collected and not written yet; it is left unsaid by who drops it, for another
+        coordinator tells from here on."""
+        digest = self._commits.take()
+        return [*([] if digest is None else [digest]), *self._waits.take()]
 
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
-        if self._digest is not None:
-            self._write_digest(self._digest.take())
+        self._write_all(self.take_digests())
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
-from deadpool_megatron.cluster.journal.terms import Rhythm, newest_term
+from deadpool_megatron.cluster.journal.terms import Rhythm, newest_term, sign
 
 
 class SignOfLife:
@@ -88,5 +88,5 @@ class SignOfLife:
         self._count += 1
         newer = self.look()
         if show and newer <= self._term:
-            self._journal.beat(f"{self._term} {self._count}")
+            self._journal.beat(sign(self._term, self._count))
         return newer

@@ -33,7 +33,9 @@ from deadpool_megatron.cluster.journal.terms import (
     Term,
     claim_order,
     claim_term,
+    look,
     newest_term,
+    sign,
 )
 from deadpool_megatron.cluster.process.glance import Glance
 from deadpool_megatron.cluster.run_directory.directory import (
@@ -122,8 +124,7 @@ class Standby:
 
     def _look(self) -> None:
         at = time.monotonic()
-        self._term = newest_term(self._journal, self._term)
-        beat = self._journal.last_beat()
+        self._term, beat = look(self._journal, self._term)
         number = 0 if self._term is None else self._term.number
         self._succession.look(number, beat, at, time.monotonic())
         self._trouble = ""
@@ -141,6 +142,9 @@ class Standby:
         now = time.monotonic()
         if not self._succession.may_claim(self._place, refused, now, in_touch=not self._lost):
             return None
+        before, self._term = self._term, newest_term(self._journal, self._term)
+        if self._term != before:
+            return None  # claimed by somebody whose sign of life has not come yet
         # All that takes its time comes before the claim: from there on a sign of life is awaited.
         self.estate = look_up(self._journal, self._durable, self.estate.record)
         listener = self._options.listen()
@@ -156,7 +160,7 @@ class Standby:
                 return None  # another standby was first: the next look shows it
             raise
         with contextlib.suppress(JournalError):  # the coordinator's own beats follow, and try on
-            self._journal.beat(f"{number} 0")
+            self._journal.beat(sign(number, 0))
         address = list(term.address)
         self._report({"claimed": term.number, "at": now, "node": node, "address": address})
         return term, listener

@@ -24,7 +24,9 @@ from deadpool_megatron.settings import Settings
 
 
 class Watchdog:
-    """Used from the coordinator's loop only; ``now`` is its monotonic clock, in seconds."""
+    """Used from the coordinator's loop, but for :meth:`at_progress`, which goes over all roles and
+    may be called in one other thread; ``now`` is the monotonic clock, in seconds.
+    """
 
     def __init__(self, settings: Settings, peers: Peers) -> None:
         self._settings = settings
@@ -55,26 +57,30 @@ class Watchdog:
             )
         return found
 
+    def is_due(self, now: float) -> bool:
+        """Whether it is time for the next look at the progress of all roles."""
+        return self._pace.is_due(now)
+
     def at_progress(
         self, state: State, epoch: int, now: float
     ) -> tuple[list[Event], list[inputs.Input]]:
-        """Events to write and inputs to feed; nothing as long as the next look is not due."""
+        """Events to write and inputs to feed. Raises LookupError, TypeError, ValueError or
+        AttributeError for beats of members that cannot be understood.
+        """
         events: list[Event] = []
         found: list[inputs.Input] = []
-        if not self._pace.is_due(now):
-            return events, found
-        try:
-            hang, verdicts = self._hang(state, now), self._slow_nodes.look(state, self._peers, now)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            self._peers.refuse_broken("members", "their beats", error)
-            return events, found
+        hang, verdicts = self._hang(state, now), self._slow_nodes.look(state, self._peers, now)
         if hang is not None:
             found.append(hang)
         for verdict in verdicts:
             events.append(slow_event(epoch, verdict))
             if self._slow_nodes.is_to_leave(verdict, state):
                 found.append(inputs.DrainRequested(verdict.node))
-        return events, found + self._protection.look(state)
+        return events, found
+
+    def at_protection(self, state: State) -> list[inputs.Input]:
+        """Inputs to feed for what steps and waits say about the cadence."""
+        return self._protection.look(state)
 
     def note(self, event: Event) -> None:
         """Take what an event says about the pace of training and its protection."""

@@ -1,0 +1,122 @@
+"""The machine is entered once at a time: inputs in order, each with what comes out of it.
+
+What may go over all roles of a large run is worked out in a thread, so that beats are acknowledged
+meanwhile; inputs that come then wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
+
+from deadpool_megatron.cluster.link.peers import Peers
+from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.machine.actions import Action
+from deadpool_megatron.cluster.machine.cost import goes_far
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state.state import State
+
+T = TypeVar("T")
+
+
+class Stepper:
+    """Used from the coordinator's loop. ``took(before, actions)``: after each input, with the state
+    before it.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        state: State,
+        peers: Peers,
+        took: Callable[[State, list[Action]], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self.state = state
+        self._machine, self._peers, self._took, self._spawn = machine, peers, took, spawn
+        # With who has said it.
+        self._queue: deque[tuple[inputs.Input, str]] = deque()
+        self._stepping = False
+        self._is_over = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="machine")
+
+    def feed(self, item: inputs.Input) -> None:
+        """Give the machine an input and carry out what comes out; never enters it twice. Raises
+        what the machine raises at a report of a peer: such a step has changed nothing.
+        """
+        self._queue.append((item, self._peers.hearing))
+        if not self._stepping and not self._is_over:
+            self._stepping = True
+            if (refused := self._take_queue()) is not None:
+                raise refused
+
+    def _take_queue(self) -> Exception | None:
+        """Handle what waits, up to what may take long. Returns the first error at a report."""
+        refused: Exception | None = None
+        while self._queue:
+            item, who = self._queue.popleft()
+            now = time.monotonic()
+            if goes_far(self.state, item, now):
+                self._spawn(self._step_aside(item, who, now))
+                return refused
+            before = self.state
+            try:
+                self.state, actions = self._machine.step(before, item, now)
+            except Exception as error:
+                if not who:
+                    end_process(error)
+                refused = refused or error
+                continue
+            self._carry_out(before, actions)
+        self._stepping = False
+        return refused
+
+    async def _step_aside(self, item: inputs.Input, who: str, now: float) -> None:
+        before = self.state
+        try:
+            stepped = await self.aside(self._machine.step, before, item, now)
+        except Exception as error:
+            if not who:
+                end_process(error)
+            self._peers.refuse_broken(who, type(item).__name__, error)
+        else:
+            if not self._is_over:
+                self.state, actions = stepped
+                # What follows from it is refused with it.
+                self._peers.hearing = who
+                self._carry_out(before, actions)
+                self._peers.hearing = ""
+        if (refused := self._take_queue()) is not None:
+            self._peers.refuse_broken("an agent", "a report", refused)
+
+    def _carry_out(self, before: State, actions: list[Action]) -> None:
+        try:
+            self._took(before, actions)
+        except Exception as error:
+            end_process(error)
+
+    async def aside(self, work: Callable[..., T], *arguments: object) -> T:
+        """Returns what ``work`` returns, which is done in the one thread for what takes long."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *arguments)
+
+    def end(self) -> None:
+        """Nothing more is handled."""
+        self._is_over = True
+
+    def close(self) -> None:
+        """Give the thread back."""
+        self._worker.shutdown(wait=False, cancel_futures=True)
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """A mistake of ours: end at once, a new coordinator continues from the journal."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)

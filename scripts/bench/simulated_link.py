@@ -1,0 +1,78 @@
+"""One connection of a simulated agent: greeting, records, frames, over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from deadpool_megatron.wire.auth import Handshake, address_of
+from deadpool_megatron.wire.framing import FrameBuffer, encode
+from deadpool_megatron.wire.records import Direction, Opener
+
+
+class Speaker(Protocol):
+    """Whose connection it is."""
+
+    received_bytes: int
+
+    def join(self) -> Mapping[str, Any]:
+        """The first message."""
+
+    def took(self, wire: Wire, message: dict[str, Any]) -> None:
+        """What the coordinator says."""
+
+    def ended(self, wire: Wire) -> None:
+        """The connection is gone."""
+
+
+class Wire(asyncio.Protocol):
+    """See asyncio.Protocol."""
+
+    def __init__(self, speaker: Speaker, secret: bytes, run_id: str) -> None:
+        self._speaker, self._secret, self._run_id = speaker, secret, run_id
+        self._transport: asyncio.Transport | None = None
+        self._handshake: Handshake | None = None
+        self._sending: Direction | None = None
+        self._opener: Opener | None = None
+        self._frames = FrameBuffer()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        address = address_of(transport.get_extra_info("peername"))
+        self._handshake = Handshake(self._secret, self._run_id, address)
+        transport.write(encode(self._handshake.hello()))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._transport = None
+        self._speaker.ended(self)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        self._speaker.received_bytes += len(data)
+        for message in self._frames.feed(data if self._opener is None else self._opener.feed(data)):
+            if message["t"] == "challenge":
+                self._greet(message)
+            else:
+                self._speaker.took(self, message)
+
+    def _greet(self, challenge: dict[str, Any]) -> None:
+        assert self._handshake is not None
+        self.write(encode(self._handshake.answer(challenge)))
+        # The coordinator says nothing more before it has heard of this node.
+        self._sending = self._handshake.direction("connect")
+        self._opener = Opener(self._handshake.direction("accept"))
+        self.write(encode(self._speaker.join()))
+
+    def write(self, data: bytes) -> None:
+        """Send a frame, unless the connection is gone."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data if self._sending is None else self._sending.seal(data))
+
+    def abort(self) -> None:
+        """End it at once, as when its host is gone."""
+        if self._transport is not None:
+            self._transport.abort()

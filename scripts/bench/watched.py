@@ -1,0 +1,95 @@
+"""A standby whose loop is watched, once it coordinates: ``watched.py FILE standby ...``.
+
+FILE gets one line of JSON for each time that the loop was held up: by one callback, or (``late``)
+between the time at which a timer was due and its turn, which is the sum of all that was ready, and
+of threads that kept the interpreter for themselves. On a machine that others use as well a wait for
+a core is no fault of the coordinator: a hold-up counts as far as this process used the CPU in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron.cli import main
+
+# What is shorter is not told.
+_LEAST_SECONDS = 0.01
+_LOOK_SECONDS = 0.01
+_FRAMES = 12
+
+Clocks = tuple[float, float]
+
+
+def _now() -> Clocks:
+    return time.monotonic(), time.process_time()
+
+
+def _between(first: Clocks, then: Clocks) -> float:
+    return min(then[0] - first[0], then[1] - first[1])
+
+
+class Watch:
+    """Measures every callback, and a timer; a thread notes where a long one stands."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._began: Clocks | None = None
+        self._where: list[str] = []
+        self._run = asyncio.Handle._run
+
+    def begin(self) -> None:
+        """Watch every loop of this process from here on."""
+        watch, run = self, self._run
+
+        def measured(handle: asyncio.Handle) -> None:
+            watch._where, watch._began = [], _now()
+            run(handle)
+            began, watch._began = watch._began, None
+            watch._tell("callback", began, watch._where)
+
+        asyncio.Handle._run = measured  # type: ignore[method-assign]
+        main = threading.main_thread().ident
+        threading.Thread(target=self._look, args=(main,), name="watch", daemon=True).start()
+        server = asyncio.BaseEventLoop.run_forever
+
+        def run_forever(loop: asyncio.BaseEventLoop) -> None:
+            self._due(loop, _now())
+            server(loop)
+
+        asyncio.BaseEventLoop.run_forever = run_forever  # type: ignore[method-assign]
+
+    def _due(self, loop: asyncio.BaseEventLoop, before: Clocks) -> None:
+        # What was used of the CPU before the timer was due does not count.
+        late = time.monotonic() - before[0] - _LOOK_SECONDS
+        used = time.process_time() - before[1]
+        self._note("late", min(late, used), [])
+        loop.call_later(_LOOK_SECONDS, self._due, loop, _now())
+
+    def _look(self, thread: int) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            if self._began is not None and _between(self._began, _now()) > _LEAST_SECONDS:
+                stack = traceback.extract_stack(sys._current_frames()[thread])[-_FRAMES:]
+                self._where = [f"{Path(one.filename).name}:{one.name}" for one in stack]
+
+    def _tell(self, what: str, began: Clocks, where: list[str]) -> None:
+        self._note(what, _between(began, _now()), where)
+
+    def _note(self, what: str, seconds: float, where: list[str]) -> None:
+        if seconds >= _LEAST_SECONDS:
+            line: dict[str, Any] = {"at": time.time(), "what": what, "seconds": seconds}
+            os.write(self._file, json.dumps({**line, "where": where}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    Watch(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)).begin()
+    del sys.argv[1]
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Waits at the gate are told in a line for all roles of an iteration, and watched one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deadpool_megatron.cli.show.story import Story
+from deadpool_megatron.cluster.coordinator.reporting.commit_digest import PERIOD_SECONDS
+from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
+from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.events import Event, Kind, read_events, to_line
+from tests.cluster.coordinator.reporting.test_results import info
+
+_ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
+
+
+def waited(role: int, iteration: int, seconds: float = 0.5, *, over: bool = True) -> Event:
+    data = {"seconds": seconds, "over": over, "lineage": 1}
+    return Event(Kind.GATE_WAIT, 1, role // 8, role, iteration, data=data)
+
+
+def test_a_day_in_which_512_roles_wait_at_every_gate_is_a_few_megabytes() -> None:
+    digest, lines = WaitDigest(), list[Event]()
+    for k in range(1, 101):
+        for role in range(_ROLES):
+            seconds = 0.75 if role == 7 else 0.5
+            lines += digest.add(waited(role, k, seconds), k * _STEP_SECONDS)
+    lines += digest.take()
+    assert len(lines) == 100, "one line for each iteration"
+    assert {(line.role, line.data["roles"]) for line in lines} == {(7, _ROLES)}
+    assert {line.data["seconds"] for line in lines} == {0.5 * _ROLES + 0.25}
+    assert sum(map(len, map(to_line, lines))) * _DAY_SECONDS / (100 * _STEP_SECONDS) < 5e6
+
+
+def test_a_wait_that_lasts_is_told_at_once_and_once_for_all_who_wait_beside_it() -> None:
+    digest = WaitDigest()
+    first = waited(0, 3, 5.0, over=False)
+    assert digest.add(first, 0.0) == [first]
+    assert [digest.add(waited(role, 3, 5.0, over=False), 0.1) for role in (1, 2)] == [[], []]
+    later = waited(2, 3, 15.0, over=False)
+    assert digest.add(later, PERIOD_SECONDS) == [later]
+    other = waited(1, 4, 5.0, over=False)
+    assert digest.add(other, PERIOD_SECONDS + 0.1) == [other]
+
+
+def test_who_watches_hears_of_every_wait_and_the_report_of_all_seconds(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    files = RunFiles(run, info(), 1)
+    for role in range(4):
+        event = waited(role, 1, 1.0 + role)
+        assert files.write(event) == [event]
+    files.close(10.0)
+    (line,) = read_events(run.events)
+    story = Story()
+    for event in (waited(3, 1, 3.0, over=False), line):
+        story.add(event)
+    assert story.gate_waits == {(1, 1): 10.0}
+    assert story.longest_wait == (4.0, 3, 1)
