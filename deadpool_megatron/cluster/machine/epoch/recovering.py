@@ -21,4 +21,5 @@ def note_phase(turn: Turn, epoch: int, phase: str, seconds: float, *, exposed: f
     """A member or vault tells how long its part of the recovery took."""
     state = turn.state
     known = state.recoveries.reported(state.record, epoch, phase, seconds, exposed)
-    turn.state = state._replace(recoveries=known)
+    if known is not state.recoveries:
+        turn.state = state._replace(recoveries=known)
