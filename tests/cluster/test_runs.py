@@ -362,15 +362,15 @@ def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> 
     with Run(tmp_path / "r", spares=2) as run:
         where = str(run.run.path)
         run.wait_iteration(3)
-        for part in (("--role", "0"), ("--vault", "0"), ("--coordinator",), ("--agent", "0")):
+        for part in (("--role", "0"), ("--vault", "0"), ("--coordinator",), ("--agent", "1")):
             answer = deadpool("kill", where, *part, "--wait", "50")
             assert answer.returncode == 0, answer.stderr
             assert ": done: " in answer.stdout
-        answer = deadpool("drain", where, "--node", "1", "--wait", "50")
-        assert answer.stdout == "drain of node 1: done: node 1 has no role\n", answer.stderr
-        refused = deadpool("drain", where, "--node", "0", "--wait", "50")
+        answer = deadpool("drain", where, "--node", "0", "--wait", "50")
+        assert answer.stdout == "drain of node 0: done: node 0 has no role\n", answer.stderr
+        refused = deadpool("drain", where, "--node", "1", "--wait", "50")
         assert refused.returncode == 1
-        assert "node 0 is not connected" in refused.stderr
+        assert "node 1 is not connected" in refused.stderr
         status = json.loads(deadpool("status", where, "--json").stdout)
         told = [(one["number"], one["verb"], one["stage"]) for one in status["requests"]]
         assert told == [*((n, "kill", "done") for n in range(1, 5)), (5, "drain", "done")]
