@@ -315,6 +315,8 @@ def test_all_copies_lost_goes_back_to_the_durable_checkpoint(tmp_path: Path) -> 
         for node in (0, 1, 2):
             for pid in _pids(run, node):
                 os.kill(pid, signal.SIGKILL)
+        run.wait_event(Kind.RECOVERED)
+        run.wait_iteration(30)  # beyond what was told before
         final = run.finish()
     assert final["durable"][0]["path"].endswith("iter_0000010")
     assert any(r["generation"][1] % 10 == 0 for r in final["recoveries"])
