@@ -44,8 +44,10 @@ class RunEnd:
     ) -> None:
         self._path = options.run.path
         self._term = options.term.number
-        self._patience_seconds = options.info.settings.spare_timeout_seconds
-        self._close_seconds = options.info.settings.close_seconds
+        settings = options.info.settings
+        # Who waits for no spare has a disk that takes its time to sync all the same.
+        self._patience_seconds = max(settings.spare_timeout_seconds, settings.close_seconds)
+        self._close_seconds = settings.close_seconds
         self._files = files
         self._orders = orders
         self._peers = peers

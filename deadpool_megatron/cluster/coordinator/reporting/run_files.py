@@ -66,8 +66,12 @@ class RunFiles:
         with phases reported after their event was written.
         """
         head = {"run_id": self._info.run_id, "world_size": self._info.world_size}
+        final = self.results.final(head, end.reason, end.exit_status)
+        # What it told of its newest iterations may be lost with a node, not that they are saved.
+        saved = 0 if end.resume is None else end.resume.generation.iteration
         return {
-            **self.results.final(head, end.reason, end.exit_status),
+            **final,
+            "iterations": max(int(final["iterations"]), saved),
             "kind": end.kind,
             "slots_kept": end.keeps_slots,
             "recovery_count": state.recoveries.count,

@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.machine.actions import Finish
 from deadpool_megatron.cluster.machine.state.recoveries import Recoveries
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.events import Event, Kind, read_events
+from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Rig
 
@@ -154,6 +155,14 @@ def test_numbers_of_iterations_that_were_thrown_away_are_forgotten() -> None:
     assert results.last_iteration == 2
     results.add(Event(Kind.STATE_HASH, 2, role=0, iteration=3, data={"sha256": "b"}))
     assert not results.diverged
+
+
+def test_what_is_saved_counts_though_nobody_has_told_of_it(tmp_path: Path) -> None:
+    """The node that told the numbers was lost with its coordinator."""
+    files = RunFiles(RunDirectory(tmp_path), info(), 2)
+    end = Finish(75, "no spare", Restore("dump", Generation(1, 10), path="/dump/1-10"))
+    assert files.result(end, Rig().state)["iterations"] == 10
+    files.close(10.0)
 
 
 def test_events_of_a_writer_in_the_middle_of_a_line(tmp_path: Path) -> None:
