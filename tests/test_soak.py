@@ -30,6 +30,17 @@ def test_a_leak_is_found_and_a_working_size_is_none() -> None:
     assert leaking["parts"]["vault"]["lives"] == 1
 
 
+def test_what_changes_at_once_is_a_working_size_and_a_number_may_be_given_again() -> None:
+    spare = [Sample(t, "member", 1, 310 if t < 1800 else 345, 9, 2) for t in range(0, 3600, 10)]
+    assert judge(spare, 120.0)["flat"]
+    small = [Sample(t, "vault", 2, 30, 8, 4) for t in range(0, 600, 10)]
+    large = [Sample(t, "vault", 2, 33, 11, 7) for t in range(4000, 4600, 10)]
+    two = judge([*small, *large], 120.0)
+    assert two["parts"]["vault"] == {"lives": 2, "rss_mb": 0.0, "descriptors": 0.0, "threads": 0.0}
+    each_recovery = [Sample(t, "vault", 3, 30, 8 + t // 200, 4) for t in range(0, 3600, 10)]
+    assert not judge(each_recovery, 120.0)["flat"]
+
+
 def test_a_life_that_is_too_short_is_not_judged() -> None:
     assert judge(life("member", 1, 500.0, seconds=100), 120.0)["parts"] == {}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from soaking import growth
+
 
 def draw(facts: dict[str, Any], path: Path) -> None:
     """Write a PNG: above, seconds to the next iteration of each fault; below, growth."""
@@ -35,13 +37,10 @@ def draw(facts: dict[str, Any], path: Path) -> None:
         f"soak, seed {facts['soak']['seed']}: {facts['faults']} faults in"
         f" {facts['seconds'] / 60:.0f} min, {facts['hashes_compared']} states compared: {verdict}"
     )
-    lives: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for one in facts["samples"]:
-        lives.setdefault((one["part"], one["pid"]), []).append(one)
     shades = {"coordinator": "C3", "agent": "C0", "vault": "C2", "member": "C7"}
-    for (part, _), found in sorted(lives.items()):
-        minutes = [one["seconds"] / 60 for one in found]
-        middle.plot(minutes, [one["rss_mb"] for one in found], color=shades[part], lw=0.7)
+    for life in growth.lives(growth.Sample(**one) for one in facts["samples"]):
+        minutes = [one.seconds / 60 for one in life]
+        middle.plot(minutes, [one.rss_mb for one in life], color=shades[life[0].part], lw=0.7)
     for part, shade in shades.items():
         middle.plot([], [], color=shade, label=part)
     middle.set_ylabel("resident memory, MB, one line a process")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -13,6 +15,13 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WARM_SECONDS = 60.0
 # What a part may grow in an hour beyond its working size before it counts as a leak.
 LIMITS: Mapping[str, float] = {"rss_mb": 24.0, "descriptors": 12.0, "threads": 6.0}
+# More than this between two looks is a change of the working size: a spare has got a role, a vault
+# another plan. A leak comes little by little.
+_STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 4.0, "threads": 4.0}
+# A process that was not seen for longer has ended, and another one has its number.
+_GONE_SECONDS = 60.0
+_SHOWN_SECONDS = 60.0
+_LOOKS = 120
 
 
 @dataclass(frozen=True)
@@ -49,37 +58,55 @@ def sample(seconds: float, part: str, pid: int) -> Sample | None:
     return Sample(seconds, part, pid, pages * _PAGE_BYTES / 1e6, descriptors, threads)
 
 
-def slope_per_hour(points: Sequence[tuple[float, float]]) -> float:
-    """Returns the slope of a least-squares line through (seconds, value), per hour."""
-    count = len(points)
-    mean_x = sum(x for x, _ in points) / count
-    mean_y = sum(y for _, y in points) / count
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    if not spread:
-        return 0.0
-    return 3600.0 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+def lives(samples: Iterable[Sample]) -> list[list[Sample]]:
+    """Returns what was seen of each process, in order."""
+    newest: dict[tuple[str, int], list[Sample]] = {}
+    found: list[list[Sample]] = []
+    for one in samples:
+        life = newest.get((one.part, one.pid))
+        if life is None or one.seconds - life[-1].seconds > _GONE_SECONDS:
+            life = newest[one.part, one.pid] = []
+            found.append(life)
+        life.append(one)
+    return found
+
+
+def gained_per_hour(life: Sequence[Sample], name: str) -> float:
+    """Returns what a process has gained in the longest stretch without a change of its working
+    size; by the hour, if that lasted for longer.
+
+    The median of the slopes between looks (Theil and Sen) is not moved by a few that stand out;
+    of a minute the least counts, as what is opened for a while is closed again.
+    """
+    seen = [(one.seconds, float(getattr(one, name))) for one in life]
+    floor = [
+        (seconds, min(v for _, v in seen[max(0, i - 6) : i + 1]))
+        for i, (seconds, _) in enumerate(seen)
+    ]
+    stretch, longest = floor[:1], floor[:1]
+    for before, after in pairwise(floor):
+        stretch = [*stretch, after] if abs(after[1] - before[1]) <= _STEPS[name] else [after]
+        longest = max(longest, stretch, key=len)
+    few = longest[:: len(longest) // _LOOKS + 1]
+    slopes = [(y - v) / (x - u) for (u, v), (x, y) in combinations(few, 2) if x > u]
+    # A short life makes a steep line of one page: what it really gained counts.
+    return median(slopes) * min(3600.0, few[-1][0] - few[0][0]) if slopes else 0.0
 
 
 def judge(samples: Iterable[Sample], least_seconds: float) -> dict[str, Any]:
-    """Returns for each part the steepest growth per hour of its processes that lived for
-    ``least_seconds`` after they were warm, and ``flat``: whether all are within LIMITS.
+    """Returns for each part the most that one of its processes gained in an hour, of those that
+    lived for ``least_seconds`` after they were warm, and ``flat``: whether all are within LIMITS.
     """
-    lives: dict[tuple[str, int], list[Sample]] = {}
-    for one in samples:
-        lives.setdefault((one.part, one.pid), []).append(one)
     parts: dict[str, dict[str, float]] = {}
     flat = True
-    for (part, _), found in lives.items():
+    for found in lives(samples):
         warm = [one for one in found if one.seconds >= found[0].seconds + _WARM_SECONDS]
         if len(warm) < 3 or warm[-1].seconds - warm[0].seconds < least_seconds:
             continue
-        known = parts.setdefault(part, {"lives": 0, **dict.fromkeys(LIMITS, 0.0)})
+        known = parts.setdefault(found[0].part, {"lives": 0, **dict.fromkeys(LIMITS, 0.0)})
         known["lives"] += 1
         for name, limit in LIMITS.items():
-            points = [(one.seconds, float(getattr(one, name))) for one in warm]
-            hours = (warm[-1].seconds - warm[0].seconds) / 3600.0
-            # A short life makes a steep line of one page: what it really gained counts.
-            gained = slope_per_hour(points) * min(1.0, hours)
+            gained = gained_per_hour(warm, name)
             known[name] = max(known[name], gained)
             flat = flat and gained <= limit
     return {"parts": parts, "limits_per_hour": dict(LIMITS), "flat": flat}
@@ -98,5 +125,20 @@ def files_verdict(files: Sequence[Files]) -> dict[str, Any]:
 
 
 def as_dicts(found: Iterable[Sample | Files]) -> list[dict[str, Any]]:
-    """Returns JSON objects."""
-    return [asdict(one) for one in found]
+    """Returns JSON objects, with tenths."""
+    return [
+        {name: round(v, 1) if isinstance(v, float) else v for name, v in asdict(one).items()}
+        for one in found
+    ]
+
+
+def thinned(samples: Iterable[Sample]) -> list[Sample]:
+    """Returns of each process one look in a minute, and the last one."""
+    kept: list[Sample] = []
+    for life in lives(samples):
+        at = life[0].seconds
+        for one in life:
+            if one.seconds >= at or one is life[-1]:
+                kept.append(one)
+                at = one.seconds + _SHOWN_SECONDS
+    return sorted(kept, key=lambda one: one.seconds)
