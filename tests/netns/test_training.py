@@ -14,7 +14,7 @@ from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults import jobs, layouts
-from tests.netns import paced
+from tests.netns import disk, paced
 from tests.netns.cluster import Cluster, Job, Obituary
 from tests.netns.hosts import Hosts
 
@@ -79,14 +79,16 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
 
 
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
+@pytest.mark.skipif(bool(disk.missing()), reason=disk.missing())
 def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
-    """Nobody is fenced, nobody takes over, training goes on. Open files stay as they are."""
-    with training(tmp_path, 1.4) as cluster:
+    """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
+    with disk.mounted(tmp_path) as shared, training(shared.path, 1.4) as cluster:
         members = [pid for node in range(_NODES) for pid in cluster.members(node)]
         began = time.time()
         for host in cluster.hosts:
             host.hide(cluster.run.path, "hang")
-        time.sleep(_GONE_SECONDS)
+        with shared.standing_still():
+            time.sleep(_GONE_SECONDS)
         for host in cluster.hosts:
             host.reveal(cluster.run.path)
         cluster.wait_progress(3)
@@ -95,6 +97,7 @@ def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: M
         assert cluster.epoch() == 1
         assert cluster.events(Kind.NODE_LOST) == []
         assert cluster.term().number == 1
+        assert pause < _GONE_SECONDS / 2, "training went on meanwhile"
         measured(
             f"training: the run directory hangs for everybody for {_GONE_SECONDS:g} s",
             f"no takeover, no new epoch; longest pause between two steps {pause:.1f} s",
