@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, machine_facts, write_facts
+from common.machine import ROOT, machine_facts, write_facts
 from protection import SIZES, Protected, run_protected
 from protection import parameters as parameters_of
 

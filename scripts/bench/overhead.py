@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import MARK, ROOT, cpu_seconds, machine_facts, memory_bytes, write_facts
+from common.machine import MARK, ROOT, cpu_seconds, machine_facts, memory_bytes, write_facts
 
 from deadpool_megatron.cli.show.report import read_story
 from deadpool_megatron.cli.show.results import ResultError
@@ -90,7 +90,7 @@ def training_arguments(tokens: int, steps: int) -> list[str]:
 
 def run_plain(tokens: int, steps: int, base: Path) -> Measured:
     """The same training on stock gloo, which prints a line per step."""
-    program = Path(__file__).with_name("plain_ranks.py")
+    program = Path(__file__).with_name("common") / "plain_ranks.py"
     command = [sys.executable, str(program), str(NODES * NPROC_PER_NODE)]
     log = base / f"{uuid.uuid4().hex}.log"
     log.touch()

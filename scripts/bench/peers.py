@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import machine_facts, write_facts
+from common.machine import machine_facts, write_facts
+from other_systems.environments import PACKAGES, PeerUnavailableError, check, install
+from other_systems.outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
+from other_systems.sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
 from overhead import BenchError
-from peer_environments import PACKAGES, PeerUnavailableError, check, install
-from peer_outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
-from peer_sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
 from protection import AFTER, NODES, SIZES, TOKENS, WARM_UP, parameters
 
 from deadpool_megatron.cli.show.story import summary

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, machine_facts, write_facts
+from common.machine import ROOT, machine_facts, write_facts
 from overhead import BenchError, Measured, watch
 
 from deadpool_megatron.cli.show.compare import compare_results
@@ -101,7 +101,7 @@ def training_arguments(name: str, iterations: int) -> list[str]:
 
 def run_plain(name: str, steps: int, base: Path) -> Measured:
     """The training on stock gloo, which prints a line per step."""
-    program = Path(__file__).with_name("plain_ranks.py")
+    program = Path(__file__).with_name("common") / "plain_ranks.py"
     command = [sys.executable, str(program), str(NODES)]
     log = base / f"{uuid.uuid4().hex}.log"
     log.touch()

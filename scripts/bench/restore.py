@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import machine_facts, write_facts
+from common.machine import machine_facts, write_facts
 from overhead import BenchError
 from protection import SIZES, Protected, parameters, run_protected
 
