@@ -25,9 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common import trainings
 from common.machine import ROOT, machine_facts, write_facts
-from protection import SIZES, Protected, run_protected
-from protection import parameters as parameters_of
+from common.struck import SIZES, Protected, run_protected, sizes_of
 
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.story import summary
@@ -126,7 +126,8 @@ def shipments(
 
 def whole_runs(size: str, rounds: int, steps: int, base: Path) -> dict[str, Any]:
     """The same bf16 training under both kinds of copies, in turns."""
-    count, runs = parameters_of(size), {name: list[Protected]() for name in FLAGS}
+    count = trainings.parameters(sizes_of(size))
+    runs = {name: list[Protected]() for name in FLAGS}
     for number in range(1, rounds + 1):
         for name, compaction in FLAGS.items():
             print(f"{size}: {name}, {number} of {rounds}", file=sys.stderr, flush=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.machine import marked_processes
-from overhead import BenchError, Measured, watch
-from protection import AFTER, BEFORE, NODES, WARM_UP, run_protected, training_arguments
+from common.struck import AFTER, BEFORE, NODES, run_protected, training_arguments
+from common.trainings import WARM_UP, BenchError, Measured, run_plain, watch
 
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from other_systems.environments import python_of
@@ -103,16 +103,9 @@ def iterations(steps: int) -> int:
 
 def run_undisturbed(name: str, steps: int, base: Path) -> Run:
     """The training on stock gloo that nothing strikes and nothing protects."""
-    facts, log = (base / f"{uuid.uuid4().hex}{suffix}" for suffix in (".json", ".log"))
-    arguments = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
-    command = [sys.executable, str(_BENCH / "common" / "plain_ranks.py"), str(NODES), *arguments]
-    log.touch()
-    with open(log) as lines:
-
-        def new_steps() -> int:
-            return sum("iteration " in line and " | loss " in line for line in lines)
-
-        measured = watch(command, log, steps, new_steps, unmeasured_steps=BEFORE + AFTER)
+    facts = base / f"{uuid.uuid4().hex}.json"
+    training = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
+    measured = run_plain(training, NODES, steps, base, BEFORE + AFTER)
     found = json.loads(facts.read_text())
     # It prints no times, and nothing asks for those of an undisturbed run.
     reports = [StepReport(s["iteration"], s["loss"], 0.0) for s in found["steps"]]
@@ -171,7 +164,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
 
 
 def _fault(steps: int) -> dict[str, object]:
-    """The same as in protection.py: role 1 dies in a backward pass."""
+    """The same as in common/struck.py: role 1 dies in a backward pass."""
     return {
         "id": "strike",
         "point": "backward",
