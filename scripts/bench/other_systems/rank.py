@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.arguments import build_parser, config_from
 from deadpool_megatron.trainer.config import TrainerConfig
 from deadpool_megatron.trainer.loop import TrainingLoop
