@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import shipping
