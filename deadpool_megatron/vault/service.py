@@ -74,9 +74,13 @@ class Vault:
         self.ended_by_signal = False
 
     def start(self) -> None:
-        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet."""
+        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet.
+
+        Raises SegmentError when there are slots that it cannot read.
+        """
         with self._state.lock:
             found = self._state.table.scan()
+            self._state.table.require_read()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
         self._server.start()
