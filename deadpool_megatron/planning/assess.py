@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.choice import GROUP_SIZES, largest_group
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, largest_group
 from deadpool_megatron.planning import refusals, risk, spares, traffic
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds, total_parameters
@@ -108,7 +108,7 @@ def _assess(plan: Plan) -> Assessment:
     fetch = traffic.fetch_seconds(plan, placement, loads)
     refusals.check_swap(plan, fetch)
     sets = risk.holder_sets(placement)
-    losses = _risk(plan, placement, sets, traffic.reprotect_seconds(plan, placement))
+    losses = _risk(plan, placement, sets, traffic.reprotect_seconds(plan, loads))
     return Assessment(
         plan=plan,
         parameters=total_parameters(plan.model),

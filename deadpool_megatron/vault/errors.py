@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from deadpool_megatron.layout.parity import is_parity_role
+from deadpool_megatron.layout.places.parity import is_parity_role
 
 
 class Code(StrEnum):
@@ -44,7 +44,7 @@ class Interrupted(VaultError):
 
 
 class SegmentError(VaultError):
-    """The file is no segment of ours, or was cut off while it was made."""
+    """The file is no segment of this version, or was cut off or damaged."""
 
 
 class RestoreUnavailable(VaultError):
