@@ -156,9 +156,14 @@ class RunDirectory:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
 
+    @property
+    def logs(self) -> Path:
+        """What processes of the run have printed, a file for each."""
+        return self.path / "logs"
+
     def log(self, name: str) -> Path:
         """``name``: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
-        return self.path / "logs" / f"{name}.log"
+        return self.logs / f"{name}.log"
 
     def segments(self, run_id: str, node: int) -> Path:
         """Shared-memory directory of a node."""

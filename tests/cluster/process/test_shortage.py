@@ -15,7 +15,6 @@ import pytest
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.members.members import Members
 from deadpool_megatron.cluster.process import posix, shortage
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
@@ -97,7 +96,7 @@ def members(starter: Starter) -> Members:
     def spec(slot: int, incarnation: int, _: object) -> MemberSpec:
         return MemberSpec(0, slot, incarnation, (), {}, Path(os.devnull), Path())
 
-    return Members(spec, starter, Settings(), Reports(), DirectFiles())
+    return Members(spec, starter, Settings(), Reports())
 
 
 def test_member_starts_after_a_moment_without_processes_or_descriptors(

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import stacks
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
 
 _STANDS = """
@@ -51,7 +50,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
 
 
 def ask(pid: int, log: Path) -> Stacks:
-    return asyncio.run(stacks.ask(pid, log, DirectFiles(), 30.0))
+    return asyncio.run(stacks.ask(pid, log, 30.0))
 
 
 def test_main_thread_innermost_frame_first(tmp_path: Path) -> None:
