@@ -23,9 +23,8 @@ from moments import Moments
 from simulated_link import Wire
 
 from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
-from deadpool_megatron.cluster.link.record_delta import unpack
+from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.deltas import apply
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.placement import CopyPlacement
 from deadpool_megatron.layout.records import (

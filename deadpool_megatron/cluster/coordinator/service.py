@@ -23,7 +23,6 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
@@ -35,12 +34,16 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import first_s
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
-from deadpool_megatron.cluster.journal import gone
-from deadpool_megatron.cluster.journal.choice import write_patiently
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.entries import (
+    JournalError,
+    LostRace,
+    note_gone,
+    write_patiently,
+)
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
+from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
@@ -205,7 +208,7 @@ class Coordinator:
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
-                self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
+                self._spawn(asyncio.to_thread(note_gone, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.stepping import goes_far
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import cost
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.cost import goes_far
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
