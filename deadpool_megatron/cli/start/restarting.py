@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.entries import GONE, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     node_directories,
