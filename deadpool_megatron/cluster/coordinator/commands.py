@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class Commands:
         options: CoordinatorOptions,
         requests: UserRequests,
         state: Callable[[], State],
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
         self._requests = requests
         self._info = options.info
@@ -50,7 +50,7 @@ class Commands:
         match command:
             case "status":
                 term = {"term": self._term.number, **self._term.to_dict()}
-                return {"ok": True, "status": {**self._status(), "coordinator": term}}
+                return {"ok": True, "status": {**await self._status(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":

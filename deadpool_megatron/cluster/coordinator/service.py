@@ -26,7 +26,6 @@ from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
@@ -118,25 +117,22 @@ class Coordinator:
         )
         sinks = (self.feed, self._spawn, self._step_down)
         self._user_requests = UserRequests(options, lambda: self._state, *sinks)
-        paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
-        self._commands = Commands(
-            options,
-            self._user_requests,
-            lambda: self._state,
-            lambda: (
-                paced.newest()
-                | self._watchdog.describe(self._state)
-                | {"export": self._exports.status(), "events": self._files.writer.describe()}
-            ),
-        )
+        status = PacedStatus(self._describe).newest
+        self._commands = Commands(options, self._user_requests, lambda: self._state, status)
 
     @property
     def _state(self) -> State:
         return self._stepper.state
 
-    @property
-    def _results(self) -> Results:
-        return self._files.results
+    def _describe(self) -> dict[str, Any]:
+        """For people; in any thread."""
+        state = self._state
+        return {
+            **describe(state, self._peers, self._files.results),
+            **self._watchdog.describe(state),
+            "export": self._exports.status(),
+            "events": self._files.writer.describe(),
+        }
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
