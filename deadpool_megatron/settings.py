@@ -46,12 +46,6 @@ class Settings:
     full_every: int = _setting(
         8, "recompute: a whole copy every so many iterations, gradients in between"
     )
-    compaction: str = _setting(
-        "off",
-        "on: of fp32 master weights only the low halves travel where the buddy's node has the"
-        " bfloat16 weights: 10 bytes for a parameter instead of 12 (needs processor time; worth it"
-        " where the network is slow)",
-    )
     cadence: str = _setting(
         "auto",
         "protect every N-th iteration only; auto: every one, and fewer for as long as training"
@@ -253,12 +247,6 @@ class Settings:
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
         self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))
-        self._check_choice("compaction", ("off", "on"))
-        if self.compaction == "on" and self.protection not in ("buddy", "mixed"):
-            raise SettingsError(
-                "--deadpool-compaction on is for copies on other nodes: it needs"
-                f" --deadpool-protection buddy or mixed, got {self.protection}"
-            )
         self._check_cadence()
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))

@@ -9,7 +9,7 @@
 #               source of Megatron-LM
 #   --full      in addition every layout, each scheme's array, every cell for 4 roles, and all else
 #               that takes minutes
-#   --all       in addition every cell of the full fault matrix, and all 2^32 numbers of compaction
+#   --all       in addition every cell of the full fault matrix
 #   --slurm     in addition runs under a real Slurm and over network namespaces (as root; installs
 #               Debian packages). CI runs --full --slurm
 #

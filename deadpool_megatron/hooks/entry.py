@@ -15,7 +15,6 @@ from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks import extras as megatron_extras
-from deadpool_megatron.hooks.bases import BaseKeeper, owners_of
 from deadpool_megatron.hooks.data import DataHook
 from deadpool_megatron.hooks.dimension import DimensionHook, model_config
 from deadpool_megatron.hooks.layouts import role_layout
@@ -159,10 +158,7 @@ class EpochEntry(Stages):
         plan = record.protection
         # Without the gradients of every iteration there is nothing to replay.
         with_steps = recomputes(plan) and plan.every == 1
-        keeps_for, warning = owners_of(record, role, self.protection.layout.peers, self._settings)
-        if warning:
-            self._warn(warning)
-        self.protection.enter(record.epoch, plan.every, with_steps=with_steps, keeps_for=keeps_for)
+        self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
         for dimension in self._dimensions:
             dimension.reset_in_flight()
@@ -284,11 +280,11 @@ class EpochEntry(Stages):
         for text in admit(
             self.protection.layout, directory, roles, settings, nodes=nodes, pinned=pinned
         ):
-            self._warn(text, tell=self._link.seat.slot == 0)
+            self._warn(text)
 
-    def _warn(self, text: str, *, tell: bool = True) -> None:
+    def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        if tell:
+        if self._link.seat.slot == 0:
             self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:
@@ -338,19 +334,14 @@ class EpochEntry(Stages):
             steps = StepKeeper(
                 optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
             )
-        peers, bases = list(dist.get_process_group_ranks(group)), None
-        if self._settings.compaction == "on":
-            count = self._settings.replicas
-            bases = BaseKeeper(optimizer, self._shard, self._platform, peers, count)
         layout = role_layout(
             self.role,
             parts,
             len(self._pristine),
-            peers,
+            list(dist.get_process_group_ranks(group)),
             slots,
             self._loop.stage_class(),
             () if steps is None else steps.layout_parts(self.role),
-            () if bases is None else bases.layout_parts(self.role),
         )
         leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
         self._protection = Protection(
@@ -363,7 +354,6 @@ class EpochEntry(Stages):
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
             steps=steps,
-            bases=bases,
         )
         protection = self._protection
         # QK-clip changes the weights after the update; their copies then start with the rest.

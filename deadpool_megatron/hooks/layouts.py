@@ -21,11 +21,9 @@ def role_layout(
     slots: int,
     stage_class: str,
     step_parts: Sequence[PartInfo] = (),
-    local_parts: Sequence[PartInfo] = (),
 ) -> RoleLayout:
     """The layout of a role's generations; extras get room to grow. ``step_parts``: for the updates
-    that lead to each generation, where they are kept (see :mod:`.steps`); ``local_parts``: what
-    serves the own node only (:mod:`.bases`), and does not make other bytes of the rest.
+    that lead to each generation, where they are kept (see :mod:`.steps`).
     """
     wanted = int(extras_bytes * _EXTRAS_SLACK) + _EXTRAS_STEP_BYTES
     capacity = -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
@@ -38,7 +36,6 @@ def role_layout(
             *(PartInfo(part.name, part.nbytes, part.replicas) for part in parts),
             *step_parts,
             *(PartInfo(extras_part(boundary), capacity, (role,)) for boundary in BOUNDARIES),
-            *local_parts,
         ),
         peers=tuple(sorted(peers)),
         slots=slots,

@@ -37,13 +37,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.bases import BaseKeeper
 from deadpool_megatron.hooks.pinning import PinnedSlots
 from deadpool_megatron.hooks.steps import StepKeeper
 from deadpool_megatron.layout.cadence import is_due
@@ -102,7 +101,6 @@ class Protection:
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
         steps: StepKeeper | None = None,
-        bases: BaseKeeper | None = None,
     ) -> None:
         self.layout = layout
         self.stall_seconds = 0.0
@@ -114,7 +112,6 @@ class Protection:
         self._closed_epoch = closed_epoch
         self._report_wait = report_wait
         self._steps = steps
-        self._bases = bases
         self._epoch = 0
         self._every = 1
         self._upcoming = Generation(0, 0)
@@ -134,16 +131,13 @@ class Protection:
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
         pinned = [*parts, *(steps.gradients if steps is not None else ())]
-        names = [part.name for part in pinned if part.nbytes]
-        self._pinned = PinnedSlots(platform, [*names, *(bases.names if bases is not None else ())])
+        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes])
 
-    def enter(
-        self, epoch: int, every: int = 1, *, with_steps: bool = False, keeps_for: Sequence[int] = ()
-    ) -> None:
+    def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
 
         ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
-        needs a cadence of 1; ``keeps_for``: owners whose weights are kept (:mod:`.bases`).
+        needs a cadence of 1.
         """
         self._epoch = epoch
         self._every = every
@@ -151,8 +145,6 @@ class Protection:
         self._previous = None
         if self._steps is not None:
             self._steps.begin(wanted=with_steps)
-        if self._bases is not None:
-            self._bases.begin(keeps_for)
         self._failure = None
         self._pending.clear()
         self._vault.register(self.layout, epoch)
@@ -222,9 +214,6 @@ class Protection:
                 self._slot(), self._upcoming, self._previous, copies, self._await_copy
             )
             copies += captured
-        if self._bases is not None:
-            weights, kept = self._bases.finish(self._slot())
-            sizes, copies = {**sizes, **weights}, [*copies, *kept]
         writer, self._writer, self._copies = self._slot(), None, {}
         self._idle.clear()
         self._handed_over = self._previous = self._upcoming

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.parity import ParityPlacement
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
@@ -126,7 +125,11 @@ class _Reckoning:
         self.memory[node] += own
         self._own[node] += own
         shards = layout.shard_parts
-        sizes = [part.nbytes for part in layout.parts if self._is_copied(role, shards, part)]
+        sizes = [
+            part.nbytes
+            for part in layout.parts
+            if part.name not in shards or self._is_copied(role, part)
+        ]
         shipped, kept = sum(sizes), copy_bytes(layout, sizes)
         buddies = self._copies.buddies(role, layout.peers)
         for buddy in buddies:
@@ -135,9 +138,7 @@ class _Reckoning:
             self.out[node] += shipped
         self._holding.add((frozenset({node, *buddies}), 1 + len(buddies)))
 
-    def _is_copied(self, role: int, shards: Collection[str], part: PartInfo) -> bool:
-        if part.name not in shards:
-            return not is_local_part(part.name)
+    def _is_copied(self, role: int, part: PartInfo) -> bool:
         return not (self._is_coded(role, part) or self._is_covered(role, part))
 
     def _is_coded(self, role: int, part: PartInfo) -> bool:

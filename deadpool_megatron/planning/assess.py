@@ -108,7 +108,7 @@ def _assess(plan: Plan) -> Assessment:
     fetch = traffic.fetch_seconds(plan, placement, loads)
     refusals.check_swap(plan, fetch)
     sets = risk.holder_sets(placement)
-    losses = _risk(plan, placement, sets, traffic.reprotect_seconds(plan, placement))
+    losses = _risk(plan, placement, sets, traffic.reprotect_seconds(plan, loads))
     return Assessment(
         plan=plan,
         parameters=total_parameters(plan.model),

@@ -76,9 +76,6 @@ class Protection:
     )
     parity_group: int = _key("--deadpool-parity-group", Settings.parity_group, least=2)
     full_every: int = _key("--deadpool-full-every, for recompute", Settings.full_every, least=2)
-    compaction: str = _key(
-        "--deadpool-compaction, for buddy", Settings.compaction, choices=("off", "on")
-    )
     cadence: int = _key(
         "--deadpool-cadence: protect each N-th step", 1, least=1, most=LONGEST_CADENCE
     )

@@ -46,13 +46,6 @@ def check_layout(plan: Plan) -> None:
     instances = parallel.optimizer_instances
     if instances > 1 and not parallel.distributed_optimizer:
         raise PlanError("parallel.optimizer_instances: without distributed_optimizer, set it to 1")
-    if plan.protection.compaction == "on" and not (
-        parallel.distributed_optimizer and instances == 1 and parallel.dp * parallel.cp > 1
-    ):
-        raise PlanError(
-            "protection.compaction: it needs data-parallel peers and the distributed optimizer in"
-            " one instance: set it to off"
-        )
     _divide("parallel.optimizer_instances", instances, "dp x cp", parallel.dp * parallel.cp)
     if experts:
         size = stage // (etp * parallel.ep)

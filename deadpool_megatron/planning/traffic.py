@@ -15,7 +15,6 @@ next update waits for it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -23,14 +22,13 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.planning.keys import Plan
-from deadpool_megatron.planning.roles import Placement, PlannedRole, data_parallel_peers
+from deadpool_megatron.planning.roles import Placement
 
 GIGA = 1e9
 # hooks/protection.py gives extras this much room to grow, in each boundary's part of a slot.
 _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0
-_HALF_BYTES = 2.0
 
 
 @dataclass(frozen=True)
@@ -61,17 +59,12 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     room = len(BOUNDARIES) * (int(extras * _EXTRAS_GROWTH) + _EXTRAS_PAGES)
     slots = placement.slots
     unique, own, copies, out, into = (Counter[int]() for _ in range(5))
-    seats = {role.role: role.node for role in placement.roles}
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
         own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
-        halves = _half_bytes(plan, role)
-        own[role.node] += slots * plan.protection.replicas * halves  # the weights of other owners
-        peers = data_parallel_peers(role.role, plan.parallel) if halves else ()
-        weights = {seats[peer] for peer in peers}
         for buddy in role.buddies:
             copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
-            shipped = role.shipped_bytes + extras - (halves if buddy in weights else 0)
+            shipped = role.shipped_bytes + extras
             out[role.node] += shipped
             into[buddy] += shipped
     by_role = {role.role: role for role in placement.roles}
@@ -90,15 +83,6 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
         node: NodeLoad(unique[node], own[node], copies[node], out[node], into[node])
         for node in range(placement.nodes)
     }
-
-
-def _half_bytes(plan: Plan, role: PlannedRole) -> int:
-    """What --deadpool-compaction keeps off the wires, half of the dense masters, where a peer sits
-    on the buddy."""
-    protection, dense = plan.protection, role.parts[0]
-    if protection.compaction == "off" or protection.scheme != "buddy" or dense.covered:
-        return 0
-    return int(dense.nbytes * _HALF_BYTES / plan.model.state_bytes_per_parameter)
 
 
 def step_bytes(plan: Plan, shard_bytes: int) -> int:
@@ -199,9 +183,6 @@ def fetch_seconds(plan: Plan, placement: Placement, loads: dict[int, NodeLoad]) 
     return node / network_bytes_per_second(plan) + shard / (plan.cluster.pcie_gb_s * GIGA)
 
 
-def reprotect_seconds(plan: Plan, placement: Placement) -> float:
-    """For sending the copies of the fullest node once more, to the spare in its place; whole, as
-    everything that an epoch begins with."""
-    protection = dataclasses.replace(plan.protection, compaction="off")
-    loads = node_loads(dataclasses.replace(plan, protection=protection), placement)
+def reprotect_seconds(plan: Plan, loads: dict[int, NodeLoad]) -> float:
+    """For sending the copies of the fullest node once more, to the spare in its place."""
     return max(load.in_bytes_per_step for load in loads.values()) / network_bytes_per_second(plan)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.machine import settle_process
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.transport import TcpTransport
@@ -66,7 +67,11 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    vault.start()
+    try:
+        vault.start()
+    except SegmentError as error:
+        print(f"vault of node {given.node}: {error}", file=sys.stderr)
+        return 2
     vault.wait()
     return 0
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.parity import ParityPlacement, is_parity_role
 from deadpool_megatron.layout.placement import CopyPlacement, is_covered
 from deadpool_megatron.layout.records import (
@@ -176,7 +175,7 @@ class Ledger:
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:
         """Extras travel whole, whatever is done with the shards; so do steps, where they count."""
-        if is_local_part(name) or self._covered(layout, replicas):
+        if self._covered(layout, replicas):
             return False
         if "@" in name:
             return not self._stays(layout)

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
 from deadpool_megatron.layout.replaying import (
     SUMS_PART,
@@ -90,7 +89,7 @@ def _dump_role(
         layout = state.table.layout(role)
         found: dict[tuple[Generation, str], list[Place]] = {}
         if layout is not None:
-            names = tuple(p.name for p in layout.parts if not is_local_part(p.name))
+            names = tuple(p.name for p in layout.parts)
             if boundary is not None:
                 names = (*layout.shard_parts, extras_part(boundary))
             wanted = [(generation, name) for name in names]

@@ -44,7 +44,7 @@ class Interrupted(VaultError):
 
 
 class SegmentError(VaultError):
-    """The file is no segment of ours, or was cut off while it was made."""
+    """The file is no segment of this version, or was cut off or damaged."""
 
 
 class RestoreUnavailable(VaultError):

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.bases import is_local_part
 from deadpool_megatron.layout.choice import largest_group
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.replaying import copy_slots, gradients_part
@@ -74,8 +73,7 @@ def node_needs(
     replicas = settings.replicas
     # Bytes that enough peers hold anyway are not copied.
     owed = sum(p.nbytes for p in layout.parts if p.name in shards and len(p.replicas) <= replicas)
-    shipped = [p for p in layout.parts if not is_local_part(p.name)]
-    extras = sum(p.nbytes for p in shipped if p.name not in shards)
+    extras = sum(p.nbytes for p in layout.parts if p.name not in shards)
     blocks, scheme = float(replicas), f"for {replicas} copies (--deadpool-replicas {replicas})"
     if settings.protection == "local":
         blocks, extras, scheme = 0.0, 0, "for copies (--deadpool-protection local)"

@@ -117,6 +117,12 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
     return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
 
 
+def is_torn(path: Path) -> bool:
+    """True for a file that no version has finished: the magic is written last, and never zero."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(8).ljust(8, b"\0"), "little") == 0
+
+
 def segment_bytes(layout: RoleLayout) -> int:
     """Memory of an own segment with all its slots, headers included."""
     return _Geometry(layout, None, layout.slots).nbytes
@@ -428,8 +434,10 @@ def _read_description(file: int, path: Path) -> tuple[RoleLayout, int]:
     words = memoryview(os.pread(file, PAGE, 0).ljust(PAGE, b"\0")).cast("Q")
     length = min(words[_W_LENGTH], 64 << 20)
     text = os.pread(file, length, PAGE)
-    if words[_W_MAGIC] != _MAGIC or xxhash.xxh3_64_intdigest(text) != words[_W_CHECKSUM]:
-        raise SegmentError(f"{path} is not a whole segment")
+    if words[_W_MAGIC] != _MAGIC:
+        raise SegmentError(f"{path} is no segment of this version")
+    if xxhash.xxh3_64_intdigest(text) != words[_W_CHECKSUM]:
+        raise SegmentError(f"{path} is not a whole segment: its description is damaged")
     try:
         described = json.loads(text)
         return RoleLayout.from_dict(described["layout"]), int(described["slots"])

@@ -34,7 +34,6 @@ from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.probing import probe
 from deadpool_megatron.vault.sealing import RoleWorker
 from deadpool_megatron.vault.serving import Server
-from deadpool_megatron.vault.shipping import load_halves
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.taking import take, taken_bytes
 from deadpool_megatron.vault.transport import Transport
@@ -74,9 +73,13 @@ class Vault:
         self.ended_by_signal = False
 
     def start(self) -> None:
-        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet."""
+        """Find the slots of an earlier vault, and begin to serve. Nothing is open yet.
+
+        Raises SegmentError when there are slots that it cannot read.
+        """
         with self._state.lock:
             found = self._state.table.scan()
+            self._state.table.require_read()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
         self._server.start()
@@ -202,8 +205,6 @@ class Vault:
         if schemes.Kind.PARITY in record.protection.kinds:
             name, parities = "load-code", (record.replicas,)
             threading.Thread(target=load_code, args=parities, name=name, daemon=True).start()
-        if self._settings.compaction == "on" and schemes.Kind.BUDDY in record.protection.kinds:
-            threading.Thread(target=load_halves, name="load-halves", daemon=True).start()
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""

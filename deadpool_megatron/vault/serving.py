@@ -198,8 +198,6 @@ class _Connection:
         if kind == "offer":
             self._channel.give_way(self._state.settings.dscp)
             self._layout = RoleLayout.from_dict(message["layout"])
-        elif kind == "masters":
-            self._intake.learn(self._layout, message["parts"])
         elif kind == "put":
             self._put(message)
         elif kind == "contribute":
@@ -275,16 +273,13 @@ class _Connection:
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
-            halves = [] if chain else self._intake.choose(epoch, message.get("halves", ()), needed)
             if chain:
                 self._relay.start(message, chain, segment, slot, needed)
-            need = {"t": "need", "parts": wanted, "chain": bool(chain), "halves": halves}
-            self._channel.send(need)
-            failed = self._intake.take(segment, slot, needed, halves, epoch)
+            self._channel.send({"t": "need", "parts": wanted, "chain": bool(chain)})
+            have += self._intake.take(segment, slot, needed, epoch)
         finally:
             state.release(segment, slot)
-        have += [name for name in wanted if name not in failed]
-        if not self._acknowledge(epoch, role, have, {n: why for n, why in failed.items() if why}):
+        if not self._acknowledge(epoch, role, have):
             return
         for _ in chain:
             while (answer := self._relay.answer(_PAUSE_SECONDS)) is None:
@@ -320,14 +315,10 @@ class _Connection:
                 state.changed.notify_all()
         self._channel.send({"t": "again"})
 
-    def _acknowledge(
-        self, epoch: int, role: int, have: list[str], whole: Mapping[str, str] | None = None
-    ) -> bool:
-        """False when it is too late; the relay, if there is one, is cut with the epoch.
-        ``whole``: parts that have to come whole, and why."""
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> bool:
+        """False when it is too late; the relay, if there is one, is cut with the epoch."""
         if self._state.is_open(epoch):
-            sealed: dict[str, Any] = {"t": "sealed", "parts": have}
-            self._channel.send(sealed | {"whole": dict(whole)} if whole else sealed)
+            self._channel.send({"t": "sealed", "parts": have})
             return True
         self._refuse("stale", role=role, epoch=epoch)
         self._relay.close()

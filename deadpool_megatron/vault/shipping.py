@@ -6,20 +6,16 @@ stopped or restarted buddy and a restart of this vault all resume by looking aga
 One put: ``put`` with the parts on offer, ``need`` with those the buddy lacks, their raw bytes in
 that order, ``sealed``. The bytes go from the mapped slot to the socket without a copy in Python.
 
-A part may travel without what the buddy's node can add: see :mod:`.halves`.
-
 Where several buddies lack the same, the put names those behind the first (``chain``), and after
 ``sealed`` comes one ``link`` for each of them: see :mod:`deadpool_megatron.vault.chain`.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import logging
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
@@ -31,9 +27,6 @@ from deadpool_megatron.vault.table import Place
 from deadpool_megatron.vault.traffic import Flow
 from deadpool_megatron.vault.transport import Channel, Transport
 
-if TYPE_CHECKING:
-    from deadpool_megatron.vault.halves import HalvesSender
-
 log = logging.getLogger(__name__)
 # The shipper of the head of a chain is woken by the same news; should it not come, go alone.
 _PATIENCE_SECONDS = 2.0
@@ -43,12 +36,6 @@ _LINK_SECONDS = 1.0
 
 # What to send, and the nodes that are to get the same through the one it is sent to.
 _Put = tuple[Generation, list[Place], tuple[int, ...]]
-
-
-def load_halves() -> None:
-    """Import what compaction needs while nothing is lost: a vault of a spare would do it in the
-    recovery, before it restores, which takes seconds where Python lies on a slow file system."""
-    importlib.import_module("deadpool_megatron.vault.halves")
 
 
 class Shipper(Sender[_Put]):
@@ -66,12 +53,6 @@ class Shipper(Sender[_Put]):
         super().__init__(state, transport, layout, node, epoch, "ship")
         self._chain = chain
         self._passed_over: float | None = None  # since when another one should reach this node
-        self._halves: HalvesSender | None = None
-        if state.settings.compaction == "on":
-            # It loads numpy, and only then.
-            from deadpool_megatron.vault.halves import HalvesSender
-
-            self._halves = HalvesSender(state, layout, node, epoch)
 
     def _next(self) -> _Put | None:
         """What the node lacks; None when there is nothing to do at the moment."""
@@ -91,10 +72,7 @@ class Shipper(Sender[_Put]):
             return None
 
     def _links(self, iteration: int) -> tuple[int, ...] | None:
-        """The nodes behind this one; None while this one is, or should be, behind another. Halves
-        can be used by who has the base for them: nothing goes through another one then."""
-        if self._halves is not None:
-            return ()
+        """The nodes behind this one; None while this one is, or should be, behind another."""
         if self._chain.taken(self._node):
             self._passed_over = None
             return None
@@ -127,7 +105,6 @@ class Shipper(Sender[_Put]):
             "vault.ship", role=self._layout.role, iteration=generation.iteration, to=self._node
         )
         channel = self._connect()
-        offered = self._halves.offer(channel, generation, places) if self._halves else {}
         with self._state.lock:
             follows = self._state.steps.follows(self._layout.role, generation)
         channel.send(
@@ -141,7 +118,6 @@ class Shipper(Sender[_Put]):
                 "layout_hash": self._layout.layout_hash,
                 "parts": [[place.name, place.nbytes, place.checksum] for place in places],
                 "chain": list(links),
-                "halves": list(offered),
             }
         )
         answer = channel.receive()
@@ -151,17 +127,12 @@ class Shipper(Sender[_Put]):
             self._release(links)
             links = ()
         wanted = set(answer["parts"])
-        halves = {name: offered[name] for name in answer.get("halves", ())}
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        nbytes -= sum(masters.saved_bytes for masters in halves.values())
         flow = self._state.traffic.flow(
             self._layout.role, generation, nbytes, self._epoch, channel.busy_seconds
         )
         for place in places:
-            if place.name in halves and self._halves is not None:
-                send = functools.partial(self._send_paced, channel, flow, place)
-                nbytes += self._halves.send(channel, place, halves[place.name], send)
-            elif place.name in wanted:
+            if place.name in wanted:
                 self._send_paced(channel, flow, place, place.view)
         answer = channel.receive()
         if answer["t"] == "refused":
@@ -180,10 +151,7 @@ class Shipper(Sender[_Put]):
             shipped_bytes=nbytes,
         )
         self._follow(channel, flow, links, places)
-        whole = answer.get("whole", {})
-        if self._halves is not None:
-            self._halves.ended(generation, halves, whole)
-        damaged = [p for p in places if p.name not in sealed and p.name not in whole]
+        damaged = [place for place in places if place.name not in sealed]
         for place in damaged:
             self._examine(place)
         return not damaged

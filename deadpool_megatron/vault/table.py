@@ -30,6 +30,7 @@ from deadpool_megatron.vault.segment import (
     Segment,
     SlotState,
     copy_name,
+    is_torn,
     own_name,
 )
 
@@ -75,26 +76,36 @@ class Table:
         self.pins: Counter[tuple[str, int]] = Counter()
         self.writers: set[tuple[str, int]] = set()
         self._promised: list[SealedSlot] | None = None
+        self._unread: list[str] = []
 
     # Which segments there are.
 
     def scan(self) -> int:
         """Map every whole segment file and remove pieces of unfinished ones; answers sealed slots.
 
-        For a vault that was just (re)started; members may be writing meanwhile.
+        For a vault that was just (re)started; members may be writing meanwhile. A segment that is
+        not understood stays where it is, for whoever does: see :meth:`require_read`.
         """
         for path in sorted(self.directory.iterdir()):
             if path.suffix == ".seg" and not path.name.startswith("."):
                 try:
                     self.attach(path.name)
-                except SegmentError:
-                    path.unlink()
+                except SegmentError as error:
+                    if is_torn(path):
+                        path.unlink()
+                    else:
+                        self._unread.append(str(error))
             elif path.name.startswith(".copy-"):
                 path.unlink(missing_ok=True)
         for segment in self.segments.values():
             if segment.seat is None:
                 _settle_twins(segment)
         return sum(1 for _ in self.sealed())
+
+    def require_read(self) -> None:
+        """Raises SegmentError for segments that could not be read: nobody starts over them."""
+        if self._unread:
+            raise SegmentError(f"{'; '.join(self._unread)}: kept, for the version that wrote it")
 
     def attach(self, name: str) -> Segment:
         """The mapped segment of that name. Raises SegmentError or OSError."""

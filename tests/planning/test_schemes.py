@@ -127,41 +127,6 @@ def test_recovery_of_a_decoded_shard_takes_longer() -> None:
     )
 
 
-def test_compaction_takes_a_sixth_off_the_wires_and_adds_it_to_own_slots() -> None:
-    whole, halves = worked_out("buddy"), worked_out("buddy", compaction="on")
-    saved = SHARD // 6
-    assert total(halves, "out_bytes_per_step") == total(whole, "out_bytes_per_step") - 16 * saved
-    assert total(halves, "in_bytes_per_step") == total(halves, "out_bytes_per_step")
-    assert total(halves, "copies_bytes") == total(whole, "copies_bytes")
-    added = total(halves, "own_slots_bytes") - total(whole, "own_slots_bytes")
-    assert added == SLOTS * 16 * saved
-    assert total(worked_out("parity", compaction="on"), "out_bytes_per_step") == total(
-        worked_out("parity"), "out_bytes_per_step"
-    )
-
-
-def test_compaction_saves_nothing_where_no_buddy_has_a_peer() -> None:
-    """Two data-parallel peers on each node: a run says so, and ships whole."""
-    parallel = {"tp": 1, "pp": 8, "dp": 2}
-    whole, halves = (
-        assess(make(protection={"compaction": chosen}, parallel=parallel))
-        for chosen in ("off", "on")
-    )
-    for name in ("out_bytes_per_step", "in_bytes_per_step"):
-        assert total(halves, name) == total(whole, name)
-
-
-def test_what_is_sent_anew_after_a_loss_is_whole_with_compaction_too() -> None:
-    whole, halves = worked_out("buddy"), worked_out("buddy", compaction="on")
-    assert halves.risk == whole.risk
-
-
-def test_compaction_without_peers_or_masters_is_refused() -> None:
-    for parallel in ({"distributed_optimizer": False}, {"optimizer_instances": 2}):
-        with pytest.raises(PlanError, match=r"protection\.compaction: .* set it to off"):
-            assess(make(protection={"compaction": "on"}, parallel=parallel))
-
-
 def test_mixed_is_the_first_scheme_that_holds() -> None:
     def settled(memory_gb: float) -> str:
         plan = make(protection={"scheme": "mixed"}, cluster={"host_memory_gb": memory_gb})

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.bases import local_parts
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
 from deadpool_megatron.settings import Settings
@@ -197,15 +196,6 @@ def test_chains_of_steps_are_counted() -> None:
     needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
     assert needs.kept == 2 * (3 * 1200 + 7 * 400 + 10 * 30)
     assert "copies with their steps" in needs.in_words()
-
-
-def test_the_weights_of_other_owners_are_own_slots_and_not_copied() -> None:
-    parts = (PartInfo("shard0", 1200, (0,)), PartInfo("extras@step", 10, (0,)))
-    plain = RoleLayout(0, parts, (0, 1), 2, "hash")
-    keeping = RoleLayout(0, (*parts, *local_parts(0, 1, 200, 50)), (0, 1), 2, "hash")
-    plain_needs, needs = (node_needs(one, 0, 2, Settings()) for one in (plain, keeping))
-    assert needs.kept == plain_needs.kept == 2 * 2 * 1210
-    assert segment_bytes(keeping) > segment_bytes(plain)
 
 
 def test_late_extras_without_room_are_refused_once(tmp_path: Path) -> None:

@@ -58,16 +58,13 @@ def test_a_source_killed_while_it_sends_is_replaced(tmp_path: Path) -> None:
         running.stop()
 
 
-@pytest.mark.parametrize(
-    ("kind", "compaction"),
-    [(SchemeKind.PARITY, "off"), (SchemeKind.BUDDY, "on"), (SchemeKind.BUDDY, "off")],
-)
+@pytest.mark.parametrize("kind", [SchemeKind.PARITY, SchemeKind.BUDDY])
 def test_what_decoding_needs_is_loaded_before_anything_is_lost(
-    tmp_path: Path, kind: SchemeKind, compaction: str
+    tmp_path: Path, kind: SchemeKind
 ) -> None:
-    """In a spare that holds nothing; so is what compaction needs. Elsewhere it is not at all."""
+    """In a spare that holds nothing. Elsewhere it is not at all."""
     plan = ProtectionPlan((Rule(ANY, ANY, Scheme(kind, group=2)),))
-    with cluster(tmp_path, 1, compaction=compaction) as running:
+    with cluster(tmp_path, 1) as running:
         running.open(replace(running.record(1), protection=plan))
         process = running.nodes[0].process
         assert process is not None
@@ -76,7 +73,7 @@ def test_what_decoding_needs_is_loaded_before_anything_is_lost(
         def loaded() -> bool:
             return "numpy" in maps.read_text()
 
-        if kind is SchemeKind.PARITY or compaction == "on":
+        if kind is SchemeKind.PARITY:
             wait_until(loaded, "numpy is loaded")
         else:
             assert not loaded()

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.cluster.agent import salvage
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.decision import NO_LIMIT
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
 from deadpool_megatron.settings import Settings
@@ -146,3 +148,23 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         dump_held(vault(tmp_path / "node"), tmp_path / "dump", [G(1, 4)])
     assert "\n" not in str(caught.value)
     assert (tmp_path / "dump").read_text() == "in the way"
+
+
+def test_salvage_keeps_what_it_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the rest of a whole generation, for the version that wrote it."""
+    for node in (5, 6):
+        vault(tmp_path / f"node{node}")
+        (tmp_path / f"node{node}").chmod(0o700)
+    unread = tmp_path / "node5" / copy_name(8)
+    unread.write_bytes(b"DMPSEG99" + b"state" * 1000)
+    run = RunDirectory(tmp_path / "run")
+    monkeypatch.setattr(
+        salvage, "node_directories", lambda _: [tmp_path / "node5", tmp_path / "node6"]
+    )
+    info = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    with pytest.raises(VaultError, match=r"copy-8\.seg is no segment of this version"):
+        salvage.salvage(run, info, {1: NO_LIMIT})
+    for node in (5, 6):
+        assert (run.dump / "1-4" / dump_name(7, node)).exists()
+    assert unread.read_bytes() == b"DMPSEG99" + b"state" * 1000
+    assert not (tmp_path / "node6").exists()

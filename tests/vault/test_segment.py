@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import segment as segments
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.segment import (
@@ -25,7 +28,9 @@ from deadpool_megatron.vault.segment import (
     own_name,
     parse_name,
 )
+from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.table import Table
+from deadpool_megatron.vault.transport import FakeNetwork
 from tests.vault.harness import content, make_layout
 
 SEAT = Seat(0, 0, 0)
@@ -194,11 +199,39 @@ def test_files_that_are_no_segments(tmp_path: Path) -> None:
         Segment.open(tmp_path / copy_name(4))
     with pytest.raises(SegmentError):
         parse_name("own-3.seg")
-    # A scan takes unusable files away: nothing in them can ever be restored.
+
+
+def test_what_a_scan_does_not_understand_stays(tmp_path: Path) -> None:
+    """Only what no version has finished goes: nothing in it can ever be restored."""
+    path = tmp_path / copy_name(3)
+    Segment.create(path, LAYOUT, None, NAMES)
+    whole = path.read_bytes()
     (tmp_path / f".{copy_name(9)}.123").write_bytes(b"unfinished")
-    path.write_bytes(b"junk")
+    (tmp_path / copy_name(5)).write_bytes(b"\0" * 9000)
+    (tmp_path / copy_name(6)).write_bytes(b"")
     Table(tmp_path).scan()
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [path]
+
+    kept = {
+        copy_name(3): whole.replace(b'"layout"', b'"fields"'),  # of other records
+        copy_name(4): b"DMPSEG99" + whole[8:],  # of another version
+        own_name(3, SEAT): whole[:5000],
+    }
+    for name, text in kept.items():
+        (tmp_path / name).write_bytes(text)
+    table = Table(tmp_path)
+    table.scan()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
+    with pytest.raises(SegmentError, match=r"copy-4\.seg is no segment .*kept"):
+        table.require_read()
+    with pytest.raises(SegmentError, match="kept"):
+        slots.found_slots(0, tmp_path)
+    network = FakeNetwork().transport("here", 1, 1.0)
+    with socket.socket(socket.AF_UNIX) as local:
+        vault = Vault(0, tmp_path, Settings(), network, local)
+        with pytest.raises(SegmentError, match="kept"):
+            vault.start()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
 
 
 def test_copies_reserve_only_what_is_shipped(tmp_path: Path) -> None:

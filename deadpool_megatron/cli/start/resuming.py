@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout.records import Restore
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.whole_dumps import newest_whole
 
 _PAUSE_SECONDS = 0.2
@@ -153,9 +153,10 @@ def _salvage(old: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> None:
             salvage(old, info, kept)
     except (VaultError, OSError) as error:
         # What is in memory may be newer than anything on disk: to go on without it is no accident.
+        remedy = "" if isinstance(error, SegmentError) else "make room, or "
         raise CommandError(
-            f"--resume {old.path}: what it has left in memory cannot be written: {error}; make"
-            f" room, or give it up with 'deadpool clean {old.path}'"
+            f"--resume {old.path}: what it has left in memory cannot be written: {error};"
+            f" {remedy}give it up with 'deadpool clean {old.path}'"
         ) from error
 
 

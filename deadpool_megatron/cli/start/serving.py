@@ -20,6 +20,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
 from deadpool_megatron.layout import domains
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import SegmentError
 
 _ATTACH_PAUSE_SECONDS = 1.0
 
@@ -77,6 +78,8 @@ def serve(
             status = run_agent(options)
         except NodeTaken as error:
             raise CommandError(f"{error}: choose another --node-id") from error
+        except SegmentError as error:
+            raise CommandError(f"{error}; 'deadpool clean {run.path}' gives it up") from error
         if status == EXIT_LEFT_OUT:
             return EXIT_FENCED
         if status != EXIT_FENCED or _is_over(run):

@@ -17,6 +17,7 @@ from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.vault.dumping import dump_held
+from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.state import VaultState
 
 
@@ -30,9 +31,10 @@ def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
 def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
     """Write what lies on the kept line in directories without a live agent; answers the files.
 
-    What was written leaves the memory. Raises VaultError with one line when it cannot be written.
+    What was written leaves the memory. Raises VaultError with one line when it cannot be written,
+    or is not understood: then its directory stays, and the others have been written.
     """
-    written = []
+    written, unread = [], []
     for directory in node_directories(info.run_id):
         number = directory.name.removeprefix("node")
         if not number.isdigit() or not any(directory.glob("*.seg")):
@@ -45,8 +47,12 @@ def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[s
             end_leftovers(run, info.run_id, int(number), directory)
             written += _write(run.dump, directory, int(number), info, kept)
             remove_segments(directory)
+        except SegmentError as error:
+            unread.append(str(error))
         finally:
             os.close(lock)
+    if unread:
+        raise SegmentError("; ".join(unread))
     return written
 
 
@@ -56,4 +62,6 @@ def _write(
     state = VaultState(node, directory, info.settings, lambda _: None)
     state.table.scan()
     held = {holding.generation for holding in state.table.holdings()}
-    return dump_held(state, base, [one for one in held if is_kept(kept, one)])
+    written = dump_held(state, base, [one for one in held if is_kept(kept, one)])
+    state.table.require_read()
+    return written

@@ -108,9 +108,11 @@ def found_slots(node: int, segments: Path) -> Inventory | None:
     """What lies in a node's directory before its vault starts; None where nothing is sealed.
 
     It stays as it is until the vault adopts a record, so this is a promise like that of a close.
+    Raises SegmentError when there are slots that are not understood.
     """
     table = Table(segments)
     table.scan()
+    table.require_read()
     table.remove_empty()  # of processes that died before they computed anything
     holdings = table.holdings()
     return Inventory(node, 0, holdings, table.layouts()) if holdings else None

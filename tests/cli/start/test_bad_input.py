@@ -71,14 +71,6 @@ def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SC
         (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
         (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
         (
-            ("--deadpool-compaction", "yes"),
-            "--deadpool-compaction must be one of off, on, got 'yes'",
-        ),
-        (
-            ("--deadpool-compaction", "on", "--deadpool-protection", "parity"),
-            "--deadpool-compaction on is for copies on other nodes: it needs --deadpool-protection",
-        ),
-        (
             ("--deadpool-protection", "recompute", "--deadpool-cadence", "2"),
             "--deadpool-cadence must be 1 with --deadpool-protection recompute",
         ),
