@@ -24,7 +24,7 @@ from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
@@ -80,45 +80,31 @@ class Coordinator:
         self._is_watching = False
         self._exit_status: int | None = None
         self._over = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
         self._stepper = Stepper(machine, state, self._peers, self._took, self._spawn)
         self._orders = Orders(options, self._peers)
-        self._run_end = RunEnd(
+        desk = Desk(
             options,
-            self._files,
-            self._orders,
-            self._peers,
-            newest_term=self._sign.look,
-            spawn=self._spawn,
+            state=lambda: self._state,
+            feed=self.feed,
+            emit=self._emit,
             warn=self._warn,
+            spawn=self._spawn,
             step_down=self._step_down,
-            end=self._end,
+        )
+        self._run_end = RunEnd(
+            desk, self._files, self._orders, self._peers, self._sign.look, self._end
         )
         self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
         )
-        self._saves = Saves(
-            options,
-            state=lambda: self._state,
-            emit=self._emit,
-            feed=self.feed,
-            refused=self._peers.refuse,
-            done=self._orders.durable_done,
-        )
-        self._exports = Exports(
-            options,
-            state=lambda: self._state,
-            emit=self._emit,
-            feed=self.feed,
-            send=self._orders.send,
-            spawn=self._spawn,
-        )
-        sinks = (self.feed, self._spawn, self._step_down)
-        self._user_requests = UserRequests(options, lambda: self._state, *sinks)
+        self._saves = Saves(desk, self._peers.refuse, self._orders.durable_done)
+        self._exports = Exports(desk, self._orders.send)
+        self._user_requests = UserRequests(desk)
         status = PacedStatus(self._describe).newest
-        self._commands = Commands(options, self._user_requests, lambda: self._state, status)
+        self._commands = Commands(desk, self._user_requests, status)
 
     @property
     def _state(self) -> State:
@@ -398,10 +384,10 @@ class Coordinator:
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
 
-        def finished(task: asyncio.Task[None]) -> None:
+        def finished(task: asyncio.Task[object]) -> None:
             self._tasks.discard(task)
             if task.cancelled() or (error := task.exception()) is None:
                 return
