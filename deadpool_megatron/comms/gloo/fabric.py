@@ -1,0 +1,195 @@
+"""Inner groups on gloo: one device per epoch, waits that can be left, uneven collectives.
+
+Operations and defaults are those of a plain ProcessGroup with a gloo backend, so results are bit
+for bit the same. The shape of the interruption (one remembered epoll descriptor, cut connections,
+leave what still waits) is forced by gloo, which has no abort.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.gloo import poison, uneven
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
+from deadpool_megatron.comms.in_flight.waiters import Left
+from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
+from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
+
+#: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
+_RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)
+_HANDED = POINT_TO_POINT | _RUN_BY_WAIT
+
+#: as c10d: with one thread, small collectives in a row take up to ten times as long on busy cores.
+#: With more than one, an operation of gloo's must not be used: platform/gathers.py
+_THREADS_PER_GROUP = 2
+_DEVICE_ATTEMPTS = 5
+_device_lock = threading.Lock()
+
+
+class GlooFabric(Fabric):
+    """The gloo device of one epoch: one listening socket, one loop thread for all groups."""
+
+    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._device: Any
+        self._device, self._epoll = _create_known_device(address)
+
+    def create(self, spec: GroupSpec, store: Store) -> GlooGroup:
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [self._device]
+        options._threads = _THREADS_PER_GROUP
+        options._timeout = timedelta(seconds=self._epoch.limits.operation_timeout_seconds)
+        options.global_ranks_in_group = list(spec.ranks)
+        options.group_name = spec.name
+        backend: Any = ProcessGroupGloo(store, spec.rank, spec.size, options)
+        if spec.timeout is not None:
+            backend._set_default_timeout(spec.timeout)
+        plain = ProcessGroup(store, spec.rank, spec.size)
+        plain._set_default_backend(ProcessGroup.BackendType.GLOO)
+        for device in {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}:
+            plain._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
+        backend._set_sequence_number_for_group()
+        return GlooGroup(spec, self._epoch, plain, backend)
+
+    def abort(self) -> None:
+        with self._lock:
+            if self._device is not None:
+                poison.cut_connections(self._epoll)
+
+    def quiescent(self) -> bool:
+        with self._lock:
+            return self._device is None or poison.connected_sockets(self._epoll) == 0
+
+    def close(self) -> None:
+        with self._lock:
+            device, self._device = self._device, None
+        del device  # joins the loop thread
+
+
+class GlooGroup(InnerGroup):
+    """One gloo communicator."""
+
+    def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
+        self.epoch = epoch
+        self.description = spec.description
+        self.size = spec.size
+        self._plain = plain
+        self._backend = backend
+        self._starts: dict[str, Callable[..., Any]] = {
+            name: getattr(plain, name) for name in COMMUNICATION
+        }
+        self._starts["allgather"] = partial(uneven.allgather, plain, spec.rank)
+        self._starts["reduce_scatter"] = partial(uneven.reduce_scatter, plain, spec.rank)
+        for name in INSTEAD.keys() & self._starts.keys():
+            self._starts[name] = partial(INSTEAD[name], plain)
+        self._collectives = 0
+        self._messages = 0
+
+    def forward(
+        self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dist.Work | None:
+        epoch = self.epoch
+        if epoch.closed:
+            raise EpochClosed(epoch.number, operation)
+        if failpoints.ACTIVE:
+            failpoints.hit("comm", op=operation, group=self.description, size=self.size)
+        problem: str | None = None
+        try:
+            inner = self._starts[operation](*args, **kwargs)
+        except RuntimeError as error:
+            if not communication_failed(error):
+                raise
+            problem = str(error)
+        if problem is not None:
+            epoch.fault(self.description, operation, problem)
+        if operation in POINT_TO_POINT:
+            self._messages += 1
+            sequence, tracked = self._messages, True
+        else:
+            self._collectives += 1
+            sequence, tracked = self._collectives, is_asynchronous(args, kwargs)
+        several = isinstance(inner, SeveralWorks)
+        private = several and inner.private
+        return HostWork(
+            inner,
+            self,
+            operation,
+            sequence,
+            args,
+            operation in _HANDED and not several,
+            tracked,
+            operation not in SENDS and not private,
+            inner.copy_results if private else None,
+        )
+
+    def backend(self) -> Any:
+        return self._backend
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.epoch.check(method)
+        return getattr(self._plain, method)(*args, **kwargs)
+
+    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        """The plain call blocks in C++ and gives no Work, so another thread makes it."""
+        epoch = self.epoch
+        epoch.check("monitored_barrier")
+        plain = self._plain
+        epoch.waits[get_ident()] = Activity(self.description, "monitored_barrier")
+        try:
+            epoch.pool.call(lambda: plain.monitored_barrier(timeout, wait_all_ranks), epoch)
+        except Left:
+            pass
+        except RuntimeError:
+            # It names the missing ranks, which is what the caller asked for; unless it was us.
+            if not epoch.closed:
+                raise
+        finally:
+            epoch.waits.pop(get_ident(), None)
+        epoch.check("monitored_barrier")
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._backend._set_default_timeout(timeout)
+
+    def close(self) -> None:
+        self._starts.clear()
+        self._plain = None
+        self._backend = None
+
+
+def _create_known_device(address: str | None) -> tuple[Any, int]:
+    """A new device and its epoll descriptor."""
+    for _ in range(_DEVICE_ATTEMPTS):
+        with _device_lock:
+            before = set().union(*poison.listening_epolls().values())
+            device = _create_device(address)
+            made = [fd for fd, inodes in poison.listening_epolls().items() if inodes - before]
+        if len(made) == 1:
+            return device, made[0]
+        # Another thread opened a server at the same time.
+    raise RuntimeError(f"cannot tell the epoll descriptor of the gloo device: {made}")
+
+
+def _create_device(address: str | None) -> Any:
+    """A device as c10d makes it by default, but eager: lazy ones hang when a peer dies."""
+    if address:
+        return ProcessGroupGloo.create_device(hostname=address, lazy_init=False)
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return ProcessGroupGloo.create_device(interface=name, lazy_init=False)
+    return ProcessGroupGloo.create_default_device(lazy_init=False)

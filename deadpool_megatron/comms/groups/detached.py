@@ -1,0 +1,232 @@
+"""Inner groups without peers: collectives complete locally.
+
+They behave as if every peer held the same data as this process: gathers copy the own input into
+each slot, reduce-scatter takes the own chunk, all-to-all takes the own part once per peer,
+reductions change nothing. What only a peer has, a receive or a broadcast from another rank, is
+zeros: as sizes and as indices they do no harm, which cannot be said of memory that was never
+written. So a spare can build a model, an optimizer and data loaders and run warm-up steps; object
+collectives unpickle what was pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.in_flight.works import CompletedWork
+from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import tensors_in
+
+
+class DetachedBackend:
+    """What a detached group answers for its c10d Backend: can do nothing special."""
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """Nothing waits here."""
+
+
+class DetachedGroup(InnerGroup):
+    """See the module text. ``spec`` gives size and own rank."""
+
+    detached = True
+
+    def __init__(self, spec: GroupSpec) -> None:
+        self._spec = spec
+        self._backend = DetachedBackend()
+
+    def forward(
+        self,
+        operation: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> dist.Work:
+        action = _ACTIONS.get(operation)
+        with torch.no_grad():
+            if action is not None:
+                action(self._spec.rank, self._spec.size, *args)
+        outputs = list(tensors_in(args[0])) if args else []
+        return CompletedWork(outputs)
+
+    def backend(self) -> Any:
+        return self._backend
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        if method == "_end_coalescing":
+            return CompletedWork([])
+        if method == "_get_sequence_number_for_group":
+            return 0
+        return None
+
+    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
+        """Nobody to wait for."""
+
+
+class ClosedGroup(InnerGroup):
+    """Stands in after a closed epoch was drained, until the next attach or detach."""
+
+    def __init__(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def forward(
+        self,
+        operation: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> NoReturn:
+        raise EpochClosed(self._epoch, operation)
+
+    def backend(self) -> NoReturn:
+        raise EpochClosed(self._epoch, "_get_backend")
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise EpochClosed(self._epoch, method)
+
+    def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> NoReturn:
+        raise EpochClosed(self._epoch, "monitored_barrier")
+
+
+def _fit(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy as much of ``source`` as there is room for; zeros elsewhere."""
+    if target.shape == source.shape:
+        target.copy_(source)
+        return
+    flat = source.reshape(-1)
+    count = min(target.numel(), flat.numel())
+    filled = torch.zeros(target.numel(), dtype=target.dtype, device=target.device)
+    filled[:count] = flat[:count]
+    target.copy_(filled.reshape(target.shape))
+
+
+def _allgather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    if isinstance(inputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    for slots, source in zip(outputs, inputs, strict=False):
+        for slot in slots:
+            _fit(slot, source)
+
+
+def _allgather_coalesced(rank: int, size: int, lists: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    # One output list per rank, each with one tensor per input.
+    for slots in lists:
+        for slot, source in zip(slots, inputs, strict=True):
+            _fit(slot, source)
+
+
+def _gather_single(
+    rank: int,  # noqa: ARG001
+    size: int,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    *_: Any,
+) -> None:
+    _fit(output, source.reshape(-1).repeat(size))
+
+
+def _scatter_single(
+    rank: int, size: int, output: torch.Tensor, source: torch.Tensor, *_: Any
+) -> None:
+    chunk = source.numel() // size
+    _fit(output, source.reshape(-1)[rank * chunk : (rank + 1) * chunk])
+
+
+def _each(action: Callable[..., None]) -> Callable[..., None]:
+    def on_lists(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:
+        for output, source in zip(outputs, inputs, strict=True):
+            action(rank, size, output, source)
+
+    return on_lists
+
+
+def _reduce_scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    for output, parts in zip(outputs, inputs, strict=True):
+        _fit(output, parts[rank])
+
+
+def _gather(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    if isinstance(inputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    for slots in outputs:  # empty but at the root
+        for slot in slots:
+            _fit(slot, inputs[0])
+
+
+def _scatter(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    for output, parts in zip(outputs, inputs, strict=False):
+        if parts:  # empty but at the root
+            _fit(output, parts[rank])
+
+
+def _receive(rank: int, size: int, tensors: Sequence[torch.Tensor], *_: Any) -> None:  # noqa: ARG001
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _broadcast(rank: int, size: int, tensors: Any, options: Any = None, *_: Any) -> None:  # noqa: ARG001
+    root = options if isinstance(options, int) else getattr(options, "rootRank", rank)
+    if root != rank:
+        for tensor in tensors_in(tensors):
+            tensor.zero_()
+
+
+def _all_to_all(rank: int, size: int, outputs: Any, inputs: Any, *_: Any) -> None:  # noqa: ARG001
+    for output in outputs:
+        _fit(output, inputs[rank])
+
+
+def _all_to_all_single(
+    rank: int,
+    size: int,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_sizes: Sequence[int] = (),
+    input_sizes: Sequence[int] = (),
+    *_: Any,
+) -> None:
+    received = torch.split_with_sizes(output, _sizes(output, size, output_sizes))
+    sent = torch.split_with_sizes(source, _sizes(source, size, input_sizes))
+    for part in received:
+        _fit(part, sent[rank])
+
+
+def _sizes(tensor: torch.Tensor, size: int, given: Sequence[int]) -> list[int]:
+    return list(given) or [tensor.shape[0] // size] * size
+
+
+_ACTIONS: dict[str, Callable[..., None]] = {
+    "allgather": _allgather,
+    "allgather_coalesced": _allgather_coalesced,
+    "all_gather_single": _gather_single,
+    "_allgather_base": _gather_single,
+    "all_gather_single_coalesced": _each(_gather_single),
+    "allgather_into_tensor_coalesced": _each(_gather_single),
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _scatter_single,
+    "_reduce_scatter_base": _scatter_single,
+    "reduce_scatter_single_coalesced": _each(_scatter_single),
+    "reduce_scatter_tensor_coalesced": _each(_scatter_single),
+    "gather": _gather,
+    "scatter": _scatter,
+    "broadcast": _broadcast,
+    "recv": _receive,
+    "recv_anysource": _receive,
+    "alltoall": _all_to_all,
+    "alltoall_base": _all_to_all_single,
+    "all_to_all_single": _all_to_all_single,
+}

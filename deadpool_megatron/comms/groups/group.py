@@ -1,0 +1,194 @@
+"""The ProcessGroup that Megatron holds: the same object for the whole run.
+
+torch accepts a Python subclass of ProcessGroup from a backend's creator and uses that very object
+as the group. Ours forwards to an inner group that is exchanged when the membership changes, so the
+dozens of references that a training framework captures never go stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deadpool_megatron.comms.groups.detached import DetachedGroup
+from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import COMMUNICATION
+
+
+class Owner(Protocol):
+    """What a group tells its Communicators."""
+
+    def forget(self, group: ReconfigurableGroup) -> None:
+        """The group was destroyed by its user."""
+
+
+class ReconfigurableGroup(ProcessGroup):
+    """A process group whose communicator can be exchanged.
+
+    ``ranks`` are global ranks in group order; ``transport`` is "gloo", "nccl" or "fake-nccl";
+    ``requested`` the backend name that the user asked for. Methods that communicate are added below
+    from the class at hand. Starts detached.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        ranks: tuple[int, ...],
+        rank: int,
+        transport: str,
+        requested: str,
+        device: torch.device,
+        requested_timeout: timedelta | None,
+        options: Any,
+    ) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.ranks = ranks
+        self.transport = transport
+        self.requested = requested
+        self.options = options
+        self.explicit_timeout: timedelta | None = None
+        self._owner = owner
+        self._rank = rank
+        self._device = device
+        self._requested_timeout = requested_timeout
+        self._name = "unnamed"
+        self._bound_device: torch.device | None = None
+        self.inner: InnerGroup = DetachedGroup(self.spec())
+
+    def spec(self) -> GroupSpec:
+        """What an inner group is made from; description and name as they are now."""
+        return GroupSpec(
+            description=self.description,
+            name=self._name,
+            ranks=self.ranks,
+            rank=self._rank,
+            device=self._bound_device or self._device,
+            timeout=self.explicit_timeout,
+            requested_timeout=self._requested_timeout,
+            options=self.options,
+        )
+
+    def renumber(self, ranks: tuple[int, ...], rank: int) -> None:
+        """Become the same group of another role; only while detached or closed."""
+        if len(ranks) != len(self.ranks):
+            raise ValueError(f"{self.description}: {len(self.ranks)} ranks cannot become {ranks}")
+        self.ranks = ranks
+        self._rank = rank
+        if self.inner.detached:
+            self.inner = DetachedGroup(self.spec())
+
+    @property
+    def description(self) -> str:
+        """The group's description, or its name where it has none."""
+        description = ProcessGroup.group_desc.fget(self)  # type: ignore[attr-defined]
+        return self._name if description in ("", "undefined") else str(description)
+
+    # -- what c10d and its users ask of a group ------------------------------------------------
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    # How C++ callers (functional collectives) ask the same.
+    def getRank(self) -> int:
+        return self._rank
+
+    def getSize(self) -> int:
+        return len(self.ranks)
+
+    def getBackendName(self) -> str:
+        return self.requested
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def name(self) -> str:
+        return self.requested
+
+    # The base class keeps the name in its backends, of which there are none here.
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return self._bound_device
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        self._bound_device = device
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(self._device.type)]
+
+    @property
+    def pg_options(self) -> Any:
+        """The options the group was created with."""
+        return self.options
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type not in {self._device.type, "cpu"}:
+            raise RuntimeError(f"no backend for device {device} in group {self.description}")
+        return self.inner.backend()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Timeout of later operations; remembered over exchanges of the inner group."""
+        self.explicit_timeout = timeout
+        self.inner.set_timeout(timeout)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self.inner.monitored_barrier(timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.inner.call("_start_coalescing", device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self.inner.call("_end_coalescing", device)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return int(self.inner.call("_get_sequence_number_for_group"))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Done when an inner group is made."""
+
+    def _wait_for_pending_works(self) -> None:
+        """Only completion hooks need this, and none are registered."""
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        """Nothing: epochs are closed as a whole, by Communicators.interrupt."""
+
+    def shutdown(self) -> None:
+        """How destroy_process_group says goodbye; fine on a detached group."""
+        self._owner.forget(self)
+
+
+def _forwarding(operation: str) -> Callable[..., Any]:
+    def method(self: ReconfigurableGroup, *args: Any, **kwargs: Any) -> Any:
+        return self.inner.forward(operation, args, kwargs)
+
+    method.__name__ = operation
+    method.__qualname__ = f"ReconfigurableGroup.{operation}"
+    method.__doc__ = f"ProcessGroup.{operation} on the inner group of the moment."
+    return method
+
+
+for _operation in COMMUNICATION:
+    setattr(ReconfigurableGroup, _operation, _forwarding(_operation))

@@ -1,0 +1,292 @@
+"""Makes c10d create our groups: the 'deadpool' backend and the functions that lead to it.
+
+Only what stock code calls is replaced, and everything can be put back. ``_new_group_with_tag``
+rather than ``new_group``: all ways to a new group (also copies of ``new_group`` that other modules
+imported earlier) pass through it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.groups.roster import Entry
+
+BACKEND_NAME = "deadpool"
+
+_c10d: Any = c10d
+_dist: Any = dist
+
+
+class Host(Protocol):
+    """What the installed functions need of Communicators."""
+
+    @property
+    def default_backend(self) -> str:
+        """What a group is that asks for nothing: "gloo" or "nccl"."""
+
+    def make_group(
+        self, ranks: tuple[int, ...], rank: int, requested: str, timeout: timedelta, options: Any
+    ) -> ReconfigurableGroup:
+        """A new detached group."""
+
+    def group_created(
+        self,
+        ranks: tuple[int, ...],
+        requested: str,
+        description: str,
+        group: ReconfigurableGroup | None,
+    ) -> None:
+        """A call of new_group has ended; ``group`` is None if this process is no member."""
+
+
+class Installation:
+    """What was replaced; ``remove`` puts it back."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._requested = ""
+        self._undo: list[Callable[[], None]] = []
+        self._known: Iterator[Entry] | None = None
+        self._excepthook = sys.excepthook
+
+    def apply(self) -> None:
+        """Register the backend and wrap; not twice in one process."""
+        if BACKEND_NAME in dist.Backend.backend_list:
+            raise RuntimeError("the communication seam is installed already")
+        dist.Backend.register_backend(
+            BACKEND_NAME, self._create, extended_api=True, devices=["cpu", "cuda"]
+        )
+        self._undo.append(_unregister_backend)
+        init = self._wrap_init(_c10d.init_process_group)
+        self._replace(_c10d, "init_process_group", init)
+        self._replace(_dist, "init_process_group", init)
+        self._replace(_c10d, "_new_group_with_tag", self._wrap_new_group(_c10d._new_group_with_tag))
+        batch = _wrap_batch(_c10d.batch_isend_irecv)
+        self._replace(_c10d, "batch_isend_irecv", batch)
+        self._replace(_dist, "batch_isend_irecv", batch)
+        self._replace(_c10d, "_set_pg_timeout", _wrap_set_timeout(_c10d._set_pg_timeout))
+        if not hasattr(torch._C, "_nccl_version"):
+            # For a group named "nccl" c10d's error logger asks for NCCL's version, and a torch
+            # without NCCL then replaces the error by an AttributeError.
+            self._replace(torch.cuda.nccl, "version", lambda: (0, 0, 0))
+        for name, outcome in _DETACHED_OBJECTS.items():
+            wrapped = _wrap_objects(getattr(_c10d, name), outcome)
+            self._replace(_c10d, name, wrapped)
+            self._replace(_dist, name, wrapped)
+
+    def remove(self) -> None:
+        """Put everything back; groups that exist stay usable."""
+        while self._undo:
+            self._undo.pop()()
+        sys.excepthook = self._excepthook
+
+    @contextmanager
+    def answering(self, known: list[Entry]) -> Iterator[None]:
+        """Let new_group answer ``known`` groups, in order, instead of creating any."""
+        self._known = iter(known)
+        try:
+            yield
+        finally:
+            self._known = None
+
+    def _known_group(self, ranks: tuple[int, ...], requested: str, description: str) -> Any:
+        assert self._known is not None
+        entry = next(self._known, None)
+        wanted = (ranks, requested, description)
+        if entry is None or (entry.ranks, entry.requested, entry.description) != wanted:
+            raise RuntimeError(f"group {description or ranks} was not created before in this order")
+        return _c10d.GroupMember.NON_GROUP_MEMBER if entry.group is None else entry.group
+
+    def _replace(self, module: Any, name: str, value: Any) -> None:
+        old = getattr(module, name)
+        self._undo.append(lambda: setattr(module, name, old))
+        setattr(module, name, value)
+
+    def _create(self, given: Any, options: Any) -> ReconfigurableGroup:
+        """The creator that c10d calls; ``global_ranks_in_group`` is empty for WORLD."""
+        ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+        return self._host.make_group(
+            ranks, given.group_rank, self._requested, given.timeout, options
+        )
+
+    def _wrap_init(self, original: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(original)
+
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            """As torch, but local: communicators come with Communicators.attach."""
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = given.arguments
+            requested = values["backend"] or self._host.default_backend
+            device = values["device_id"]
+            rank, size = values["rank"], values["world_size"]
+            values.update(
+                backend=BACKEND_NAME,
+                init_method=None,
+                # Nothing is ever exchanged through it.
+                store=HashStore(),
+                rank=int(os.environ["RANK"]) if rank < 0 else rank,
+                world_size=int(os.environ["WORLD_SIZE"]) if size < 0 else size,
+                device_id=None,
+            )
+            self._requested = str(requested)
+            with _no_store_barrier():
+                original(*given.args, **given.kwargs)
+            world = _c10d._get_default_group()
+            if device is not None:
+                world.bound_device_id = torch.device(device)
+            _restore_name(world, self._requested)
+            self._host.group_created(world.ranks, self._requested, "default_pg", world)
+
+        return init_process_group
+
+    def _wrap_new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        def _new_group_with_tag(*args: Any, **kwargs: Any) -> Any:
+            world = _c10d._get_default_group()
+            if not isinstance(world, ReconfigurableGroup):
+                return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            values = given.arguments
+            requested = str(values["backend"] or world.requested)
+            ranks = values["ranks"]
+            if ranks is None:
+                members = world.ranks
+            else:
+                members = tuple(sorted(ranks) if values.get("sort_ranks", True) else ranks)
+            if self._known is not None:
+                return self._known_group(members, requested, values["group_desc"] or "")
+            values["backend"] = BACKEND_NAME
+            values["device_id"] = None
+            before = dict(_c10d._world.pg_map)
+            self._requested = requested
+            bound, world.bound_device_id = world.bound_device_id, None
+            try:
+                # With a bound device c10d would split the inner communicator of WORLD.
+                with _no_store_barrier():
+                    group = original(*given.args, **given.kwargs)
+            finally:
+                world.bound_device_id = bound
+            if isinstance(group, ReconfigurableGroup):
+                if group in before:  # an existing group with the same tag
+                    return group
+                group.bound_device_id = bound
+                _restore_name(group, requested)
+                made: ReconfigurableGroup | None = group
+            else:
+                made = None
+            self._host.group_created(members, requested, values["group_desc"] or "", made)
+            return group
+
+        return _new_group_with_tag
+
+
+def _restore_name(group: ReconfigurableGroup, requested: str) -> None:
+    """Let dist.get_backend answer what was asked for: much code tests that string."""
+    _, store = _c10d._world.pg_map[group]
+    _c10d._world.pg_map[group] = (dist.Backend(requested), store)
+
+
+@contextmanager
+def _no_store_barrier() -> Iterator[None]:
+    """There are no peers in our local stores to meet."""
+    old = os.environ.pop("TORCH_DIST_INIT_BARRIER", None)
+    try:
+        yield
+    finally:
+        if old is not None:
+            os.environ["TORCH_DIST_INIT_BARRIER"] = old
+
+
+def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        """As torch, whose own test for coalescing (`type(group) is ProcessGroup`) fails for us.
+
+        Without it both neighbours of a pipeline send first, which deadlocks NCCL.
+        """
+        _c10d._check_p2p_op_list(p2p_op_list)
+        group = p2p_op_list[0].group or _c10d._get_default_group()
+        if not isinstance(group, ReconfigurableGroup) or not group.inner.coalesces:
+            answer: list[Any] = original(p2p_op_list)
+            return answer
+        device = p2p_op_list[0].tensor.device
+        group._start_coalescing(device)
+        for op in p2p_op_list:
+            peer = "group_dst" if op.op is _c10d.isend else "group_src"
+            op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer})
+        return [group._end_coalescing(device)]
+
+    return batch_isend_irecv
+
+
+def _wrap_set_timeout(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+        target = group or _c10d._get_default_group()
+        if isinstance(target, ReconfigurableGroup):
+            _c10d._check_valid_timeout(timeout)
+            target.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return _set_pg_timeout
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _first_received(values: dict[str, Any]) -> None:
+    sent = values["scatter_object_input_list"]
+    if sent:
+        values["scatter_object_output_list"][0] = sent[values["group"].rank()]
+
+
+#: object collectives that would unpickle an unfilled buffer where nothing was received
+_DETACHED_OBJECTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "broadcast_object_list": _nothing,
+    "recv_object_list": _nothing,
+    "scatter_object_list": _first_received,
+}
+
+
+def _wrap_objects(
+    original: Callable[..., Any], outcome: Callable[[dict[str, Any]], None]
+) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    def object_collective(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        group = given.arguments.get("group") or _c10d._get_default_group()
+        if isinstance(group, ReconfigurableGroup) and group.inner.detached:
+            given.arguments["group"] = group
+            return outcome(given.arguments)
+        return original(*args, **kwargs)
+
+    object_collective.__name__ = original.__name__
+    object_collective.__doc__ = original.__doc__
+    return object_collective
+
+
+def _unregister_backend() -> None:
+    backend: Any = dist.Backend
+    backend.backend_list.remove(BACKEND_NAME)
+    backend._plugins.pop(BACKEND_NAME.upper(), None)
+    backend.backend_type_map.pop(BACKEND_NAME, None)
+    backend.backend_capability.pop(BACKEND_NAME, None)
+    if hasattr(backend, BACKEND_NAME.upper()):
+        delattr(backend, BACKEND_NAME.upper())

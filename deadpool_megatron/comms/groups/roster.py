@@ -1,0 +1,105 @@
+"""The groups a process knows of: every call of new_group, member or not, in order.
+
+Survivors and a spare made the same calls, so the roster gives each group a key that is equal on all
+its ranks, an order of creation that cannot deadlock, and the map from one role's groups to
+another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+
+_c10d: Any = c10d
+
+
+@dataclass
+class Entry:
+    """One call of init_process_group or new_group; ``group`` is None where we are no member."""
+
+    ranks: tuple[int, ...]
+    requested: str
+    description: str
+    group: ReconfigurableGroup | None
+
+
+class Roster:
+    """Ordered; changed by the thread that creates groups only."""
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._made: dict[tuple[int, ...], int] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Note one creation; the first one is WORLD."""
+        self._entries.append(entry)
+
+    def remove(self, group: ReconfigurableGroup) -> None:
+        """The group was destroyed; with WORLD goes everything."""
+        if self._entries and self._entries[0].group is group:
+            self._entries.clear()
+        self._entries = [entry for entry in self._entries if entry.group is not group]
+
+    def groups(self) -> list[ReconfigurableGroup]:
+        """The groups of which this process is a member, in order of creation."""
+        return [entry.group for entry in self._entries if entry.group is not None]
+
+    def entries(self) -> list[Entry]:
+        """All of them but WORLD, in order of creation."""
+        return self._entries[1:]
+
+    def world(self) -> ReconfigurableGroup:
+        """The first one. Raises RuntimeError before init_process_group."""
+        groups = self.groups()
+        if not groups:
+            raise RuntimeError("torch.distributed was not initialised through the seam")
+        return groups[0]
+
+    def in_attach_order(self) -> list[ReconfigurableGroup]:
+        """WORLD first, then by ranks, then by order of creation.
+
+        Every rank takes its groups out of one global order, so the first group in that order which
+        is not yet up is waited for by all its members, and no circle of waits can exist.
+        """
+        groups = self.groups()
+        return groups[:1] + sorted(groups[1:], key=lambda group: group.ranks)
+
+    def start_epoch(self) -> None:
+        """Store keys are numbered anew."""
+        self._made.clear()
+
+    def next_key(self, group: ReconfigurableGroup) -> str:
+        """Store prefix of the group: its ranks, and how many with the same ranks came before."""
+        number = self._made.get(group.ranks, 0)
+        self._made[group.ranks] = number + 1
+        text = ",".join(map(str, group.ranks))
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        return f"{len(group.ranks)}-{digest}-{number}"
+
+    def renumber(self, rank: int) -> None:
+        """Let this process' groups become those of ``rank``, object by object.
+
+        Needs the same number of memberships with equal descriptions, sizes and backends, in the
+        same order. Raises ValueError otherwise; then the groups must be built anew.
+        """
+        old_rank = self.world().rank()
+        if rank == old_rank:
+            return
+        mine = [entry for entry in self._entries if old_rank in entry.ranks]
+        theirs = [entry for entry in self._entries if rank in entry.ranks]
+        shape = [(e.description, len(e.ranks), e.requested) for e in mine]
+        if shape != [(e.description, len(e.ranks), e.requested) for e in theirs]:
+            raise ValueError(f"rank {rank} has other groups than rank {old_rank}")
+        moved = [(entry.group, target) for entry, target in zip(mine, theirs, strict=True)]
+        for entry in mine:
+            entry.group = None
+        for group, target in moved:
+            assert group is not None
+            target.group = group
+            group.renumber(target.ranks, target.ranks.index(rank))
+            _c10d._world.pg_group_ranks[group] = {g: i for i, g in enumerate(target.ranks)}

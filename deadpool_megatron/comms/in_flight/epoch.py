@@ -1,0 +1,229 @@
+"""One epoch of communicators: its flag, its operations in flight, and how it is closed."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn, Protocol
+
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.in_flight import asleep
+from deadpool_megatron.comms.in_flight.waiters import WaiterPool
+from deadpool_megatron.comms.inner import Fabric, InnerGroup
+
+FaultCallback = Callable[[str, str, str], None]
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """An unfinished operation: its inner group, and the thread that was left waiting for it.
+
+    ``receives``: what it writes comes straight from a connection.
+    """
+
+    group: object
+    waiter: int | None
+    receives: bool = False
+
+
+class Pending(Protocol):
+    """An operation that was started and not seen to end."""
+
+    def unfinished_in(self) -> Stuck | None:
+        """Where it can still write into its outputs; None: it is finished, or only reads."""
+
+    def finish(self) -> None:
+        """Wait for it, abandonably."""
+
+
+class Waiting(Protocol):
+    """What a thread waits in."""
+
+    @property
+    def description(self) -> str: ...
+    @property
+    def operation(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+
+
+@dataclass
+class Activity:
+    """Something a thread waits in that is no operation of a group."""
+
+    description: str
+    operation: str
+    sequence: int = 0
+
+
+@dataclass
+class Progress:
+    """Counts finished operations over all epochs; a lost count under races does no harm.
+
+    ``waited_seconds``: of the main thread, in operations whose wait blocks the host.
+    """
+
+    finished: int = 0
+    waited_seconds: float = 0.0
+
+
+@dataclass
+class Limits:
+    """Deadlines in seconds; see Communicators."""
+
+    operation_timeout_seconds: float
+    close_wait_seconds: float
+    drain_seconds: float
+    grace_seconds: float
+
+
+@dataclass
+class Leftovers:
+    """What an epoch leaves behind for the reaper."""
+
+    works: list[Pending] = field(default_factory=list)
+    groups: list[InnerGroup] = field(default_factory=list)
+    fabrics: list[Fabric] = field(default_factory=list)
+
+
+class Epoch:
+    """State shared by all inner groups made by one attach.
+
+    ``closed`` is set once and never cleared; ``in_flight`` maps a serial number to operations that
+    nobody has waited for, ``abandoned`` holds those whose wait was left, ``waits`` maps a thread id
+    to what it waits in. Dictionaries are only touched by single operations, atomic in CPython, so
+    the hot path takes no lock.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        limits: Limits,
+        pool: WaiterPool,
+        progress: Progress,
+        on_fault: FaultCallback | None,
+    ) -> None:
+        self.number = number
+        self.limits = limits
+        self.grace_seconds = limits.grace_seconds
+        self.pool = pool
+        self.progress = progress
+        self.main_ident = threading.main_thread().ident
+        self.closed = False
+        self.closed_at_seconds = 0.0
+        self.serials = itertools.count()
+        self.in_flight: dict[int, Pending] = {}
+        self.abandoned: list[Pending] = []
+        self.waits: dict[int, Waiting] = {}
+        self.fabrics: list[Fabric] = []
+        self.fabric_of: dict[str, Fabric] = {}
+        self.groups: list[InnerGroup] = []
+        self._closed_event = threading.Event()
+        self._on_fault = on_fault
+        self._fault_lock = threading.Lock()
+        self._fault_reported = False
+
+    def close(self) -> None:
+        """Set the flag, abort all fabrics, wake all waits. Any thread, any number of times."""
+        if not self.closed:
+            self.closed_at_seconds = time.monotonic()
+            self.closed = True
+            self._closed_event.set()
+        # The waits are woken before and after: the abort of an NCCL fabric may take its time.
+        self.pool.wake_all()
+        self.abort()
+        self.pool.wake_all()
+
+    def retire(self) -> None:
+        """Set the flag without harming peers that may still be reading: a planned change."""
+        self.closed_at_seconds = time.monotonic()
+        self.closed = True
+        self._closed_event.set()
+
+    def abort(self) -> None:
+        """Abort all fabrics; again and again while connections may still come up."""
+        for fabric in list(self.fabrics):
+            fabric.abort()
+
+    def grace_is_over(self) -> bool:
+        """Whether a wait on the closed epoch should be left now."""
+        return time.monotonic() >= self.closed_at_seconds + self.grace_seconds
+
+    def check(self, operation: str) -> None:
+        """Raise EpochClosed if the epoch is closed."""
+        if self.closed:
+            raise EpochClosed(self.number, operation)
+
+    def fault(
+        self, description: str, operation: str, text: str, wait_seconds: float | None = None
+    ) -> NoReturn:
+        """A communication failed: report it once, wait for the close, unwind.
+
+        The wait is ``wait_seconds``, by default the limit of this epoch.
+
+        Raises EpochClosed when the epoch is or gets closed, else CommunicatorFault.
+        """
+        if not self.closed:
+            with self._fault_lock:
+                first, self._fault_reported = not self._fault_reported, True
+            if first and self._on_fault is not None:
+                self._on_fault(description, operation, text)
+            if wait_seconds is None:
+                wait_seconds = self.limits.close_wait_seconds
+            self._closed_event.wait(wait_seconds)
+        if self.closed:
+            raise EpochClosed(self.number, f"{operation} on {description}")
+        raise CommunicatorFault(description, operation, text)
+
+    def waiting(self) -> tuple[str, str, int] | None:
+        """(group, operation, sequence number) a thread waits in: the main thread first."""
+        waits = dict(self.waits)
+        if not waits:
+            return None
+        work = waits.get(threading.main_thread().ident or 0)
+        if work is None:
+            work = next(iter(waits.values()))
+        return work.description, work.operation, work.sequence
+
+    def finish_in_flight(self) -> None:
+        """Wait for every operation that nobody waited for."""
+        while self.in_flight:
+            try:
+                serial, pending = next(iter(self.in_flight.items()))
+            except (StopIteration, RuntimeError):
+                continue
+            pending.finish()
+            self.in_flight.pop(serial, None)
+
+    def may_write(self) -> bool:
+        """After close: whether any operation can still write into memory of the caller.
+
+        Without connections an operation that is alone in its group (so it has been started) and
+        whose threads sleep is one that gloo forgot to wake when its connection went: it can only
+        end with the expiry of its timeout, as an error, and writes nothing any more.
+        """
+        if any(fabric.aborting() for fabric in list(self.fabrics)):
+            return True
+        works = {id(work): work for work in (*self.in_flight.values(), *self.abandoned)}
+        stuck = [place for work in works.values() if (place := work.unfinished_in())]
+        if not stuck:
+            return False  # finished operations have no buffers left to receive into
+        if not all(fabric.quiescent() for fabric in list(self.fabrics)):
+            return True
+        stuck = [place for place in stuck if not place.receives]
+        alone = len({id(place.group) for place in stuck}) == len(stuck)
+        waiters = {place.waiter for place in stuck if place.waiter is not None}
+        return bool(stuck) and not (alone and asleep.stays_asleep(waiters))
+
+    def take_leftovers(self) -> Leftovers:
+        """Hand over everything that holds sockets, threads or memory."""
+        rest = Leftovers([*self.in_flight.values(), *self.abandoned], self.groups, self.fabrics)
+        self.in_flight = {}
+        self.abandoned = []
+        self.groups = []
+        self.fabrics = []
+        self.fabric_of = {}
+        return rest

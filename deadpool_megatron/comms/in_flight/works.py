@@ -1,0 +1,346 @@
+"""The Work objects that callers get: what plain c10d Works offer, and a wait that can be left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from threading import get_ident
+from time import monotonic
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
+from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
+from deadpool_megatron.comms.operations import RECEIVES, tensors_in
+
+#: longest time in which a wait for a collective cannot notice a close; each slice that ends
+#: unfinished costs one exception (tens of microseconds)
+SLICE = timedelta(milliseconds=50)
+
+
+class WorkGroup(Protocol):
+    """What a Work knows of its inner group."""
+
+    epoch: Epoch
+    description: str
+    size: int
+
+
+class SeamWork(dist.Work):
+    """Base of our Works: forwards everything to the inner Work ``inner``.
+
+    Attributes ``description``, ``operation`` and ``sequence`` say what it is, for diagnosis.
+    """
+
+    __slots__ = ("epoch", "group", "inner", "operation", "sequence")
+
+    def __init__(self, inner: Any, group: WorkGroup, operation: str, sequence: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.epoch = group.epoch
+        self.group = group
+        self.operation = operation
+        self.sequence = sequence
+
+    @property
+    def description(self) -> str:
+        """Description of the group."""
+        return self.group.description
+
+    def is_completed(self) -> bool:
+        """As torch; raises EpochClosed on a closed epoch, since a poll would never end."""
+        self.epoch.check(self.operation)
+        return bool(self.inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self.inner.is_success())
+
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        result: list[torch.Tensor] = self.inner.result()
+        return result
+
+    def synchronize(self) -> None:
+        self.epoch.check(self.operation)
+        self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        self.epoch.check(self.operation)
+        self.inner.block_current_stream()
+
+    def get_future(self) -> Any:
+        """The inner future; a wait on it ends with the operation, not with the epoch."""
+        return self.inner.get_future()
+
+    def get_future_result(self) -> Any:
+        return self.inner.get_future_result()
+
+    def source_rank(self) -> int:
+        return int(self.inner.source_rank())
+
+    def _source_rank(self) -> int:
+        return int(self.inner._source_rank())
+
+    def _get_op_type(self) -> Any:
+        return self.inner._get_op_type()
+
+    def _get_duration(self) -> float:
+        return float(self.inner._get_duration())
+
+    def _passed(self) -> None:
+        """Book a finished wait."""
+        self.epoch.progress.finished += 1
+        if failpoints.ACTIVE:
+            failpoints.hit(
+                "comm.done", op=self.operation, group=self.description, size=self.group.size
+            )
+
+
+class HostWork(SeamWork):
+    """Work whose wait blocks the host (gloo), and can be left.
+
+    ``handed``: the inner wait ignores or is broken by a timeout (a timed wait on a gloo send or
+    receive closes all connections), so another thread makes it; otherwise it is waited for in
+    slices. ``operands`` are kept until completion: by value of storage (aliases) if the caller may
+    exchange the storage of its tensors meanwhile, as Megatron's deallocate_output_tensor does.
+    ``writes``: whether it writes into memory of the caller while it runs.
+    """
+
+    __slots__ = (
+        "_after",
+        "_done",
+        "_failed",
+        "_handed",
+        "_left",
+        "_operands",
+        "_serial",
+        "_writes",
+    )
+
+    def __init__(
+        self,
+        inner: Any,
+        group: WorkGroup,
+        operation: str,
+        sequence: int,
+        operands: Any,
+        handed: bool,
+        tracked: bool,
+        writes: bool,
+        after: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(inner, group, operation, sequence)
+        self._handed = handed
+        self._writes = writes
+        self._after = after
+        self._done = False
+        self._failed = False
+        self._left: Waiter | None = None
+        if tracked:
+            # detach() makes another TensorImpl on the same storage, which outlives `.data = ...`.
+            self._operands: Any = [tensor.detach() for tensor in tensors_in(operands)]
+            self._serial = next(self.epoch.serials)
+            self.epoch.in_flight[self._serial] = self
+        else:
+            self._operands = operands
+            self._serial = -1
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until finished; any thread.
+
+        Raises EpochClosed when the epoch is closed (also if the operation itself succeeded: its
+        peers may not have), CommunicatorFault, or the RuntimeError of an expired ``timeout``.
+        """
+        epoch = self.epoch
+        if self._done:
+            epoch.check(self.operation)
+            return True
+        ident = get_ident()
+        waits = epoch.waits
+        waits[ident] = self
+        began = monotonic()
+        try:
+            if timeout is not None and timeout.total_seconds() <= 0:
+                timeout = None  # how C++ says "no timeout"
+            problem = self._wait_handed(timeout) if self._handed else self._wait_sliced(timeout)
+        finally:
+            del waits[ident]
+            if ident == epoch.main_ident:
+                epoch.progress.waited_seconds += monotonic() - began
+        if problem is not None:
+            self._failed = True
+            self._abandon()
+            epoch.fault(self.description, self.operation, problem)
+        if epoch.closed:
+            self._abandon()
+            raise EpochClosed(epoch.number, f"{self.operation} on {self.description}")
+        if self._after is not None:
+            self._after()
+        self._done = True
+        self._release()
+        self._passed()
+        return True
+
+    def _wait_sliced(self, timeout: timedelta | None) -> str | None:
+        """Answers the text of a failure, None when finished or closed."""
+        inner, epoch = self.inner, self.epoch
+        until = None if timeout is None else monotonic() + timeout.total_seconds()
+        step = SLICE if timeout is None else min(SLICE, timeout)
+        while True:
+            try:
+                inner.wait(step)
+                return None
+            except RuntimeError:
+                if inner.is_completed():
+                    return _failure_of(inner)
+                if until is not None and monotonic() >= until:
+                    raise
+            if epoch.closed and epoch.grace_is_over():
+                return None
+
+    def _wait_handed(self, timeout: timedelta | None) -> str | None:
+        inner = self.inner
+        call = inner.wait if timeout is None else lambda: inner.wait(timeout)
+        try:
+            self.epoch.pool.call(call, self.epoch)
+        except Left as left:
+            self._left = left.waiter  # not the exception: its traceback holds this frame
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def is_completed(self) -> bool:
+        return self._done or super().is_completed()
+
+    # -- Pending ---------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait on behalf of a caller who dropped this Work."""
+        self.wait()
+
+    def unfinished_in(self) -> Stuck | None:
+        """Where the operation may still write into its outputs; after the close of its epoch."""
+        if self._done or not self._writes:
+            return None
+        if self.operation in RECEIVES:
+            ended = self._failed or (self._left is not None and self._left.finished)
+            return None if ended else Stuck(self.group, None, receives=True)
+        if self._handed:
+            # Such an inner wait copies the result itself; unless it runs, nobody does.
+            if self._left is None or self._left.finished:
+                return None
+            return Stuck(self.group, self._left.native_id)
+        return None if self.inner.is_completed() else Stuck(self.group, None)
+
+    def _abandon(self) -> None:
+        """Keep operands alive until the reaper is done with the inner group."""
+        if self._serial < 0:
+            self._operands = [tensor.detach() for tensor in tensors_in(self._operands)]
+        self.epoch.abandoned.append(self)
+
+    def _release(self) -> None:
+        self._operands = None
+        self._after = None
+        if self._serial >= 0:
+            self.epoch.in_flight.pop(self._serial, None)
+
+
+class StreamWork(SeamWork):
+    """Work whose wait makes the calling thread's stream wait (NCCL) and does not block the host.
+
+    It must therefore run on the calling thread.
+    """
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the current stream after the operation.
+
+        After an abort the inner wait may return normally with worthless outputs; this call raises
+        EpochClosed then, and whoever reads outputs before the next call must check by itself.
+        """
+        epoch = self.epoch
+        epoch.check(self.operation)
+        ident = get_ident()
+        epoch.waits[ident] = self
+        problem: str | None = None
+        try:
+            if timeout is None:
+                self.inner.wait()
+            else:
+                self.inner.wait(timeout)
+        except RuntimeError as error:
+            problem = str(error)
+        finally:
+            epoch.waits.pop(ident, None)
+        if problem is not None:
+            epoch.fault(self.description, self.operation, problem)
+        epoch.check(self.operation)
+        self._passed()
+        return True
+
+
+class CompletedWork(dist.Work):
+    """Work of an operation that was complete when it returned."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        return None
+
+    def block_current_stream(self) -> None:
+        return None
+
+    def get_future(self) -> Any:
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._outputs)
+        return future
+
+    def source_rank(self) -> int:
+        return 0
+
+    def _source_rank(self) -> int:
+        return 0
+
+
+def _failure_of(inner: Any) -> str | None:
+    """The failure of a completed Work: it may have completed just after a slice expired."""
+    try:
+        inner.wait()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def communication_failed(error: RuntimeError) -> bool:
+    """Whether an error raised at the start of an operation comes from the network.
+
+    Others (a wrong shape, a wrong dtype) are the caller's own and pass through.
+    """
+    text = str(error)
+    return isinstance(error, dist.DistError | CommunicatorFault) or "/gloo/" in text

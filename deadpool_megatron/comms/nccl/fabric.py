@@ -1,0 +1,190 @@
+"""Inner groups on NCCL. Written with the sources of torch 2.13 open.
+
+Environment that in-process recovery needs, set before the first communicator:
+
+``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``  else the watchdog thread of torch ends the process
+``TORCH_NCCL_ENABLE_MONITORING=0``     else its monitor does when the watchdog hangs in an abort
+``TORCH_NCCL_RETHROW_CUDA_ERRORS=0``   an abort must not be turned into a later CUDA error
+``TORCH_NCCL_DUMP_ON_TIMEOUT=0``       no dump through a store that may be gone
+``NCCL_NVLS_ENABLE=0``                 multicast objects do not survive a lost peer
+
+Facts that shape it: a wait only orders streams, so it must run on the calling thread; aborting
+communicators one after another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the
+same time, a thread each; after an abort kernels exit and outputs are worthless, without an error;
+communicators that are made lazily need the store, so all are made before the first barrier, and
+a group that is bound to a device reuses its communicator for unbatched send and receive.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.in_flight.works import StreamWork, communication_failed
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import POINT_TO_POINT
+
+REQUIRED_ENVIRONMENT: Mapping[str, str] = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+#: longest time that interrupt() waits for aborts; they go on by themselves afterwards
+ABORT_SECONDS = 20.0
+
+
+class NcclFabric(Fabric):
+    """The NCCL communicators of one epoch, aborted together."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self._epoch = epoch
+        self._lock = threading.Lock()
+        self._backends: list[Any] = []
+        self._aborting: list[threading.Thread] = []
+
+    def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
+        plain, backend = self._build(spec, store)
+        with self._lock:
+            self._backends.append(backend)
+        # An interrupt may have come before the registration above.
+        self._epoch.check("attach")
+        backend.eager_connect_single_device(spec.device)
+        return NcclGroup(spec, self._epoch, plain, backend)
+
+    def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
+        """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
+        from torch.distributed import ProcessGroupNCCL
+
+        # The builder is a thread of its own, and the current device belongs to a thread.
+        torch.cuda.set_device(spec.device)
+        options: Any = spec.options
+        if options is None:
+            options = ProcessGroupNCCL.Options()
+            options.is_high_priority_stream = False
+        timeout = spec.timeout or spec.requested_timeout
+        if timeout is not None:
+            options._timeout = timeout
+        options.global_ranks_in_group = list(spec.ranks)
+        options.group_name = spec.name
+        backend = ProcessGroupNCCL(store, spec.rank, spec.size, options)
+        plain: Any = ProcessGroup(store, spec.rank, spec.size)
+        plain._set_default_backend(ProcessGroup.BackendType.NCCL)
+        plain.bound_device_id = spec.device
+        plain._register_backend(
+            torch.device("cuda"),
+            ProcessGroup.BackendType.NCCL,
+            backend,
+        )
+        backend._set_sequence_number_for_group()
+        plain._set_group_name(spec.name)
+        plain._set_group_desc(spec.description)
+        return plain, backend
+
+    def abort(self) -> None:
+        with self._lock:
+            backends, self._backends = self._backends, []
+            threads = [
+                threading.Thread(
+                    target=_abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
+                )
+                for backend in backends
+            ]
+            self._aborting += threads
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ABORT_SECONDS)
+
+    def aborting(self) -> bool:
+        return any(thread.is_alive() for thread in self._aborting)
+
+    def quiescent(self) -> bool:
+        """True when all aborts returned; the caller still has to synchronise the device."""
+        return not self.aborting()
+
+    def close(self) -> None:
+        with self._lock:
+            self._backends.clear()
+
+
+class NcclGroup(InnerGroup):
+    """One NCCL communicator."""
+
+    coalesces = True
+
+    def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
+        self.epoch = epoch
+        self.description = spec.description
+        self.size = spec.size
+        self._plain = plain
+        self._backend = backend
+        self._collectives = 0
+        self._messages = 0
+
+    def forward(
+        self, operation: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> dist.Work | None:
+        epoch = self.epoch
+        if epoch.closed:
+            raise EpochClosed(epoch.number, operation)
+        if failpoints.ACTIVE:
+            failpoints.hit("comm", op=operation, group=self.description, size=self.size)
+        problem: str | None = None
+        try:
+            inner = getattr(self._plain, operation)(*args, **kwargs)
+        except RuntimeError as error:
+            if not communication_failed(error) and not epoch.closed:
+                raise
+            problem = str(error)
+        if problem is not None:
+            epoch.fault(self.description, operation, problem)
+        if operation in POINT_TO_POINT:
+            self._messages += 1
+            sequence = self._messages
+        else:
+            self._collectives += 1
+            sequence = self._collectives
+        return self._work(inner, operation, sequence)
+
+    def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
+        if inner is None:  # inside a coalescing block
+            return None
+        return StreamWork(inner, self, operation, sequence)
+
+    def backend(self) -> Any:
+        return self._backend
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        epoch = self.epoch
+        epoch.check(method)
+        answer = getattr(self._plain, method)(*args, **kwargs)
+        if method == "_end_coalescing":
+            return self._work(answer, "coalesced", self._messages)
+        return answer
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._backend._set_default_timeout(timeout)
+
+    def close(self) -> None:
+        self._plain = None
+        self._backend = None
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError:
+        pass  # already aborted, or its communicator never came up

@@ -1,0 +1,297 @@
+"""NCCL's semantics on CPU tensors, on top of gloo, so that tests meet NCCL's traps without a GPU.
+
+Modelled:
+
+* An operation works on the side; its outputs hold junk from launch until it is complete. ``wait()``
+  returns at once and only orders the *calling thread* after the operation. Who touches the memory
+  afterwards is held until the result is there, and must have waited: see stream_order.py.
+* After an abort everything completes, outputs keep their junk, and nothing raises. So does an
+  operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
+  that was complete before the abort has its result.
+* What an operation does not write stays good: the part of an in-place all-gather that is the own
+  input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
+* Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
+  neighbours that both send first deadlock.
+* A communicator that was not connected eagerly is made at its first use through the store, and so
+  fails if the store is gone.
+
+For tests only; nothing here is fast. The junk is finite and small, so that no check for NaN saves
+the day.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from queue import SimpleQueue
+from threading import get_ident
+from time import monotonic
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
+from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.inner import GroupSpec
+from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.comms.nccl.stream_order import StreamOrderError, order, unwatched
+from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, tensors_in
+from deadpool_megatron.platform.gathers import SeveralWorks
+
+__all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
+
+#: let isend and irecv pass outside a batch, as on communicators bound to a device; for a whole job
+#: by the environment. Megatron's interleaved schedule needs it: even ranks send first and odd ones
+#: receive first, so it avoids by itself what is refused here.
+allow_unbatched = os.environ.get("DEADPOOL_FAKE_NCCL_UNBATCHED") == "1"
+
+JUNK_BYTE = 0x3C
+_POLL_SECONDS = 0.01
+
+
+class FakeNcclFabric(NcclFabric):
+    """Fake communicators of one epoch, aborted together."""
+
+    def __init__(self, epoch: Epoch, address: str | None = None) -> None:
+        super().__init__(epoch)
+        self._gloo = GlooFabric(epoch, address)
+
+    def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
+        communicator = FakeCommunicator(spec, store, self._gloo)
+        return communicator, communicator
+
+    def abort(self) -> None:
+        super().abort()
+        self._gloo.abort()
+
+    def quiescent(self) -> bool:
+        return super().quiescent() and self._gloo.quiescent()
+
+    def close(self) -> None:
+        super().close()
+        self._gloo.close()
+
+
+class FakeCommunicator:
+    """Plays both the plain ProcessGroup and its NCCL Backend."""
+
+    supports_splitting = False
+    supports_coalescing = True
+
+    def __init__(self, spec: GroupSpec, store: Store, gloo: GlooFabric) -> None:
+        self._spec = spec
+        self._store = store
+        self._gloo = gloo
+        self._group: GlooGroup | None = None
+        self._batch: list[FakeWork] | None = None
+        self._stream: SimpleQueue[FakeWork | None] | None = None
+        self.aborted = False
+
+    # -- as a Backend ----------------------------------------------------------------------------
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self._connect()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        """No timeouts here: an operation ends or is aborted."""
+
+    # -- as a ProcessGroup -----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Callable[..., FakeWork | None]:
+        if name not in COMMUNICATION:
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self._launch(name, args, kwargs)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if self._batch is not None:
+            raise RuntimeError("nested coalescing")
+        self._batch = []
+
+    def _end_coalescing(self, device: torch.device) -> FakeWork:
+        batch, self._batch = self._batch, None
+        return FakeWork(self, "coalesced", [], [], batch or [])
+
+    def _launch(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> FakeWork | None:
+        if name in POINT_TO_POINT and self._batch is None and not allow_unbatched:
+            raise RuntimeError(f"unbatched {name} on {self._spec.description}: NCCL may deadlock")
+        if name == "barrier":
+            args, kwargs = (), {}
+        group = self._connect()
+        order.settle(args, strict=False)
+        with unwatched():
+            copies: dict[int, torch.Tensor] = {}
+            private = _clone(args, copies)
+            written = list(_written(name, args, kwargs, self._spec.rank, copies))
+            work = FakeWork(self, name, [o for o, _ in written], [r for _, r in written], [])
+            for output in work.outputs:
+                _fill_with_junk(output)
+            work.inner = group._starts[name](*private, **kwargs)
+            order.add(work)
+        self._enqueue(work)
+        if self._batch is not None:
+            self._batch.append(work)
+            return None
+        return work
+
+    def _connect(self) -> GlooGroup:
+        if self._group is None:
+            self._group = self._gloo.create(self._spec, self._store)
+        return self._group
+
+    def _enqueue(self, work: FakeWork) -> None:
+        if self._stream is None:
+            self._stream = SimpleQueue()
+            threading.Thread(
+                target=_run_stream, args=(self._stream,), name="fake-nccl-stream", daemon=True
+            ).start()
+        self._stream.put(work)
+
+    def __del__(self) -> None:
+        if self._stream is not None:
+            self._stream.put(None)
+
+
+class FakeWork:
+    """An operation of a fake communicator, or a batch of them (``children``).
+
+    ``results`` are the private memory from which the ``outputs`` are filled when it is over.
+    """
+
+    def __init__(
+        self,
+        communicator: FakeCommunicator,
+        name: str,
+        outputs: list[torch.Tensor],
+        results: list[torch.Tensor],
+        children: list[FakeWork],
+    ) -> None:
+        self.inner: Any = None
+        self.name = name
+        self.outputs = outputs
+        self.ordered: set[int] = set()
+        self._results = results
+        self._children = children
+        self._communicator = communicator
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._outcome: bool | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
+        self.ordered.add(get_ident())
+        for child in self._children:
+            child.wait()
+        if self.name == "barrier":
+            self.block()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if self._children:
+            return all(child.is_completed() for child in self._children)
+        return self._communicator.aborted or self._done.is_set()
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self.outputs
+
+    def block(self, limit_seconds: float | None = None) -> bool:
+        """Block the host until over; answers True with results in the outputs, False with junk."""
+        until = None if limit_seconds is None else monotonic() + limit_seconds
+        while not self._done.wait(_POLL_SECONDS) and not self._communicator.aborted:
+            if until is not None and monotonic() > until:
+                raise TimeoutError(f"{self.name} is not over after {limit_seconds:g} s")
+        with self._lock, unwatched():
+            if self._outcome is None:
+                self._outcome = self._done.is_set()
+                if self._outcome:
+                    for output, result in zip(self.outputs, self._results, strict=True):
+                        output.copy_(result)
+                self._results = []
+            return self._outcome
+
+    def run(self) -> None:
+        """What the stream does: perform it, once those before it are over."""
+        try:
+            self.inner.wait()
+        except RuntimeError:
+            return  # a kernel whose peer is gone hangs until it is aborted
+        if isinstance(self.inner, SeveralWorks):
+            self.inner.copy_results()
+        if not self._communicator.aborted:
+            self._done.set()
+
+
+def _run_stream(stream: SimpleQueue[FakeWork | None]) -> None:
+    while (work := stream.get()) is not None:
+        work.run()
+
+
+def _clone(value: Any, copies: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = value.detach().clone(memory_format=torch.contiguous_format)
+        return copies[id(value)]
+    if isinstance(value, list | tuple):
+        return type(value)(_clone(item, copies) for item in value)
+    return value
+
+
+def _written(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    rank: int,
+    copies: dict[int, torch.Tensor],
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What the operation writes: (memory of the caller, private memory with the result)."""
+    if name in SENDS or not args:
+        return
+    root = getattr(kwargs.get("opts", args[-1]), "rootRank", None)
+    if (name == "broadcast" and root == rank) or (name == "reduce" and root != rank):
+        return
+    inputs = list(tensors_in(args[1:])) if "gather" in name else []
+    for output in tensors_in(args[0]):
+        result = copies[id(output)]
+        own = next((one for one in inputs if _contains(output, one)), None)
+        if own is None:
+            yield output, result
+            continue
+        # In place: the own part is there already.
+        start = (own.data_ptr() - output.data_ptr()) // output.element_size()
+        for part in (slice(0, start), slice(start + own.numel(), None)):
+            if output.view(-1)[part].numel():
+                yield output.view(-1)[part], result.view(-1)[part]
+
+
+def _contains(outer: torch.Tensor, inner: torch.Tensor) -> bool:
+    if not (outer.numel() and inner.numel() and outer.is_contiguous() and inner.is_contiguous()):
+        return False
+    start = outer.data_ptr()
+    return start <= inner.data_ptr() < start + outer.numel() * outer.element_size()
+
+
+def _fill_with_junk(tensor: torch.Tensor) -> None:
+    junk = torch.full((tensor.element_size(),), JUNK_BYTE, dtype=torch.uint8)
+    if tensor.dtype == torch.bool:
+        tensor.fill_(True)
+    else:
+        tensor.copy_(junk.view(tensor.dtype).reshape(()).expand(tensor.shape))

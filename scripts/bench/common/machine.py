@@ -1,0 +1,97 @@
+"""What the benches share: facts about the machine, watching marked processes, the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+MARK = "DEADPOOL_BENCH"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def machine_facts() -> dict[str, Any]:
+    """Everything about machine, versions and command that a figure depends on."""
+    return {
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": _git("rev-parse", "HEAD"),
+        "changed_files": len(_git("status", "--porcelain").splitlines()),
+        "cores": len(os.sched_getaffinity(0)),
+        "processor": _first("/proc/cpuinfo", "model name"),
+        "memory_kb": int(_first("/proc/meminfo", "MemTotal").split()[0]),
+        "load_before": os.getloadavg()[0],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "packages": {
+            name: metadata.version(name) for name in ("torch", "megatron-core", "numpy", "xxhash")
+        },
+    }
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _first(path: str, key: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return value.strip()
+    return "0 unknown"
+
+
+def marked_processes(mark: str, variable: str = MARK) -> Iterator[int]:
+    """Processes started, however far down, with ``variable=mark`` in their environment."""
+    entry = f"{variable}={mark}".encode()
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            try:
+                if entry in (directory / "environ").read_bytes().split(b"\0"):
+                    yield int(directory.name)
+            except OSError:
+                continue  # gone meanwhile, or of another user
+
+
+def cpu_seconds(mark: str) -> float:
+    """User and system time so far of all living marked processes."""
+    total = 0
+    for pid in marked_processes(mark):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / _TICKS
+
+
+def memory_bytes(mark: str) -> int:
+    """Proportional set size of all marked processes: shared pages, segments too, counted once."""
+    total = 0
+    for pid in marked_processes(mark):
+        try:
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            continue
+        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total * 1024
+
+
+def write_facts(path: Path | None, facts: dict[str, Any]) -> None:
+    """To ``path``, or to standard output; places in the checkout are given relative to it."""
+    text = json.dumps(facts, indent=1).replace(f"{ROOT}/", "") + "\n"
+    if path is None:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)
+        print(f"written to {path}", file=sys.stderr)

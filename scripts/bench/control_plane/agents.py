@@ -1,0 +1,442 @@
+"""Agents without a node: the coordinator's clients in one asyncio process, for scripts/bench.
+
+Each speaks the protocol of a real agent over a real socket: greeting, join, numbered reports, beats
+of all its members, answers to every order. What a node would compute is made up: members start,
+register, restore at once, and a vault that holds what the placement says. A record is unpacked once
+for all agents, as there is one process here and not thousands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any
+
+from control_plane.connection import Wire
+from control_plane.moments import Moments
+from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
+from deadpool_megatron.cluster.link.record_delta import apply, unpack
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.inventories import pack_inventory
+from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    EpochRecord,
+    Generation,
+    Holding,
+    Inventory,
+    PartInfo,
+    RoleLayout,
+    extras_part,
+)
+from deadpool_megatron.layout.seats import SeatTable
+from deadpool_megatron.preflight.host import read_facts
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.framing import MAGIC, encode
+
+_SHARD_BYTES = 1 << 30
+_EXTRAS_BYTES = 1 << 16
+_LINE_OF_MEGATRON = "iteration " + "x" * 350
+# What stands for the newest iteration, and the one before, in an inventory that is ready.
+_LAST, _BEFORE = "999999937", "999999929"
+_LOOK_SECONDS = 0.05
+_MEMORY_BYTES = 100 * _SHARD_BYTES
+_FACTS = read_facts("127.0.0.1").to_dict()
+_PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+
+
+def _frame(text: str) -> bytes:
+    body = text.encode()
+    return struct.pack(">4sI", MAGIC, len(body)) + body
+
+
+class Cluster:
+    """The agents and what they share. Used from one loop."""
+
+    def __init__(
+        self,
+        run: Path,
+        secret: bytes,
+        run_id: str,
+        settings: Settings,
+        size: tuple[int, int, int],
+    ) -> None:
+        nodes, spares, self.nproc = size
+        self.run, self.secret, self.run_id, self.settings = run, secret, run_id, settings
+        self.world_size = nodes * self.nproc
+        self.moments = Moments()
+        self.iteration = 0
+        self.beats = 0
+        self.second_connections = 0
+        self.term = 0  # the newest that an agent was welcomed by
+        self.record: EpochRecord | None = None
+        self.seats = SeatTable({})
+        self.agents = [Agent(self, node) for node in range(nodes + spares)]
+        self._address: tuple[float, tuple[str, int] | None] = (0.0, None)
+        self._unpacked: dict[str, EpochRecord] = {}
+        self._inventories: dict[int, str] = {}
+        self._held: dict[int, list[int]] = {}
+        self._layouts: dict[int, RoleLayout] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def received_bytes(self) -> int:
+        """By all agents, so far."""
+        return sum(agent.received_bytes for agent in self.agents)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it beside the rest."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def address(self) -> tuple[str, int] | None:
+        """Of the present coordinator: one look now and then for all, as standbys tell it."""
+        looked_at, known = self._address
+        if time.monotonic() - looked_at > _LOOK_SECONDS:
+            try:
+                found = json.loads((self.run / "coordinator.json").read_text())
+                known = str(found["host"]), int(found["port"])
+            except (OSError, ValueError):
+                known = None
+            self._address = time.monotonic(), known
+        return known
+
+    def take(self, parts: Mapping[str, Any]) -> EpochRecord:
+        """The record that a message means."""
+        text = str(parts["change"])
+        known = self._unpacked.get(text)
+        if known is None:
+            changed = unpack(text)
+            known = apply(self.record if int(changed["base"]) else None, changed, {})
+            self._unpacked = {text: known}
+            self.record, self.seats, self._inventories = known, SeatTable(known.seats), {}
+        return known
+
+    def layout(self, role: int) -> RoleLayout:
+        """Tensor parallel on the node, data parallel across 64 nodes or as many as there are."""
+        if role not in self._layouts:
+            step = max(self.nproc, self.world_size // 64)
+            peers = tuple(range(role % step, self.world_size, step))
+            extras = [PartInfo(extras_part(one), _EXTRAS_BYTES, (role,)) for one in BOUNDARIES]
+            parts = (PartInfo("optimizer", _SHARD_BYTES, (role,)), *extras)
+            self._layouts[role] = RoleLayout(role, parts, peers, 2, f"layout of role {role:08d}")
+        return self._layouts[role]
+
+    async def prepare(self) -> None:
+        """Have all inventories ready, as each node would have its own at the same time."""
+        for agent in self.agents:
+            self._inventory(agent.node)
+            await asyncio.sleep(0)
+
+    def inventory(self, node: int) -> str:
+        """JSON of what the vault of a node holds: own roles and copies, two generations each."""
+        assert self.record is not None
+        last = max(self.iteration, self.record.restore.generation.iteration, 1)
+        return self._inventory(node).replace(_LAST, str(last)).replace(_BEFORE, str(last - 1))
+
+    def _inventory(self, node: int) -> str:
+        record = self.record
+        assert record is not None
+        if not self._inventories:
+            placement = CopyPlacement.of_record(record)
+            self._held = {}
+            for role, seat in record.seats.items():
+                for holder in (seat.node, *placement.buddies(role, self.layout(role).peers)):
+                    self._held.setdefault(holder, []).append(role)
+        if node not in self._inventories:
+            held = self._held.get(node, [])
+            parts = frozenset({"optimizer", extras_part("step")})
+            generations = [Generation(record.epoch, int(text)) for text in (_LAST, _BEFORE)]
+            inventory = Inventory(
+                node,
+                record.epoch,
+                tuple(Holding(role, one, parts) for role in held for one in generations),
+                tuple(self.layout(role) for role in held),
+            )
+            packed = pack_inventory(inventory)
+            self._inventories[node] = json.dumps(packed, separators=(",", ":"))
+        return self._inventories[node]
+
+
+class Agent:
+    """One node. ``alive`` is False for a node that was killed. As a real one does, it opens a fresh
+    connection beside one that has been silent for too long.
+    """
+
+    def __init__(self, cluster: Cluster, node: int) -> None:
+        self.node = node
+        self.alive = True
+        self.received_bytes = 0
+        self._cluster = cluster
+        self._wire: Wire | None = None  # on which the newest welcome came
+        self._fresh: Wire | None = None  # on its way to a welcome
+        self._number = 0
+        self._unacknowledged: deque[tuple[int, bytes]] = deque()
+        self.acknowledged_step = 0
+        self._steps: deque[tuple[int, int]] = deque()
+        self._incarnations: dict[int, int] = {}
+        self._said: dict[int, dict[str, dict[str, Any]]] = {}
+        self._boot = ""
+        self._ordered = 0
+        self._term = 0
+        self._told = 0
+        self._closed = 0
+        self._registered: set[tuple[int, int]] = set()
+        self.beat_seconds = 0.1
+        self._heard_at = 0.0
+        self._said_in_beats = (-1, "")
+        self._attempt = 0
+        self._beating = False
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether it has a connection whose welcome has arrived."""
+        return self._wire is not None
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether a beat of a moment ago was acknowledged."""
+        doubt = contact_seconds(self.beat_seconds, self._cluster.settings)
+        return self.welcomed and time.monotonic() - self._heard_at <= doubt
+
+    def start(self) -> None:
+        """Connect now, and again after each end of the connection."""
+        self._cluster.spawn(self._connect())
+
+    def kill(self) -> None:
+        """The end of the node."""
+        self.alive = False
+        for wire in (self._wire, self._fresh):
+            if wire is not None:
+                wire.abort()
+
+    async def _connect(self) -> None:
+        """One attempt. It is given up as a real agent gives it up: by time, or at its end."""
+        cluster, loop = self._cluster, asyncio.get_running_loop()
+        wire = self._fresh = Wire(self, cluster.secret, cluster.run_id)
+        try:
+            if (address := cluster.address()) is None:
+                raise OSError("no coordinator yet")
+            await loop.create_connection(lambda: wire, *address)
+        except OSError:
+            self.ended(wire)
+
+    def ended(self, wire: Wire) -> None:
+        """See Speaker."""
+        if wire is self._fresh:
+            self._fresh = None
+        elif wire is self._wire:
+            self._wire = None
+        else:
+            return
+        if self.alive and self._wire is None and self._fresh is None:
+            pause = _PAUSES_SECONDS[min(self._attempt, len(_PAUSES_SECONDS) - 1)]
+            self._attempt += 1
+            asyncio.get_running_loop().call_later(pause * random.uniform(0.5, 1.0), self.start)
+
+    def _report(self, message: Mapping[str, Any]) -> None:
+        self._report_frame(lambda number: encode({**message, "n": number}))
+
+    def _report_frame(self, frame: Callable[[int], bytes]) -> None:
+        self._number += 1
+        data = frame(self._number)
+        self._unacknowledged.append((self._number, data))
+        if self._wire is not None:
+            self._wire.write(data)
+
+    def _say(self, slot: int, message: dict[str, Any]) -> None:
+        self._said.setdefault(slot, {})[message["t"]] = message
+        incarnation = self._incarnations[slot]
+        self._report({"t": "member", "slot": slot, "incarnation": incarnation, "m": message})
+
+    # What the coordinator says.
+
+    def took(self, wire: Wire, message: dict[str, Any]) -> None:
+        """See Speaker."""
+        kind = message["t"]
+        if kind == "welcome":
+            self._welcome(wire, message)
+        if wire is not self._wire:
+            return  # of the connection that was left, or a refusal
+        if "o" in message:
+            if message["o"] <= self._ordered:
+                return
+            self._ordered = message["o"]
+        if kind == "ack":
+            self._heard_at = float(message["beat"])
+            self._acknowledge(int(message["n"]))
+        elif kind == "start":
+            for slot, incarnation in message["slots"].items():
+                self._incarnations[int(slot)] = int(incarnation)
+                self._say(int(slot), {"t": "hello", "pid": os.getpid()})
+        elif kind == "record":
+            self._record(message["record"])
+        elif kind == "close":
+            self._close(int(message["epoch"]))
+        elif kind == "stop":
+            self.kill()
+
+    def join(self) -> dict[str, Any]:
+        """See Speaker."""
+        return {
+            "t": "join",
+            "node": self.node,
+            "boot": f"{os.getpid()}.{self.node}",
+            "host": f"10.{self.node >> 16}.{self.node >> 8 & 255}.{self.node & 255}",
+            "vault_port": 30000 + self.node * 7 % 20000,
+            "nproc": self._cluster.nproc,
+            "domain": f"rack{self.node // 32}",
+            "hostname": f"host{self.node}",
+            "members": {str(s): i for s, i in self._incarnations.items()},
+            "incarnations": {str(s): i for s, i in self._incarnations.items()},
+            "epoch": self._told,
+            "told": self._told,
+            "closed": self._closed,
+            "restored": {str(slot): self._told for slot in self._incarnations},
+            "memory_bytes": _MEMORY_BYTES,
+            "term": self._term,
+            "facts": _FACTS,
+            "of": self._boot,
+            "o": self._ordered,
+        }
+
+    def _welcome(self, wire: Wire, message: Mapping[str, Any]) -> None:
+        before, self._wire, self._fresh = self._wire, wire, None
+        if before is not None:
+            self._cluster.second_connections += 1
+            before.abort()
+        self._attempt, self._term = 0, int(message["term"])
+        self._heard_at = time.monotonic()
+        self.beat_seconds = float(message["beat_seconds"])
+        self._acknowledge(int(message["seen"]))
+        for _, data in self._unacknowledged:
+            wire.write(data)
+        if message["boot"] != self._boot:
+            first, self._boot, self._ordered = not self._boot, str(message["boot"]), 0
+            if not first:
+                moment = random.uniform(0, float(message["repeat_seconds"]))
+                asyncio.get_running_loop().call_later(moment, self._repeat)
+        if message["record"] is not None:
+            self._record(message["record"])
+        if 0 < self._told <= int(message["closed"]):
+            self._close(int(message["closed"]))
+        self._cluster.term = max(self._cluster.term, self._term)
+        self._cluster.moments.note("welcome", self._term)
+        if not self._beating:
+            self._beating = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(random.uniform(0, self.beat_seconds), self._beat)
+
+    def _repeat(self) -> None:
+        for slot, said in self._said.items():
+            for one in list(said.values()):
+                self._say(slot, one)
+
+    def _acknowledge(self, number: int) -> None:
+        while self._unacknowledged and self._unacknowledged[0][0] <= number:
+            self._unacknowledged.popleft()
+        while self._steps and self._steps[0][0] <= number:
+            self.acknowledged_step = self._steps.popleft()[1]
+
+    def _record(self, parts: Mapping[str, Any]) -> None:
+        record = self._cluster.take(parts)
+        self._cluster.moments.note("record", record.epoch)
+        self._told = record.epoch
+        for slot, incarnation in self._incarnations.items():
+            role = self.role(slot)
+            if role is None:
+                self._say(slot, {"t": "warm"})
+                continue
+            if (slot, incarnation) not in self._registered:
+                self._registered.add((slot, incarnation))
+                layout = self._cluster.layout(role).to_dict()
+                self._say(slot, {"t": "registered", "layout": layout})
+            restored = record.restore.generation.to_list()
+            self._say(slot, {"t": "restored", "epoch": record.epoch, "generation": restored})
+
+    def role(self, slot: int) -> int | None:
+        """Which one its member in this slot plays, by the newest record."""
+        return self._cluster.seats.role_by_place.get((self.node, slot))
+
+    def _close(self, epoch: int) -> None:
+        self._cluster.moments.note("close", epoch)
+        self._closed = epoch
+        start = (
+            f'{{"t":"inventory","epoch":{epoch},"inventory":{self._cluster.inventory(self.node)}'
+        )
+        self._report_frame(lambda number: _frame(f'{start},"n":{number}}}'))
+
+    def _beat(self) -> None:
+        if not self.alive:
+            return
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.beat_seconds, self._beat)
+        cluster, now = self._cluster, time.monotonic()
+        if self._wire is None:
+            return
+        if not self.in_touch and self._fresh is None:
+            self.start()
+        said = f'"b":{now},"o":{self._ordered},"t":"beat"'
+        self._wire.write(_frame(f"{{{said},{self._beat_of(cluster.iteration)}}}"))
+        cluster.beats += 1
+
+    def _beat_of(self, iteration: int) -> str:
+        """What members and vault say in a beat; made once for each iteration."""
+        if self._said_in_beats[0] == iteration:
+            return self._said_in_beats[1]
+        members = {
+            str(slot): {
+                "incarnation": incarnation,
+                "t": "beat",
+                "section": "step",
+                "iteration": iteration,
+                "waiting": ["data-parallel", "all_reduce", iteration * 12 + slot],
+                "progress": iteration,
+            }
+            for slot, incarnation in self._incarnations.items()
+        }
+        nproc = self._cluster.nproc
+        committed = {
+            str(self.node * nproc + slot): f"1:{iteration}@step" for slot in range(2 * nproc)
+        }
+        vault = {"committed": committed, "bytes": _SHARD_BYTES, "shipped": iteration}
+        text = json.dumps({"members": members, "vault": vault}, separators=(",", ":"))[1:-1]
+        if self._incarnations:
+            self._said_in_beats = iteration, text
+        return text
+
+    def step(self, iteration: int) -> None:
+        """Report a step, as one role of the run does, and its line for people."""
+        loss = {"loss": float(iteration).hex(), "samples": 1024, "skipped": False}
+        self._event(Kind.STEP, 0, iteration, loss)
+        self._steps.append((self._number, iteration))
+        self._event(Kind.LOG, 0, iteration, {"level": "info", "text": _LINE_OF_MEGATRON})
+
+    def tell(self, iteration: int) -> None:
+        """Report what is routine for each role in an iteration."""
+        world_size = self._cluster.world_size
+        for slot in self._incarnations:
+            role = self.role(slot)
+            if role is None:
+                continue
+            facts = {"lineage": self._told, "boundary": "step"}
+            if is_told(role, iteration, world_size):
+                self._event(Kind.SEALED, role, iteration, {**facts, "parts": ["optimizer"]})
+                ship = {"ship_seconds": 1.2, "window_seconds": 6.5}
+                sent = {**facts, "released": False, "bytes": _SHARD_BYTES, **ship}
+                self._event(Kind.COMMITTED, role, iteration, sent)
+            # The worst case: each role waits in each iteration.
+            waited = {"seconds": 0.012345678, "over": True, "lineage": self._told}
+            self._event(Kind.GATE_WAIT, role, iteration, waited)
+
+    def _event(self, kind: Kind, role: int | None, iteration: int, data: Mapping[str, Any]) -> None:
+        event = Event(kind, self._told, self.node, role, iteration, data=data)
+        self._report({"t": "event", "event": event.to_dict()})

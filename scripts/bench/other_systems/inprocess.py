@@ -1,0 +1,130 @@
+"""The bench's training under nvidia-resiliency-ext's in-process restart, with one warm spare.
+
+    python -m other_systems.inprocess RANKS [--as-shipped] ARGUMENTS OF rank.py
+
+Starts RANKS + 1 processes, forked from one that has imported everything. On gloo: the package's
+abort ends NCCL communicators only, so ranks that wait for a dead one's neighbours never leave their
+collectives. Unless ``--as-shipped`` is given an abort is added that closes the connections between
+the ranks, which is what the one for NCCL amounts to.
+"""
+
+import datetime
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from common.plain_ranks import free_port
+from nvidia_resiliency_ext import inprocess
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.trainer.megatron_api import parallel_state
+from other_systems.rank import parse, train
+
+_AS_SHIPPED = "--as-shipped"
+
+
+class CloseConnections(inprocess.abort.Abort):
+    """Shuts down this process's connections to other ranks, so that gloo's operations end.
+
+    All TCP connections but those to the store that the restart itself is agreed through.
+    """
+
+    def __init__(self, kept_port: int) -> None:
+        self._kept_port = kept_port
+
+    def __call__(self, state: inprocess.state.FrozenState) -> inprocess.state.FrozenState:
+        for entry in list(Path("/proc/self/fd").iterdir()):
+            try:
+                if stat.S_ISSOCK(entry.stat().st_mode):
+                    self._shut_down(int(entry.name))
+            except OSError:
+                continue  # closed meanwhile, or not connected
+        return state
+
+    def _shut_down(self, number: int) -> None:
+        with socket.socket(fileno=os.dup(number)) as connection:
+            if connection.family not in (socket.AF_INET, socket.AF_INET6):
+                return
+            ports = connection.getsockname()[1], connection.getpeername()[1]
+            if self._kept_port not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], None]:
+    """The training as the package wants it: called again in every surviving process.
+
+    Everything else is left at the package's defaults. It looks at the annotations of what it
+    wraps, which therefore are classes, and neither text nor generic.
+    """
+    abort = inprocess.abort.AbortTorchDistributed()
+    if own_abort:
+        # The last one is applied first.
+        abort = inprocess.Compose(abort, CloseConnections(port))
+
+    @inprocess.Wrapper(
+        store_kwargs={"port": port},
+        abort=abort,
+        rank_assignment=inprocess.Compose(
+            inprocess.rank_assignment.MaxActiveWorldSize(ranks),
+            inprocess.rank_assignment.FillGaps(),
+        ),
+    )
+    def run(arguments: list, call_wrapper: inprocess.CallWrapper | None = None) -> None:
+        assert call_wrapper is not None
+        namespace, config = parse(arguments)
+        parallel_state.destroy_model_parallel()
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=os.environ["RANK"] == "0",
+            multi_tenant=True,
+        )
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(str(call_wrapper.iteration), store),
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=datetime.timedelta(minutes=10),
+        )
+        train(namespace, config)
+        dist.destroy_process_group()
+
+    return run
+
+
+def main(argv: list[str]) -> int:
+    """Fork the ranks and wait for them: one may be killed, all others must end well."""
+    ranks, arguments = int(argv[0]), argv[1:]
+    own_abort = _AS_SHIPPED not in arguments
+    arguments = [argument for argument in arguments if argument != _AS_SHIPPED]
+    store_port = free_port()
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks + 1)
+    )
+    children = []
+    for rank in range(ranks + 1):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            failpoints.load()
+            status = 1
+            try:
+                wrapped(ranks, own_abort, store_port)(arguments)
+                status = 0
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        children.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    bad = [status for status in statuses if status not in (0, -signal.SIGKILL)]
+    return 1 if bad or statuses.count(-signal.SIGKILL) > 1 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

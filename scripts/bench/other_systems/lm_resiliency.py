@@ -1,0 +1,61 @@
+"""Keeping the state of the bench's training by lm-resiliency: copies in the memory of a peer.
+
+By its integration for Megatron, which hooks optimizer and schedule; its checkpointing only, the
+detection of faulty devices is left off. Restarts are torchrun's, as the package wants them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lm_resiliency import InMemoryCkptConfig
+from lm_resiliency.integrations.megatron import enable_megatron_resiliency
+
+from deadpool_megatron.trainer.loop import TrainingLoop
+from other_systems.keepers import Keeper
+
+
+class ReplicaKeeper(Keeper):
+    """A copy on this rank and one on its neighbour after every ``every`` steps.
+
+    Made, it has brought ``loop`` to what a process before left behind. Collective.
+    """
+
+    def __init__(self, loop: TrainingLoop, folder: Path, every: int) -> None:
+        self._loop = loop
+        self._handle = enable_megatron_resiliency(
+            model=loop.model_chunks,
+            optimizer=loop.optimizer,
+            opt_param_scheduler=loop.scheduler,
+            interval=every,
+            enable_detection=False,
+            ckpt_config=InMemoryCkptConfig(
+                replication_jump=1,
+                disk_flush_interval=0,
+                disk_folder=str(folder),
+                verify_integrity=True,
+                pin_memory=False,
+            ),
+            device=torch.device("cpu"),
+            extra_state_fn=self._extra,
+            load_extra_state_fn=self._put_back,
+        )
+
+    def finish(self) -> None:
+        self._handle.close()
+
+    def _extra(self) -> dict[str, Any]:
+        """What the package does not know of. It asks inside the step, before the loop counts it."""
+        counters = dict(self._loop.counters)
+        counters["iteration"] += 1
+        counters["consumed_train_samples"] += self._loop.config.global_batch_size
+        return {"counters": counters, "scheduler": self._loop.scheduler.state_dict()}
+
+    def _put_back(self, extra: dict[str, Any]) -> None:
+        self._loop.counters.update(extra["counters"])
+        # The schedule adds the loaded number of steps to the one it has.
+        self._loop.scheduler.num_steps = 0
+        self._loop.scheduler.load_state_dict(extra["scheduler"])
+        self._loop.reset_after_interrupt()

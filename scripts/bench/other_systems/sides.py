@@ -1,0 +1,213 @@
+"""The sides of the bench ``peers``: how each is started, struck and read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.machine import marked_processes
+from common.struck import AFTER, BEFORE, NODES, run_protected, training_arguments
+from common.trainings import WARM_UP, BenchError, Measured, run_plain, watch
+
+from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+from other_systems.environments import python_of
+from other_systems.outcomes import OutcomeError, StepReport, cause_in, parse_reports
+
+_BENCH = Path(__file__).parents[1]
+# A variable of its own: those that a peer starts in sessions of their own carry it too.
+_MARK = "DEADPOOL_BENCH_PEER"
+# Longer than the longest limit of a peer, the 120 s of the in-process restart's barrier.
+_SILENCE_SECONDS = 180.0
+_LEFTOVER_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to survive. ``start``: torchrun, inprocess or deadpool; ``peer``: of what package.
+
+    ``keeper``: as for rank.py, for deadpool what is killed. ``only_named``: why it is not
+    measured unless it is named; empty for all that are.
+    """
+
+    what: str
+    start: str
+    keeper: str
+    every: int = 1
+    peer: str = ""
+    flags: tuple[str, ...] = ()
+    only_named: str = ""
+
+
+_DCP = "torchrun --max-restarts, torch.distributed.checkpoint"
+_NVRX = "nvidia-resiliency-ext in-process restart with a warm spare, dcp.save each 10 steps"
+SIDES: dict[str, Side] = {
+    "torchrun-sync-1": Side(f"{_DCP}.save each step", "torchrun", "dcp"),
+    "torchrun-sync-10": Side(f"{_DCP}.save each 10 steps", "torchrun", "dcp", 10),
+    "torchrun-async-1": Side(f"{_DCP}.async_save each step", "torchrun", "dcp-async"),
+    "torchrun-async-10": Side(f"{_DCP}.async_save each 10 steps", "torchrun", "dcp-async", 10),
+    "nvrx-inprocess-10": Side(
+        f"{_NVRX}; an abort for gloo is added, its own covers NCCL only",
+        "inprocess",
+        "dcp",
+        10,
+        peer="nvidia-resiliency-ext",
+    ),
+    "nvrx-inprocess-10-as-shipped": Side(
+        f"{_NVRX}; as shipped",
+        "inprocess",
+        "dcp",
+        10,
+        peer="nvidia-resiliency-ext",
+        flags=("--as-shipped",),
+        only_named="its abort covers NCCL only: on gloo a rank stays in its collective, and no step"
+        " ended within 180 s of the kill. Name it with --side to see that",
+    ),
+    "lm-resiliency-1": Side(
+        "torchrun --max-restarts, lm-resiliency copies to a peer's memory each step; its own"
+        " rendezvous, which agrees on one step for all ranks, cannot be loaded by this torch",
+        "torchrun",
+        "lm-resiliency",
+        peer="lm-resiliency",
+    ),
+    "deadpool-node": Side("deadpool, buddy; a node is killed", "deadpool", "node"),
+    "deadpool-process": Side("deadpool, buddy; a process is killed", "deadpool", "self"),
+}
+
+
+@dataclass
+class Run:
+    """One run to its end: what was measured before the kill, every reported step, final states.
+
+    ``recomputed``: None where steps that are computed again are reported again.
+    """
+
+    measured: Measured
+    reports: list[StepReport]
+    hashes: list[str]
+    killed_at: float | None = None
+    recomputed: int | None = None
+
+
+def iterations(steps: int) -> int:
+    """Steps of a whole run, of which ``steps`` are measured."""
+    return WARM_UP + 1 + steps + BEFORE + AFTER
+
+
+def run_undisturbed(name: str, steps: int, base: Path) -> Run:
+    """The training on stock gloo that nothing strikes and nothing protects."""
+    facts = base / f"{uuid.uuid4().hex}.json"
+    training = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
+    measured = run_plain(training, NODES, steps, base, BEFORE + AFTER)
+    found = json.loads(facts.read_text())
+    # It prints no times, and nothing asks for those of an undisturbed run.
+    reports = [StepReport(s["iteration"], s["loss"], 0.0) for s in found["steps"]]
+    return Run(measured, reports, found["hashes"])
+
+
+def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) -> Run:
+    """One struck run. Raises BenchError or OutcomeError when it did not end as it should."""
+    if side.start == "deadpool":
+        return _run_deadpool(side, name, steps, base)
+    python = str(python_of(environments, side.peer)) if side.peer else sys.executable
+    directory = base / uuid.uuid4().hex
+    directory.mkdir()
+    reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
+    reports.touch()
+    plan.write_text(json.dumps([_fault(steps)]))
+    command = [
+        *_start(side, python, directory),
+        *("--keeper", side.keeper, "--every", str(side.every), "--folder", str(directory / "kept")),
+        *("--reports", str(reports), "--facts", str(facts)),
+        *training_arguments(name, iterations(steps)),
+    ]
+    mark = uuid.uuid4().hex
+    variables = {
+        _MARK: mark,
+        FAULTS_VARIABLE: str(plan),
+        # Where the modules are that it starts.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_BENCH), os.environ.get("PYTHONPATH")))),
+        # Without it the second start of the workers finds the keys of the first, and gloo fails.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    log = directory / "log"
+    with open(reports) as lines:
+
+        def new_steps() -> int:
+            return sum(1 for _ in lines)
+
+        try:
+            measured = watch(
+                command, log, steps, new_steps, variables, BEFORE + AFTER, _SILENCE_SECONDS
+            )
+        except BenchError as error:
+            # The end of a launcher's output tells which rank failed, and seldom why.
+            summary = str(error).partition(";")[0]
+            raise BenchError(f"{summary}; {cause_in(log.read_text(errors='replace'))}") from error
+        finally:
+            end_leftovers(mark)
+    struck = Path(f"{plan}.fired") / str(_fault(steps)["id"])
+    if not struck.exists():
+        raise OutcomeError(f"nothing was killed; {cause_in(log.read_text(errors='replace'))}")
+    with open(reports) as lines:
+        found = parse_reports(lines)
+    hashes = json.loads(facts.read_text())["hashes"]
+    return Run(measured, found, hashes, struck.stat().st_mtime)
+
+
+def _fault(steps: int) -> dict[str, object]:
+    """The same as in common/struck.py: role 1 dies in a backward pass."""
+    return {
+        "id": "strike",
+        "point": "backward",
+        "match": {"role": 1, "iteration": iterations(steps) - AFTER},
+    }
+
+
+def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
+    if side.start == "inprocess":
+        return [python, "-m", "other_systems.inprocess", str(NODES), *side.flags]
+    return [
+        *(python, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(NODES), "--max-restarts", "1"),
+        # Where it puts folders that it does not remove.
+        *("--log-dir", str(directory / "torchrun")),
+        *("-m", "other_systems.rank"),
+    ]
+
+
+def _run_deadpool(side: Side, name: str, steps: int, base: Path) -> Run:
+    flags = ["--deadpool-protection", "buddy"]
+    protected = run_protected(name, flags, steps, base, side.keeper)
+    result = protected.result
+    assert result is not None
+    struck = result.directory.with_suffix(".faults.json.fired") / "strike"
+    return Run(
+        protected.measured,
+        [StepReport(s.step.iteration, s.step.loss or "", s.wall_seconds) for s in protected.steps],
+        [result.roles[role].sha256 for role in sorted(result.roles)],
+        struck.stat().st_mtime,
+        result.recoveries[0].steps_recomputed,
+    )
+
+
+def end_leftovers(mark: str) -> None:
+    """Give what a peer started a moment to end, then kill it."""
+    deadline = time.monotonic() + _LEFTOVER_SECONDS
+    while any(_living(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in _living(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _living(mark: str) -> Iterator[int]:
+    return marked_processes(mark, _MARK)
