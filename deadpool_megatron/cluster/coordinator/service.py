@@ -164,8 +164,8 @@ class Coordinator:
             living.cancel()
             self._sign.close()
             self._stepper.close()
-            for task in self._tasks:
-                task.cancel()
+            for spawned in self._tasks:
+                spawned.cancel()
             door.close()
             self._files.close(self._settings.close_seconds)
         assert self._exit_status is not None
