@@ -27,7 +27,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks import hashing
+from deadpool_megatron.hooks.generations import hashing
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
