@@ -159,8 +159,9 @@ def test_coordinator_that_was_held_up_steps_down(tmp_path: Path, measured: Measu
         assert cluster.term().number == 2
         assert cluster.epoch() == 1
         assert cluster.events(Kind.NODE_LOST) == []
-        log = cluster.run.log(f"node{node}-standby").read_text()
-        assert "coordinator of term 1 steps down" in log
+        log = cluster.run.log(f"node{node}-standby")
+        cluster.wait_for("its last words", log.exists)
+        assert "coordinator of term 1 steps down" in log.read_text()
         assert not [e for e in cluster.first_term() if e.wall_seconds > woken]
         assert cluster.finish()["recoveries"] == []
         measured(
