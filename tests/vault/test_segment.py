@@ -135,7 +135,7 @@ def examine(directory: Path) -> set[tuple[Generation, str]]:
 @pytest.mark.parametrize(
     ("name", "life"), [(own_name(3, SEAT), own_life), (copy_name(3), copy_life)]
 )
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(lives=st.integers(0, 170))
 def test_killed_at_any_store(
     tmp_path_factory: pytest.TempPathFactory,
