@@ -260,24 +260,6 @@ def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
     assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
 
 
-def test_no_spare_dumps_and_resume_goes_on(tmp_path: Path) -> None:
-    options = ("--deadpool-spare-timeout", "0.3")
-    with Run(tmp_path / "first", "--step-seconds", "0.03", spares=0, options=options) as run:
-        run.wait_iteration(5)
-        assert deadpool("kill", str(run.run.path), "--node", "0").returncode == 0
-        stopped = run.wait_end(75)
-    reached = stopped["iterations"]
-    assert reached >= 5
-    end = reached + 10
-    assert read_json(run.run.latest)["kind"] == "dump"
-    again = ("--resume", str(tmp_path / "first"))
-    with Run(tmp_path / "second", "--iterations", str(end), spares=0, options=again) as run:
-        final = run.wait_end()
-    assert final["steps"][0]["iteration"] in (reached, reached + 1)
-    assert final["steps"][-1]["iteration"] == end
-    assert final["roles"]["0"]["sha256"] == expected_sha256(0, end)
-
-
 def test_all_copies_lost_goes_back_to_the_durable_checkpoint(tmp_path: Path) -> None:
     with Run(
         tmp_path / "r",

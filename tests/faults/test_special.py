@@ -136,6 +136,7 @@ def test_node_dies_while_its_vault_ships(tmp_path: Path) -> None:
     assert recomputed(outcome) <= [1]
 
 
+@FULL
 def test_stopped_member_is_replaced_and_fenced(tmp_path: Path) -> None:
     plan = [
         fault(
