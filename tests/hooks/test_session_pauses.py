@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,7 @@ from deadpool_megatron.hooks import saving
 from deadpool_megatron.hooks.pausing import PausePoint
 from deadpool_megatron.hooks.saving import DurableSaves
 from deadpool_megatron.layout.records import Generation
-from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig, drained, session
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
-    with session(monkeypatch, tmp_path) as made:
-        yield made
-
+from tests.hooks.session_rig import ELSEWHERE, SECONDS, Rig, drained
 
 # The planned pause.
 

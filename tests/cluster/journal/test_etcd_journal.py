@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -28,13 +27,6 @@ from tests.waiting import wait_for
 from tests.wire import certificates
 
 SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    yield server
-    server.kill()
 
 
 def client(*ports: int, seconds: float = SECONDS) -> EtcdClient:
