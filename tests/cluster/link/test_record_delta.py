@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.link.record_delta import RecordKeeper, RecordTeller
-from deadpool_megatron.layout.deltas import NotTheBase, apply, change, for_node
+from deadpool_megatron.cluster.link.record_delta import (
+    NotTheBase,
+    RecordKeeper,
+    RecordTeller,
+    apply,
+    change,
+)
 from deadpool_megatron.layout.records import (
     Decoding,
     EpochRecord,
@@ -63,6 +68,17 @@ plans = st.builds(
     ).map(tuple),
     st.integers(1, 9),
 )
+
+
+def for_node(record: EpochRecord, node: int) -> EpochRecord:
+    """The record as this node needs it: with the sources of the roles it plays only."""
+    mine = {role for role, seat in record.seats.items() if seat.node == node}
+    restore = replace(
+        record.restore,
+        sources={r: found for r, found in record.restore.sources.items() if r in mine},
+        recipes={r: recipe for r, recipe in record.restore.recipes.items() if r in mine},
+    )
+    return replace(record, restore=restore)
 
 
 def with_recipes(restore: Restore, chosen: dict[int, Recipe]) -> Restore:
