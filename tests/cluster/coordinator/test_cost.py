@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import stepping
+from deadpool_megatron.cluster.coordinator.stepping import goes_far
 from deadpool_megatron.cluster.machine import actions as act
-from deadpool_megatron.cluster.machine import cost
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.cost import goes_far
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
@@ -35,7 +35,7 @@ class Watched(Machine):
 
 @pytest.fixture(autouse=True)
 def every_run_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_MANY_ROLES", 1)
+    monkeypatch.setattr(stepping, "_MANY_ROLES", 1)
 
 
 def watched(**more: Any) -> tuple[Rig, Watched]:
@@ -72,6 +72,6 @@ def test_a_drain_and_a_second_loss_go_far() -> None:
 
 
 def test_a_small_run_does_nothing_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_MANY_ROLES", 1024)
+    monkeypatch.setattr(stepping, "_MANY_ROLES", 1024)
     rig = Rig(nodes=2, spares=1)
     assert not goes_far(rig.state, ev.NodeLost(1, "gone"), rig.now)
