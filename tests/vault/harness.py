@@ -31,8 +31,8 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.client import RestoredParts, VaultClient
 from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.vault.member.client import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
 from tests import forks
 
