@@ -213,7 +213,7 @@ def _record(seen: Trained, *, exact: bool) -> None:
     """Have this rank note what it trains, and load checkpoints exactly, if wanted."""
     from megatron.training import training
 
-    from deadpool_megatron.hooks.pretraining.exact_load import load_exactly
+    from deadpool_megatron.hooks.pretraining.checkpoints.exact_load import load_exactly
 
     step, train, load = training.train_step, training.train, training.load_checkpoint
     fork = os.fork
@@ -267,7 +267,7 @@ def _hashes(models: list[Any], optimizer: Any) -> tuple[str, dict[str, str]]:
 
 
 def _state(models: list[Any], optimizer: Any) -> Iterator[Any]:
-    from deadpool_megatron.hooks.optimizer import inner_optimizers
+    from deadpool_megatron.hooks.generations.optimizer import inner_optimizers
 
     for model in models:
         yield from model.parameters()

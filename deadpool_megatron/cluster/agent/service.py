@@ -39,10 +39,10 @@ from deadpool_megatron.cluster.agent.members.members import (
 from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.members.stacks import LastStacks
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
-from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
+from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.shortage import patiently

@@ -13,7 +13,7 @@ import zfec
 
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityPlacement, is_parity_role
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement, is_parity_role
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -1,0 +1,102 @@
+"""The newest iteration, as far as train() has to know it to be entered again behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.pretraining.iterations import values
+
+# Positions in what train_step() answers in 0.16.
+LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5
+# Of Megatron's arguments: what an iteration changes.
+POSITIONS = ("consumed_train_samples", "skipped_train_samples")
+
+
+class Newest:
+    """What ``train_step()`` answered in the newest iteration, and what was there before it.
+
+    Kept as JSON, exactly, because it travels with the generation. ``operations``: Megatron's count
+    of floating-point operations, which train() keeps in a local variable.
+    """
+
+    def __init__(self, operations: float) -> None:
+        self.operations = operations
+        self._answer: Any = None
+        self._before: dict[str, Any] = {}
+        # Sums of the log as training_log() found them.
+        self._sums: Any = values.encode({})
+        # Sums that Megatron keeps elsewhere, and empties when it logs them.
+        self._loss_sums: Any = values.encode({})
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an answer; not at the start and after a load of a checkpoint."""
+        return self._answer is not None
+
+    @property
+    def skipped(self) -> int:
+        """Whether the update was skipped, as train_step() answers it."""
+        return int(self._answer["tuple"][SKIPPED])
+
+    @property
+    def positions_before(self) -> dict[str, Any]:
+        """:data:`POSITIONS` before the iteration, as far as they are known."""
+        return {name: self._before[name] for name in POSITIONS if name in self._before}
+
+    @property
+    def operations_before(self) -> float:
+        """:attr:`operations` before the iteration."""
+        return float(self._before.get("operations", self.operations))
+
+    def begin(self, args: Any, gathers_ahead: bool) -> None:
+        """An iteration is about to be trained. ``gathers_ahead``: parameters are gathered by the
+        forward pass that needs them (--overlap-param-gather, after the first update)."""
+        self._before = {name: getattr(args, name) for name in POSITIONS}
+        self._before.update(operations=self.operations, gathers_ahead=gathers_ahead)
+
+    def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
+        """It is trained. ``sums``: of the log, not yet with this iteration."""
+        self._answer, self._sums = values.encode(answer), values.encode(dict(sums))
+        self._loss_sums = values.encode(extras.capture_loss_sums())
+
+    def replay(self, device: torch.device) -> tuple[Any, ...]:
+        """The answer, for train() to go on behind it.
+
+        After the first iteration it trains, train() has parameters gathered ahead, unless the
+        update was skipped. Where that had begun before a skipped one, it must begin here: the
+        truth is in :attr:`skipped`.
+        """
+        answer = list(values.decode(self._answer, device))
+        if self._before["gathers_ahead"]:
+            answer[SKIPPED] = 0
+        return tuple(answer)
+
+    def sums(self, device: torch.device) -> dict[str, Any]:
+        """Sums of the log as training_log() has to find them for this iteration."""
+        found: dict[str, Any] = values.decode(self._sums, device)
+        return found
+
+    def put_back_loss_sums(self, device: torch.device) -> None:
+        """Those of auxiliary losses, as training_log() has to find them: a generation of after an
+        evaluation holds what it has left of them."""
+        extras.restore_loss_sums(values.decode(self._loss_sums, device))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "answer": self._answer,
+            "before": self._before,
+            "sums": self._sums,
+            "loss_sums": self._loss_sums,
+            "operations": self.operations,
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Inverse of :meth:`to_dict`, in place."""
+        self._answer, self._before = kept["answer"], dict(kept["before"])
+        self._sums, self.operations = kept["sums"], kept["operations"]
+        self._loss_sums = kept["loss_sums"]

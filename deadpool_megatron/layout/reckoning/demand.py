@@ -1,0 +1,211 @@
+"""What a plan of protection asks of each node: memory, network, and which losses it cannot bear.
+
+Pure. Reckoned with the code that places copies and parity blocks in a run, from the layouts that
+members have registered. Memory is that of the files in /dev/shm, headers and all; buffers of
+processes are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
+from deadpool_megatron.layout.places.parity import ParityPlacement
+from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who sits where. ``seats``: role -> node; ``domains``: of each live node, spares too;
+    ``survived``: lost nodes that any plan but ``local`` has to bear (r). ``roomy``: memory counts
+    with what a node needs while it takes over the roles of another one."""
+
+    layouts: Mapping[int, RoleLayout]
+    seats: Mapping[int, int]
+    domains: Mapping[int, str]
+    spares: Collection[int]
+    survived: int
+    roomy: bool = False
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Of one plan. By node: ``memory`` (bytes of all slots: own, copies, parity blocks), ``out``
+    and ``into`` (bytes sent and received for one generation). ``fatal_sets``: how many sets of one
+    node more than is survived lose state; those that are fatal for two reasons may count twice.
+    ``fatal_domains``: failure domains whose loss as a whole loses state.
+    """
+
+    memory: Mapping[int, int]
+    out: Mapping[int, int]
+    into: Mapping[int, int]
+    fatal_sets: int
+    fatal_domains: frozenset[str]
+
+    @property
+    def largest_ship_bytes(self) -> int:
+        """What the busiest node sends or receives; links work in both directions at once."""
+        return max((*self.out.values(), *self.into.values()), default=0)
+
+    @property
+    def largest_memory_bytes(self) -> int:
+        """Of the fullest node."""
+        return max(self.memory.values(), default=0)
+
+
+def demand(plan: ProtectionPlan, scene: Scene) -> Demand:
+    """See :class:`Demand`. Recompute counts as what its generations with a whole copy need."""
+    reckoning = _reckoned(plan, scene)
+    memory = _memory(reckoning, plan, scene)
+    return Demand(memory, dict(reckoning.out), dict(reckoning.into), *reckoning.risk())
+
+
+def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    """Return :attr:`Demand.memory` alone, which takes less time to reckon."""
+    return _memory(_reckoned(plan, scene), plan, scene)
+
+
+def _memory(reckoning: _Reckoning, plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    if not scene.roomy:
+        return dict(reckoning.memory)
+    return reckoning.with_room(_reckoned(plan, _after_a_swap(scene)).most_kept())
+
+
+def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
+    survived = 0 if Kind.LOCAL in plan.kinds else scene.survived
+    reckoning = _Reckoning(plan, scene, survived)
+    for role, layout in scene.layouts.items():
+        if role in scene.seats:
+            reckoning.add_role(role, layout)
+    reckoning.add_parity()
+    return reckoning
+
+
+def _after_a_swap(scene: Scene) -> Scene:
+    """A spare has taken over the roles of a node, if there is one: fewer nodes keep as much."""
+    if not scene.spares or not scene.seats:
+        return scene
+    lost, spare = min(scene.seats.values()), min(scene.spares)
+    return replace(
+        scene,
+        seats={role: spare if node == lost else node for role, node in scene.seats.items()},
+        domains={node: domain for node, domain in scene.domains.items() if node != lost},
+        spares=[node for node in scene.spares if node != spare],
+    )
+
+
+class _Reckoning:
+    def __init__(self, plan: ProtectionPlan, scene: Scene, survived: int) -> None:
+        self._plan = plan
+        self._scene = scene
+        self._survived = survived
+        self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
+        self._parity = None
+        if Kind.PARITY in plan.kinds:
+            self._parity = ParityPlacement(
+                scene.seats, scene.domains, scene.spares, plan, scene.survived
+            )
+        nodes = scene.domains
+        self.memory = Counter(dict.fromkeys(nodes, 0))
+        self._own = Counter[int]()
+        self.out = Counter(dict.fromkeys(nodes, 0))
+        self.into = Counter(dict.fromkeys(nodes, 0))
+        # Sets of nodes, each with state that the loss of all but so many of them loses.
+        self._holding: set[tuple[frozenset[int], int]] = set()
+
+    def add_role(self, role: int, layout: RoleLayout) -> None:
+        """The own slots, and the copies that other nodes hold."""
+        node = self._scene.seats[role]
+        own = own_bytes(layout)
+        self.memory[node] += own
+        self._own[node] += own
+        shards = layout.shard_parts
+        sizes = [
+            part.nbytes
+            for part in layout.parts
+            if part.name not in shards or self._is_copied(role, part)
+        ]
+        shipped, kept = sum(sizes), copy_bytes(layout, sizes)
+        buddies = self._copies.buddies(role, layout.peers)
+        for buddy in buddies:
+            self.memory[buddy] += kept
+            self.into[buddy] += shipped
+            self.out[node] += shipped
+        self._holding.add((frozenset({node, *buddies}), 1 + len(buddies)))
+
+    def _is_copied(self, role: int, part: PartInfo) -> bool:
+        return not (self._is_coded(role, part) or self._is_covered(role, part))
+
+    def _is_coded(self, role: int, part: PartInfo) -> bool:
+        return (
+            self._parity is not None
+            and not self._is_covered(role, part)
+            and self._parity.codes(role, part.name)
+        )
+
+    def _is_covered(self, role: int, part: PartInfo) -> bool:
+        scene = self._scene
+        return is_covered(part.replicas, role, scene.seats, scene.domains, self._survived)
+
+    def add_parity(self) -> None:
+        """The blocks of each group: as long as its longest part, sent by each of its roles."""
+        groups = () if self._parity is None else self._parity.groups
+        for group in groups:
+            longest: dict[str, int] = {}
+            nodes = []
+            for role in group.roles:
+                layout = self._scene.layouts.get(role)
+                if layout is None:
+                    continue
+                shards = layout.shard_parts
+                coded = [p for p in layout.parts if p.name in shards and self._is_coded(role, p)]
+                sent = sum(part.nbytes for part in coded)
+                for part in coded:
+                    longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
+                if coded:
+                    nodes.append(self._scene.seats[role])
+                for holder in group.holders:
+                    self.out[self._scene.seats[role]] += sent
+                    self.into[holder] += sent
+            if nodes:
+                slots = max(self._scene.layouts[r].slots for r in group.roles)
+                for holder in group.holders:
+                    self.memory[holder] += block_bytes(slots, len(group.roles), longest)
+                holding = frozenset({*nodes, *group.holders})
+                self._holding.add((holding, len(group.holders) + 1))
+
+    def most_kept(self) -> int:
+        """Bytes that the fullest training node has beside its own slots."""
+        own = self._own
+        return max((self.memory[node] - own[node] for node in own), default=0)
+
+    def with_room(self, kept: int) -> dict[int, int]:
+        """One generation of the roles is fetched beside the slots that are made for them. What a
+        spare has kept until then stays in one generation until that has new places, of which the
+        spare, which keeps as much as ``kept`` bytes then, may be one.
+        """
+        own = self._own
+        slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
+        most = max(own.values(), default=0)
+        fetched = -(-most // slots)
+        return {
+            node: nbytes + fetched
+            if node in own
+            else max(nbytes, most + fetched + (nbytes + kept) // slots)
+            for node, nbytes in self.memory.items()
+        }
+
+    def risk(self) -> tuple[int, frozenset[str]]:
+        """Fatal sets, and fatal domains."""
+        domains = self._scene.domains
+        sets, fatal = 0, set[str]()
+        for nodes, together in self._holding:
+            sets += math.comb(len(nodes), together)
+            inside = Counter(domains[node] for node in nodes if node in domains)
+            fatal.update(domain for domain, count in inside.items() if count >= together)
+        return sets, frozenset(fatal)

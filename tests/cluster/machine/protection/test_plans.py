@@ -1,0 +1,196 @@
+"""Changes of the protection in a running job, in the coordinator's state machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.reckoning import choice
+from deadpool_megatron.layout.reckoning.choice import refusal
+from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
+from deadpool_megatron.settings import Settings
+from tests.cluster.machine.rig import Phase, Rig, g, killed
+
+EVERY_THIRD = replace(ProtectionPlan(), every=3)
+
+
+def asked(plan: ProtectionPlan, **settings: object) -> Rig:
+    """Nodes 0 and 1 train, 2 is a spare; another plan is asked for after iteration 7."""
+    rig = Rig(nodes=2, spares=1, **settings).run()
+    rig.steps(7)
+    rig.feed(ev.ProtectionRequested(plan, "a test"))
+    return rig
+
+
+def changed(rig: Rig, iteration: int) -> None:
+    """The pause at ``iteration`` leads to the next epoch, which opens."""
+    rig.feed(*(ev.Paused(*rig.seat(role), rig.record.epoch, iteration) for role in (0, 1)))
+    rig.closed(g(iteration, rig.record.epoch))
+    rig.journal()
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+
+
+def test_a_plan_comes_with_an_epoch_of_its_own_and_nothing_is_lost() -> None:
+    rig = asked(EVERY_THIRD)
+    assert rig.one(act.Pause) == act.Pause(1, 9)
+    assert rig.record.protection.every == 1, "never within an epoch"
+    changed(rig, 9)
+    assert rig.record.protection == EVERY_THIRD
+    assert rig.record.restore.generation == g(9)
+    assert rig.record.cause == "protection becomes buddy; every 3 iterations: a test"
+    (told,) = rig.emitted(Kind.PROTECTION)
+    assert (told.data["old"], told.data["new"]) == ("buddy", "buddy; every 3 iterations")
+    assert (told.data["why"], told.data["most_lost"]) == ("a test", 5)
+    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "once more"))
+    assert not rig.last
+
+
+def test_the_first_epoch_says_what_protects_it() -> None:
+    rig = Rig()
+    rig.run()
+    events = [a for a in rig.log if isinstance(a, act.EmitEvent) and a.kind is Kind.PROTECTION]
+    assert [(e.data["old"], e.data["new"], e.data["survives"]) for e in events] == [
+        ("", "buddy", 1)
+    ]
+
+
+def test_pauses_are_after_protected_iterations_only() -> None:
+    rig = asked(EVERY_THIRD)
+    changed(rig, 9)
+    rig.steps(10)
+    rig.feed(ev.DrainRequested(1))
+    assert rig.one(act.Pause) == act.Pause(2, 12)
+    rig.feed(ev.PauseRefused(*rig.seat(1), 2, 12))
+    assert rig.one(act.Pause) == act.Pause(2, 15)
+    rig.tick(rig.settings.hang_seconds * 2)
+    assert rig.state.phase is Phase.PAUSING, "it takes as many iterations as the cadence says"
+    rig.tick(rig.settings.hang_seconds)
+    assert rig.state.phase is Phase.CLOSING
+
+
+def test_a_failure_takes_the_wanted_plan_along() -> None:
+    rig = asked(EVERY_THIRD)
+    rig.feed(killed(rig, 0))
+    assert rig.state.phase is Phase.CLOSING
+    rig.closed(g(8))
+    assert rig.pending.protection == EVERY_THIRD
+
+
+def test_a_plan_asked_for_while_an_epoch_opens_follows_it() -> None:
+    rig = Rig(nodes=2, spares=1)
+    rig.gather()
+    rig.journal()
+    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "early"))
+    assert rig.state.phase is Phase.OPENING
+    rig.restored()
+    assert rig.record.protection.every == 1
+    assert rig.state.phase is Phase.PAUSING
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_next_coordinator_goes_on_with_the_plan_of_the_journal(opened: bool) -> None:
+    rig = asked(EVERY_THIRD)
+    first = rig.record
+    changed(rig, 9)
+    second = rig.record
+    state = rig.machine.resume(second if opened else first, None, rig.now)
+    assert state.protection.plan == (EVERY_THIRD if opened else ProtectionPlan())
+
+
+def test_local_keeps_no_copies_and_can_be_left_again() -> None:
+    rig = Rig(nodes=2, spares=1, protection="local").run()
+    assert rig.record.replicas == 0
+    rig.steps(7)
+    rig.feed(ev.ProtectionRequested(ProtectionPlan(), "safety"))
+    changed(rig, 9)
+    assert rig.record.replicas == 1
+
+
+def test_nothing_is_changed_at_the_end() -> None:
+    rig = asked(ProtectionPlan())
+    rig.feed(ev.UserStop())
+    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "late"))
+    assert rig.one(act.EmitEvent).data["why"] == "the run is ending"
+
+
+RECOMPUTE = Settings(protection="recompute")
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "nodes", "why"),
+    [
+        (EVERY_THIRD, Settings(), 2, ""),
+        (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: attach 1 more"),
+        (EVERY_THIRD, Settings(replicas=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
+        (replace(EVERY_THIRD, every=0), Settings(), 2, "between 1 and 1000"),
+        (uniform("parity", Settings(), 1, 4), Settings(), 3, ""),
+        (uniform("parity", Settings(), 1, 4), Settings(), 2, "needs at least 3 nodes"),
+        (uniform("parity", Settings(), 1, 1), Settings(), 9, "at least 2 roles"),
+        (uniform("local", Settings(), 1, 0), Settings(), 1, ""),
+        (uniform("recompute", Settings(), 1, 0), Settings(), 2, "start the run with"),
+        (uniform("parity", Settings(), 1, 255), Settings(), 300, ""),
+        (
+            uniform("parity", Settings(), 1, 256),
+            Settings(),
+            300,
+            "at most 255 roles beside 1 block, not 256: choose a smaller --group",
+        ),
+        (first_plan(RECOMPUTE), RECOMPUTE, 2, ""),
+        (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
+        (
+            ProtectionPlan(
+                (
+                    Rule("shard1", ANY, Scheme(schemes.Kind.LOCAL)),
+                    Rule(ANY, ANY, Scheme(schemes.Kind.BUDDY)),
+                )
+            ),
+            Settings(),
+            4,
+            "for all parts or for none",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused(
+    plan: ProtectionPlan, settings: Settings, nodes: int, why: str
+) -> None:
+    found = refusal(plan, nodes, settings)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
+    """Two copies were wanted, and a lost spare has left room for one, which goes on."""
+    two = Settings(replicas=2)
+    assert not refusal(EVERY_THIRD, 2, two, ProtectionPlan())
+    parity = uniform("parity", two, 3, 4)
+    assert "needs at least 4 nodes" in refusal(parity, 2, two, ProtectionPlan())
+    rig = Rig(nodes=2, spares=1, replicas=2).run()
+    rig.feed(ev.NodeLost(2, "connection closed"))
+    rig.closed(g(0))
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.ProtectionRequested(EVERY_THIRD, "the network is slow"))
+    assert rig.state.phase is Phase.PAUSING
+
+
+def test_several_blocks_need_the_package_that_computes_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody looks for it at the start of a run that begins with another scheme."""
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    two = Settings(replicas=2)
+    assert "needs the package zfec" in refusal(uniform("parity", two, 1, 4), 9, two)
+    assert not refusal(uniform("parity", Settings(), 1, 4), 9, Settings())
+
+
+def test_refused_plans_change_nothing() -> None:
+    rig = asked(uniform("recompute", Settings(), 1, 0))
+    assert rig.one(act.EmitEvent).kind is Kind.REFUSED
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.state.protection.plan == ProtectionPlan()

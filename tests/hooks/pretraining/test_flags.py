@@ -1,0 +1,409 @@
+"""The flags on Megatron-LM's command line: what they look like, and what they refuse to go with."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import arguments, refusals
+from deadpool_megatron.hooks.pretraining import flags
+from deadpool_megatron.refusals import REFUSED, Refusal
+from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
+from tests.megatron_lm.arguments import small
+from tests.megatron_lm.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.parsing import Answer, Question, ask, in_checkout
+
+ROOT = Path(__file__).parents[3]
+MODEL = [*small(), "--save-interval", "5"]
+
+# For each flag of each row: how a user comes to it.
+EXAMPLES = {
+    "--inprocess-restart": "",
+    "--enable-ft-package": "",
+    "--adlr-autoresume": "",
+    "--error-injection-rate": "1000",
+    "--non-persistent-ckpt-type": "local",
+    "--no-save-optim": "",
+    "--no-save-rng": "",
+    "--ckpt-format": "torch_dcp",
+    "--use-megatron-fsdp": "",
+    "--use-torch-fsdp2": "",
+    "--optimizer": "dist_muon",
+    "--optimizer-cpu-offload": "",
+    "--overlap-param-gather-with-optimizer-step": "",
+    "--fp4-format": "e2m1",
+    "--fp8-recipe": "custom",
+    "--fp4-param-gather": "",
+    "--reuse-grad-buf-for-mxfp8-param-ag": "",
+    "--te-precision-config-file": "precision.yaml",
+    "--experimental-attention-variant": "dsa",
+    "--vision-pretraining": "",
+    "--perform-rl-step": "",
+    "--hybrid-context-parallel": "",
+    "--use-nccl-ub": "",
+    "--symmetric-ar-type": "one_shot",
+    "--transformer-impl": "inference_optimized",
+    "--tp-comm-overlap": "",
+    "--use-sharp": "",
+    "--moe-token-dispatcher-type": "flex",
+    "--moe-enable-deepep": "",
+    "--pipeline-model-parallel-comm-backend": "ucc",
+    "--use-ring-exchange-p2p": "",
+    "--fake-process-group": "",
+    "--lazy-mpu-init": "True",
+    "--log-straggler": "",
+    "--cuda-graph-impl": "local",
+    "--enable-cuda-graph": "",
+    "--external-cuda-graph": "",
+    "--fine-grained-activation-offloading": "",
+    "--cpu-offloading-num-layers": "2",
+    "--defer-embedding-wgrad-compute": "",
+    "--delay-wgrad-compute": "",
+    "--moe-shared-expert-overlap": "",
+    "--save-dgrads-interval": "10",
+    "--save-wgrads-interval": "10",
+    "--dataloader-type": "external",
+    "--full-validation": "",
+    "--multiple-validation-sets": "",
+    "--fim-data": "",
+    "--phase-transition-iterations": "100,200",
+    "--iterations-to-skip": "7",
+    "--result-rejected-tracker-filename": "rejected.txt",
+    "--skip-train": "",
+    "--ckpt-convert-format": "torch",
+    "--moe-use-upcycling": "",
+    "--profile": "",
+    "--run-workload-inspector-server": "",
+}
+# The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package.
+BY_HAND = {
+    "--distributed-backend": {"distributed_backend": "mpi"},
+    "--yaml-cfg": {"yaml_cfg": "model.yaml"},
+    "--kitchen-config-file": {"kitchen_config_file": "kitchen.yaml"},
+    "--kitchen-recipe-number": {"kitchen_recipe_number": 0},
+}
+# Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
+PARSED_ONLY = {
+    "--ckpt-format",
+    "--delay-wgrad-compute",
+    "--fim-data",
+    "--fine-grained-activation-offloading",
+    "--fp4-format",
+    "--fp4-param-gather",
+    "--hybrid-context-parallel",
+    "--moe-use-upcycling",
+    "--non-persistent-ckpt-type",
+    "--optimizer-cpu-offload",
+    "--overlap-param-gather-with-optimizer-step",
+    "--perform-rl-step",
+    "--tp-comm-overlap",
+    "--use-megatron-fsdp",
+    "--use-torch-fsdp2",
+}
+# Near to a row, and fine.
+HARMLESS = (
+    "",
+    "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
+    "--rampup-batch-size 8 8 1000",
+    "--async-save --use-persistent-ckpt-worker",
+    "--non-persistent-ckpt-type global --non-persistent-save-interval 2",
+    "--check-for-spiky-loss",
+    "--rerun-mode disabled",
+    "--dataloader-type cyclic",
+    "--qk-clip",
+    "--exit-duration-in-mins 10 --exit-interval 3",
+    "--cpu-offloading-num-layers 0",
+    "--error-injection-rate 0",
+    "--cuda-graph-impl none",
+    "--moe-token-dispatcher-type alltoall",
+    "--inprocess-granularity rank",
+    "--load there --finetune --no-load-optim",
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    return flags.add_flags(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def refused(**given: object) -> str:
+    with pytest.raises(flags.FlagsRefused) as error:
+        flags.refuse(argparse.Namespace(deadpool=True, **given))
+    return str(error.value)
+
+
+def row_of(flag: str) -> Refusal:
+    (row,) = (row for row in REFUSED if flag in row.flags)
+    return row
+
+
+def test_one_group_holds_all_flags() -> None:
+    (group,) = (g for g in parser()._action_groups if g.title == "deadpool")
+    found = {name for action in group._group_actions for name in action.option_strings}
+    assert {"--deadpool", "--deadpool-allow-untested-megatron"} <= found
+    assert {flag_name(entry.name) for entry in dataclasses.fields(Settings)} <= found
+    assert all(name.startswith("--deadpool") for name in found)
+    assert "times are in seconds" in str(group.description)
+    for action in group._group_actions:
+        assert "(default: " in str(action.help)
+        if action.dest.endswith(("_seconds", "_bytes")):
+            assert action.metavar in ("SECONDS", "BYTES")
+
+
+def test_defaults_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_NAME, raising=False)
+    args = parser().parse_args([])
+    assert not args.deadpool
+    assert not args.deadpool_allow_untested_megatron
+    assert arguments.settings_from(args) == Settings()
+    settings = Settings(replicas=2, close_seconds=11.5)
+    monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
+    assert arguments.settings_from(parser().parse_args([])) == settings
+    given = parser().parse_args(["--deadpool-replicas", "3"])
+    assert given.deadpool_replicas == 3
+
+
+def test_saves_must_not_go_where_exports_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEADPOOL_RUN_DIR", str(tmp_path / "run"))
+    settings = Settings(persist_directory=str(tmp_path / "saves"))
+    monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
+    monkeypatch.setattr(flags, "REFUSED", ())
+    assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
+    flags.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")))
+    flags.refuse(argparse.Namespace(deadpool=True, save=None))
+
+
+def test_nothing_is_refused_without_deadpool() -> None:
+    flags.refuse(argparse.Namespace())
+    flags.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True))
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.shown)
+def test_a_row_is_one_line_that_says_what_to_do(row: Refusal) -> None:
+    assert row.flags
+    assert "\n" not in row.line
+    assert row.line.startswith(row.shown)
+    assert row.reason
+    assert row.remedy
+    # A version that does not have the argument does not have the problem.
+    assert not row.applies(argparse.Namespace())
+
+
+def test_every_flag_of_every_row_is_tried() -> None:
+    tried = EXAMPLES.keys() | BY_HAND.keys()
+    assert {flag for row in REFUSED for flag in row.flags} == tried
+
+
+@pytest.mark.parametrize("flag", EXAMPLES)
+def test_each_flag_is_seen_before_anything_starts(flag: str) -> None:
+    assert row_of(flag).is_named_in(["--lr", "1", flag, *EXAMPLES[flag].split(), "--deadpool"])
+
+
+@pytest.mark.parametrize("extra", HARMLESS)
+def test_near_misses_are_not_seen_either(extra: str) -> None:
+    argv = [*MODEL, "--deadpool", *extra.split()]
+    assert not [row.shown for row in REFUSED if row.is_named_in(argv)]
+
+
+@pytest.mark.parametrize("flag", BY_HAND)
+def test_rows_that_the_parser_cannot_reach(flag: str) -> None:
+    assert refused(**BY_HAND[flag]) == row_of(flag).line
+
+
+def test_several_flags_are_named_at_once() -> None:
+    line = refused(inprocess_restart=True, use_sharp=True, nccl_ub=True)
+    assert line.startswith("--inprocess-restart cannot be protected: ")
+    assert line.endswith("(refused as well: --use-nccl-ub, --use-sharp)")
+
+
+@pytest.mark.parametrize(
+    ("argv", "found"),
+    [
+        (["--dataloader-type", "external"], "--dataloader-type external"),
+        (["--dataloader-type=external"], "--dataloader-type external"),
+        (["--lr", "1", "--moe-enable-deepep"], "--moe-token-dispatcher-type flex"),
+        (["--yaml-cfg", "x.yaml"], "--yaml-cfg"),
+        (["--optimizer", "sgd", "--lr", "1"], "--optimizer other than adam"),
+        (["--error-injection-rate=2"], "--error-injection-rate above 0"),
+        (["--dataloader-type", "single"], ""),
+        (["--dataloader-type", "external", "--dataloader-type", "single"], ""),
+        (["--cpu-offloading-num-layers", "0"], ""),
+        (["--error-injection-rate", "many"], ""),
+        (["--use-sharp-edges", "use-sharp"], ""),
+    ],
+)
+def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
+    line = refusals.complaint(row for row in REFUSED if row.is_named_in(argv))
+    assert line.startswith(found)
+    assert bool(line) == bool(found)
+
+
+def test_the_documentation_has_the_table() -> None:
+    assert refusals.as_markdown() in (ROOT / "docs" / "megatron-lm.md").read_text()
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "WORLD_SIZE": "32",
+    "LOCAL_WORLD_SIZE": "8",
+    "RANK": "0",
+}
+ARGV = ["pretrain_gpt.py", "--data-path", "my text", "--deadpool"]
+COMMAND = "--run-dir DIR -- pretrain_gpt.py --data-path 'my text' --deadpool"
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason", "size"),
+    [
+        (TORCHRUN, "torchrun kills all ranks", "--nodes 4 --spares 1 --nproc-per-node 8"),
+        (
+            {**TORCHRUN, "WORLD_SIZE": "8", "SLURM_STEP_ID": "0", "SLURM_NNODES": "3"},
+            "torchrun kills all ranks",
+            "--nodes 1 --spares 1 --nproc-per-node 8",
+        ),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "16"},
+            "started by srun directly",
+            "--nodes 2 --spares 1 --nproc-per-node 8",
+        ),
+        ({}, "no agent watches", "--nodes 1 --spares 1 --nproc-per-node 1"),
+        (
+            {"WORLD_SIZE": "4", "SLURM_JOB_ID": "1"},
+            "no agent watches",
+            "--nodes 4 --spares 1 --nproc-per-node 1",
+        ),
+        (
+            {"WORLD_SIZE": "x", "LOCAL_WORLD_SIZE": ""},
+            "no agent watches",
+            "--nodes 1 --spares 1 --nproc-per-node 1",
+        ),
+    ],
+)
+def test_another_launcher_is_told_how(environ: dict[str, str], reason: str, size: str) -> None:
+    line = flags.launch_problem(environ, ARGV)
+    assert line is not None
+    assert "\n" not in line
+    assert line.startswith(reason)
+    assert f"deadpool run {size} {COMMAND}" in line
+    several = not size.startswith("--nodes 1 ")
+    assert ("one 'deadpool agent' on each" in line) == several
+
+
+def test_members_and_unprotected_runs_have_no_problem() -> None:
+    assert flags.launch_problem({**TORCHRUN, "DEADPOOL_AGENT_FD": "5"}, ARGV) is None
+    assert flags.launch_problem(TORCHRUN, ["pretrain_gpt.py", "--deadpool-replicas", "2"]) is None
+
+
+# With Megatron-LM's own parser.
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_every_flag_of_the_table_exists() -> None:
+    known = set(in_checkout("flags"))
+    missing = [
+        flag for row in REFUSED if not row.only_with for flag in row.flags if flag not in known
+    ]
+    assert missing == []
+    assert not [flag for flag in known if flag.startswith("--deadpool")]
+
+
+def configuration(name: str) -> list[str]:
+    return (ROOT / "configs" / "megatron-lm" / name).read_text().split()
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Answer]:
+    """By name: what Megatron's parser and ours say to all command lines of this module."""
+    if checkout() is None:
+        pytest.skip("no Megatron-LM checkout")
+    questions = {
+        f"{flag} {value}".strip(): Question(
+            [*MODEL, "--deadpool", flag, *value.split()], validate=flag not in PARSED_ONLY
+        )
+        for flag, value in EXAMPLES.items()
+    }
+    for extra in HARMLESS:
+        words = extra.split()
+        # One needs a package, the other training by samples.
+        validate = not {"--qk-clip", "--rampup-batch-size"}.intersection(words)
+        questions[extra or "nothing"] = Question([*MODEL, "--deadpool", *words], validate=validate)
+    questions["without"] = Question([*MODEL, "--use-sharp"], show=("deadpool", "use_sharp"))
+    questions["async"] = Question([*MODEL, "--deadpool", "--async-save"], show=("async_save",))
+    shape = ("num_layers", "data_parallel_size", "virtual_pipeline_model_parallel_size")
+    for name, world_size in WORLD_SIZES.items():
+        questions[name] = Question(
+            [*configuration(name), "--deadpool", "--save", "there"], world_size, show=shape
+        )
+    both = [*configuration("small.args"), *configuration("cpu.args"), "--deadpool"]
+    questions["cpu"] = Question(both, 4, show=("distributed_backend", "data_parallel_size"))
+    return dict(zip(questions, ask(list(questions.values())), strict=True))
+
+
+WORLD_SIZES = {
+    "small.args": 4,
+    "gpt-7b.args": 64,
+    "gpt-65b.args": 512,
+    "gpt-175b.args": 1024,
+}
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+@pytest.mark.parametrize("flag", EXAMPLES)
+def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
+    answer = answers[f"{flag} {EXAMPLES[flag]}".strip()]
+    assert answer.error == ""
+    # Graphs turn on the generators of another row.
+    assert answer.refused.startswith(row_of(flag).line)
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+@pytest.mark.parametrize("extra", HARMLESS)
+def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> None:
+    answer = answers[extra or "nothing"]
+    assert (answer.error, answer.refused) == ("", "")
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
+    assert answers["without"].shown == {"deadpool": "False", "use_sharp": "True"}
+    # Which is why the persistent worker's row tells to leave out both.
+    assert answers["async"].shown == {"async_save": "False"}
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_configurations_are_valid_and_can_be_protected(answers: dict[str, Answer]) -> None:
+    found = {name: answers[name] for name in (*WORLD_SIZES, "cpu")}
+    assert {name: (a.error, a.refused) for name, a in found.items()} == dict.fromkeys(
+        found, ("", "")
+    )
+    names = ("num_layers", "data_parallel_size", "virtual_pipeline_model_parallel_size")
+    shapes = {name: tuple(found[name].shown[n] for n in names) for name in WORLD_SIZES}
+    assert shapes == {
+        "small.args": ("4", "2", "None"),
+        "gpt-7b.args": ("32", "32", "None"),
+        "gpt-65b.args": ("80", "8", "2"),
+        "gpt-175b.args": ("96", "8", "2"),
+    }
+    assert found["cpu"].shown == {"distributed_backend": "'gloo'", "data_parallel_size": "2"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs" / "megatron-lm").iterdir()), ids=lambda path: path.name
+)
+def test_configurations_can_be_given_with_cat(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines
+    for line in lines:
+        assert line.startswith("--")
+        assert len(line.split()) <= 2, "one flag per line"
+        assert not set(line) & set("#'\"*?[$\\"), "the shell would not leave it alone"

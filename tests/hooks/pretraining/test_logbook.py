@@ -1,0 +1,183 @@
+"""Lines of TensorBoard and console: each once, with stand-ins for Megatron's globals."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
+
+
+class Writer:
+    """Notes what is written, and puts it into a file when it is flushed."""
+
+    def __init__(self, file: Path) -> None:
+        self.lines: list[str] = []
+        self.file_writer = SimpleNamespace(
+            event_writer=SimpleNamespace(_file_name=str(file), add_event=self.lines.append)
+        )
+        self._file = file
+
+    def add(self, line: str) -> None:
+        self.file_writer.event_writer.add_event(line)
+
+    def flush(self) -> None:
+        self._file.write_text("".join(f"{line}\n" for line in self.lines))
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """megatron.training, as far as a logbook looks at it."""
+    training: Any = ModuleType("megatron.training")
+    training.global_vars = SimpleNamespace(
+        _GLOBAL_TENSORBOARD_WRITER=None, _GLOBAL_WANDB_WRITER=None
+    )
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    return training.global_vars
+
+
+class Book(Logbook):
+    """Of the last role, with a writer of the test's own."""
+
+    def __init__(self, run_directory: Path, name: str = "first") -> None:
+        super().__init__(run_directory)
+        self.file = run_directory / name
+        self.writer = Writer(self.file)
+        self.opened = 0
+
+    def _is_last(self) -> bool:
+        return True
+
+    def _open_writers(self) -> None:
+        self.opened += 1
+        self._writer = self.writer
+        self._give(self._writer, None)
+
+
+def open_epoch() -> None:
+    """It is."""
+
+
+def closed_epoch() -> None:
+    raise EpochClosed(1, "log")
+
+
+def write(
+    book: Book,
+    megatron: Any,
+    kind: str,
+    iteration: int,
+    check: Callable[[], None] = open_epoch,
+) -> None:
+    """As Megatron's functions do: to the writer that is there, and to the console."""
+    with book.lines(kind, iteration, check):
+        writer = megatron._GLOBAL_TENSORBOARD_WRITER
+        if writer is not None:
+            writer.add(f"{kind} {iteration}")
+        print(f"{kind} {iteration}")
+
+
+def test_a_repeated_step_is_written_once(
+    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = Book(tmp_path)
+    book.open(restored=False, first_iteration=1)
+    for kind, iteration in (("log", 1), ("log", 2), ("evaluation", 2), ("log", 2), ("log", 3)):
+        write(book, megatron, kind, iteration)
+    assert book.writer.lines == ["log 1", "log 2", "evaluation 2", "log 3"]
+    assert capsys.readouterr().out.split("\n")[:-1] == book.writer.lines
+    assert book.file.read_text().split("\n")[:-1] == book.writer.lines
+
+
+@pytest.mark.parametrize("came_to", ["nothing", "begun", "done"])
+def test_an_adopter_goes_on_where_the_other_has_stopped(
+    tmp_path: Path, megatron: Any, came_to: str
+) -> None:
+    """The state is that of before the evaluation of iteration 7."""
+    dead = Book(tmp_path)
+    dead.open(restored=False, first_iteration=1)
+    write(dead, megatron, "log", 7)
+    if came_to == "begun":
+        dead.writer.add("a part of evaluation 7")
+        dead.writer.flush()
+    if came_to == "done":
+        write(dead, megatron, "evaluation", 7)
+    book = Book(tmp_path, "second")
+    book.open(restored=True, first_iteration=7)
+    for kind, iteration in (("log", 6), ("log", 7), ("evaluation", 7), ("log", 8)):
+        write(book, megatron, kind, iteration)
+    written = (dead.file.read_text() + book.file.read_text()).split("\n")[:-1]
+    assert written == ["log 7", "evaluation 7", "log 8"]
+    book.open(restored=True, first_iteration=9)  # a later epoch of the same process
+    assert book.opened == 1
+
+
+def test_an_adopter_of_somebody_who_left_no_note(tmp_path: Path, megatron: Any) -> None:
+    (tmp_path / "lines-written.json").write_text("{")
+    book = Book(tmp_path)
+    book.open(restored=True, first_iteration=7)
+    write(book, megatron, "log", 6)  # is in the other one's file
+    write(book, megatron, "log", 7)
+    assert book.writer.lines == ["log 7"]
+    assert json.loads((tmp_path / "lines-written.json").read_text())["written"]["log"] == 7
+
+
+def test_what_train_writes_first_is_not_repeated(tmp_path: Path, megatron: Any) -> None:
+    book = Book(tmp_path)
+    book.open(restored=False, first_iteration=1)
+    assert megatron._GLOBAL_TENSORBOARD_WRITER is book.writer
+    book.mute()
+    assert megatron._GLOBAL_TENSORBOARD_WRITER is None
+    write(book, megatron, "log", 1)
+    assert book.writer.lines == ["log 1"]
+
+
+def test_lines_that_were_cut_off_are_written_again(
+    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = Book(tmp_path)
+    book.open(restored=False, first_iteration=1)
+
+    def write_half() -> None:
+        with book.lines("log", 1, open_epoch):
+            megatron._GLOBAL_TENSORBOARD_WRITER.add("log 1")
+            print("what came before")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
+    assert capsys.readouterr().out == "what came before\n"
+    write(book, megatron, "log", 1)
+    assert book.writer.lines == ["log 1"]
+
+
+def test_what_a_closed_epoch_has_computed_is_not_written(
+    tmp_path: Path, megatron: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = Book(tmp_path)
+    book.open(restored=False, first_iteration=1)
+    with pytest.raises(EpochClosed):
+        write(book, megatron, "log", 1, closed_epoch)
+    assert (book.writer.lines, capsys.readouterr().out) == ([], "")
+    write(book, megatron, "log", 1)
+    assert (book.writer.lines, capsys.readouterr().out) == (["log 1"], "log 1\n")
+
+
+def test_weights_and_biases_are_held_likewise(tmp_path: Path, megatron: Any) -> None:
+    book = Book(tmp_path)
+    book.open(restored=False, first_iteration=1)
+    logged: list[Any] = []
+    book._wandb = SimpleNamespace(log=lambda *args: logged.append(args))
+    with pytest.raises(EpochClosed), book.lines("log", 1, closed_epoch):
+        megatron._GLOBAL_WANDB_WRITER.log({"loss": 2.0}, 1)
+    with book.lines("log", 1, open_epoch):
+        megatron._GLOBAL_WANDB_WRITER.log({"loss": 1.0}, 1)
+        assert logged == []
+    assert logged == [({"loss": 1.0}, 1)]

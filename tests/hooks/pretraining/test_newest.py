@@ -1,0 +1,58 @@
+"""The newest iteration is replayed exactly, also behind an update that was skipped."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deadpool_megatron.hooks.pretraining.iterations.newest import LOSSES, SKIPPED, Newest
+
+CPU = torch.device("cpu")
+
+
+def trained(skipped: int, gathers_ahead: bool) -> Newest:
+    """An iteration that was trained, as another process gets it."""
+    newest = Newest(10.0)
+    newest.begin(SimpleNamespace(consumed_train_samples=16, skipped_train_samples=1), gathers_ahead)
+    losses = {"lm loss": torch.tensor(0.1) / 3}
+    newest.finish((losses, skipped, False, False, 0, 0.7, None, 0), {"lm loss": torch.ones(1)})
+    newest.operations = 25.0
+    other = Newest(0.0)
+    other.restore(json.loads(json.dumps(newest.to_dict())))
+    return other
+
+
+def test_the_answer_comes_back_exactly() -> None:
+    newest = trained(skipped=0, gathers_ahead=False)
+    answer = newest.replay(CPU)
+    assert torch.equal(answer[LOSSES]["lm loss"], torch.tensor(0.1) / 3)
+    assert answer[1:] == (0, False, False, 0, 0.7, None, 0)
+    assert newest.sums(CPU)["lm loss"].tolist() == [1.0]
+    assert newest.positions_before == {"consumed_train_samples": 16, "skipped_train_samples": 1}
+    assert (newest.operations_before, newest.operations) == (10.0, 25.0)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "gathers_ahead", "told"), [(0, False, 0), (1, False, 1), (1, True, 0), (0, True, 0)]
+)
+def test_gathering_ahead_begins_where_it_had_begun(
+    skipped: int, gathers_ahead: bool, told: int
+) -> None:
+    # train() turns it on behind the first update that is not skipped.
+    newest = trained(skipped, gathers_ahead)
+    assert newest.replay(CPU)[SKIPPED] == told
+    assert newest.skipped == skipped
+
+
+def test_nothing_is_known_at_the_start() -> None:
+    newest = Newest(3.0)
+    assert not newest.known
+    assert newest.positions_before == {}
+    assert newest.operations_before == 3.0
+    assert newest.sums(CPU) == {}
+    other = Newest(0.0)
+    other.restore(json.loads(json.dumps(newest.to_dict())))
+    assert not other.known

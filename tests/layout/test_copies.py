@@ -1,0 +1,223 @@
+"""Placement of copies: examples that say what is wanted, properties that must always hold."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.places.copies import (
+    CopyPlacement,
+    choose_buddies,
+    is_covered,
+    missing_copies,
+)
+from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
+
+
+def own_domains(nodes: range | list[int]) -> dict[int, str]:
+    return {node: f"node{node}" for node in nodes}
+
+
+def test_data_parallel_peers_across_their_group() -> None:
+    seats = {0: 0, 1: 1, 2: 2, 3: 3}
+    chosen = [choose_buddies(r, (0, 1, 2, 3), seats, own_domains(range(4)), (), 1) for r in seats]
+    assert chosen == [(2,), (3,), (0,), (1,)]
+
+
+@pytest.mark.parametrize(("racks", "size"), [(2, 4), (3, 4), (8, 8), (5, 3)])
+@pytest.mark.parametrize("group_in_a_rack", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_racks_load_every_node_with_the_same(
+    racks: int, size: int, group_in_a_rack: bool, replicas: int
+) -> None:
+    """Nodes of a rack that are neighbours do not all choose the first one of the next rack."""
+    nodes = range(racks * size)
+    seats = {node: node for node in nodes}
+    domains = {node: f"rack{node // size}" for node in nodes}
+    replicas = min(replicas, racks - 1)
+    load: Counter[int] = Counter()
+    for role in seats:
+        rack = role // size
+        peers = range(rack * size, rack * size + size) if group_in_a_rack else nodes
+        chosen = choose_buddies(role, tuple(peers), seats, domains, (), replicas)
+        assert len({domains[node] for node in (*chosen, role)}) == replicas + 1
+        load.update(chosen)
+    assert set(load.values()) == {replicas}
+
+
+def test_peers_come_before_other_training_nodes_and_these_before_spares() -> None:
+    seats = {0: 0, 1: 1, 2: 2}
+    assert choose_buddies(0, (0, 2), seats, own_domains(range(4)), {3}, 3) == (2, 1, 3)
+
+
+def test_peers_on_the_own_node_do_not_count() -> None:
+    seats = {0: 0, 1: 0, 2: 1, 3: 1}
+    assert choose_buddies(0, (0, 1), seats, own_domains(range(2)), (), 1) == (1,)
+
+
+def test_another_domain_is_worth_more_than_a_peer() -> None:
+    seats = {0: 0, 1: 1, 2: 2}
+    domains = {0: "a", 1: "a", 2: "b"}
+    assert choose_buddies(0, (0, 1), seats, domains, (), 1) == (2,)
+    assert choose_buddies(0, (0, 1), seats, domains, (), 2) == (2, 1)
+
+
+def test_a_dead_node_is_never_chosen() -> None:
+    seats = {0: 0, 1: 1}
+    assert choose_buddies(0, (0, 1), seats, {0: "a", 2: "c"}, {2}, 1) == (2,)
+    assert choose_buddies(0, (0, 1), seats, {0: "a"}, (), 1) == ()
+    assert missing_copies(seats, {0: "a", 1: "b"}, (), 2) == {0, 1}
+    assert missing_copies(seats, {0: "a", 1: "b", 2: "c"}, {2}, 2) == frozenset()
+
+
+def test_covered_counts_domains_not_roles() -> None:
+    seats = {0: 0, 1: 0, 2: 1, 3: 2}
+    assert not is_covered((0, 1), 0, seats, own_domains(range(3)), 1)
+    assert is_covered((0, 1, 2), 0, seats, own_domains(range(3)), 1)
+    assert not is_covered((0, 1, 2), 0, seats, {0: "a", 1: "a", 2: "b"}, 1)
+    assert not is_covered((0, 2), 0, seats, {0: "a", 2: "b"}, 1)  # node 1 is dead
+    assert not is_covered((0,), 0, seats, own_domains(range(3)), 1)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, str], set[int], list[int], int]:
+    nodes = draw(st.integers(1, 6))
+    per_node = draw(st.integers(1, 3))
+    spares = set(range(nodes, nodes + draw(st.integers(0, 3))))
+    names = draw(st.permutations(range(nodes + len(spares))))
+    seats = {role: names[role // per_node] for role in range(nodes * per_node)}
+    domain_count = draw(st.integers(1, 10))
+    domains = {node: f"d{draw(st.integers(0, domain_count - 1))}" for node in names}
+    stride = draw(st.sampled_from([1, per_node]))
+    peers = list(range(0, nodes * per_node, stride))
+    return seats, domains, {names[spare] for spare in spares}, peers, draw(st.integers(1, 3))
+
+
+@given(clusters())
+def test_never_the_own_node_and_as_many_as_there_are(case) -> None:  # type: ignore[no-untyped-def]
+    seats, domains, spares, peers, replicas = case
+    for role in seats:
+        chosen = choose_buddies(role, peers, seats, domains, spares, replicas)
+        assert seats[role] not in chosen
+        assert len(set(chosen)) == len(chosen) == min(replicas, len(domains) - 1)
+
+
+@given(clusters())
+def test_distinct_domains_while_there_are_enough(case) -> None:  # type: ignore[no-untyped-def]
+    seats, domains, spares, peers, replicas = case
+    for role in seats:
+        chosen = choose_buddies(role, peers, seats, domains, spares, replicas)
+        got = {domains[node] for node in chosen} - {domains[seats[role]]}
+        assert len(got) == min(replicas, len(set(domains.values())) - 1)
+
+
+@given(clusters(), st.randoms(use_true_random=False))
+def test_loss_of_an_unchosen_node_changes_nothing(case, random) -> None:  # type: ignore[no-untyped-def]
+    seats, domains, spares, peers, replicas = case
+    lost = random.choice(sorted(domains))
+    left = {node: domain for node, domain in domains.items() if node != lost}
+    for role in seats:
+        before = choose_buddies(role, peers, seats, domains, spares, replicas)
+        if lost not in before and seats[role] != lost:
+            assert choose_buddies(role, peers, seats, left, spares - {lost}, replicas) == before
+
+
+@given(st.integers(2, 8), st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_copies_spread_evenly(nodes: int, per_node: int, replicas: int, inner: bool) -> None:
+    """Groups across nodes and groups inside a node both load every node with the same."""
+    replicas = min(replicas, nodes - 1)
+    seats = {role: role // per_node for role in range(nodes * per_node)}
+    load: Counter[int] = Counter()
+    for role, node in seats.items():
+        across = range(role % per_node, nodes * per_node, per_node)
+        peers = [r for r in seats if seats[r] == node] if inner else list(across)
+        load.update(choose_buddies(role, peers, seats, own_domains(range(nodes)), (), replicas))
+    assert set(load.values()) == {per_node * replicas}
+
+
+@given(clusters())
+def test_a_spare_takes_the_place_of_the_node_it_replaces(case) -> None:  # type: ignore[no-untyped-def]
+    seats, _, spares, peers, replicas = case
+    if not spares:
+        return
+    spare, dead = min(spares), seats[0]
+    domains = own_domains(sorted({*seats.values(), *spares} - spares | {spare}))
+    after_domains = own_domains(sorted(set(domains) - {dead}))
+    after_seats = {role: spare if node == dead else node for role, node in seats.items()}
+    for role, node in after_seats.items():
+        if node == spare:
+            continue
+        before = choose_buddies(role, peers, seats, domains, (), replicas)
+        after = choose_buddies(role, peers, after_seats, after_domains, (), replicas)
+        assert after == tuple(spare if n == dead else n for n in before)
+
+
+def test_domains_file() -> None:
+    table = parse_domains("# racks\n0 rack-a\n1 rack-a # same\n\nhost7 rack-b\n")
+    assert domain_of(table, 1) == "rack-a"
+    assert domain_of(table, 2, "host7") == "rack-b"
+    assert domain_of(table, 3, "host9") == "node3"
+
+
+@pytest.mark.parametrize("text", ["0\n", "0 a b\n", "0 a\n0 b\n"])
+def test_malformed_domains_file_names_the_line(text: str) -> None:
+    with pytest.raises(DomainsError, match=r"line [12]"):
+        parse_domains(text)
+
+
+def by_the_whole_order(
+    role: int,
+    peers: tuple[int, ...],
+    seats: dict[int, int],
+    domains: dict[int, str],
+    spares: set[int],
+    replicas: int,
+) -> tuple[int, ...]:
+    """The rule as it is told: write down every node in order of preference, then choose."""
+
+    def turned(values: Iterable[int], own: int, number: int) -> list[int]:
+        ordered = sorted(set(values))
+        begin = sum(value < own for value in ordered) + len(ordered) * number // (replicas + 1)
+        return [ordered[(begin + step) % len(ordered)] for step in range(len(ordered))]
+
+    def wanted(number: int) -> list[int]:
+        lowest = {node: min(r for r in seats if seats[r] == node) for node in seats.values()}
+        own = lowest[seats[role]] if role in seats else role
+        order = [seats[peer] for peer in turned(peers, role, number) if peer in seats]
+        order += [seats[place] for place in turned(lowest.values(), own, number)]
+        order += sorted(spares - set(lowest), key=lambda n: (zlib.crc32(f"{role}:{n}".encode()), n))
+        eligible = [n for n in order if n != seats.get(role) and n in domains and n not in chosen]
+        return list(dict.fromkeys(eligible))
+
+    chosen: list[int] = []
+    used = {domains[seats[role]]} if seats.get(role) in domains else set()
+    for number in range(1, replicas + 1):
+        new = [node for node in wanted(number) if domains[node] not in used]
+        chosen += new[:1]
+        used |= {domains[node] for node in new[:1]}
+    return tuple(chosen + wanted(1)[: replicas - len(chosen)])
+
+
+@given(data=st.data())
+def test_one_placement_for_all_roles_chooses_by_the_rule(data: st.DataObject) -> None:
+    nodes, roles = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 10))
+    replicas = data.draw(st.integers(1, 4))
+    seats = data.draw(
+        st.dictionaries(st.integers(0, roles - 1), st.integers(0, nodes - 1), min_size=1)
+    )
+    live = data.draw(st.sets(st.integers(0, nodes + 2)))
+    domains = {node: data.draw(st.sampled_from("abc"), label=f"domain {node}") for node in live}
+    spares = data.draw(st.sets(st.integers(0, nodes + 2)))
+    placement = CopyPlacement(seats, domains, spares, replicas)
+    few = missing_copies(seats, domains, spares, replicas)
+    for role in range(roles):
+        peers = tuple(sorted(data.draw(st.sets(st.integers(0, roles - 1)), label="peers")))
+        chosen = placement.buddies(role, peers)
+        assert chosen == by_the_whole_order(role, peers, seats, domains, spares, replicas)
+        if role in seats:
+            assert (len(chosen) < replicas) == (role in few)
