@@ -207,7 +207,7 @@ def test_sums_are_not_written_after_a_close(
             segment.begin(0, Generation(2, 1), 2)
         return checksum(view)
 
-    monkeypatch.setattr(worker, "checksum", slow)
+    monkeypatch.setattr(workers, "checksum", slow)
     worker._seal()
     assert segment.state(0) is SlotState.WRITING
     assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
