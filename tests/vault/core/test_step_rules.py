@@ -37,6 +37,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.transport import FakeNetwork
+from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import (
     PartState,
