@@ -16,9 +16,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunI
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.vault.dumping import dump_held
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump_held
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.state import VaultState
 
 
 def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:

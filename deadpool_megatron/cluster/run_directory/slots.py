@@ -30,8 +30,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
-from deadpool_megatron.vault.table import Table
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, parse_name
+from deadpool_megatron.vault.shm.table import Table
 
 _LOCK = "agent.lock"
 

@@ -42,8 +42,8 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
-from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.member.client import VaultClient
 
 # A device gets at least this long to show that it is idle, however late it is asked.
 _LEAST_SYNCHRONISE_SECONDS = 0.1
