@@ -15,8 +15,8 @@ import pytest
 from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
-from deadpool_megatron.hooks.process.interruption import forget_frames
 from deadpool_megatron.vault.errors import VaultError
 from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained, session
 
