@@ -36,7 +36,6 @@ from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.net.transport import FakeNetwork
 from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import (
@@ -48,6 +47,7 @@ from deadpool_megatron.vault.shm.segment import (
     own_name,
 )
 from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
 
 EVERY = 4
 EXTRAS = extras_part("step")

@@ -17,7 +17,6 @@ from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.found import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
-from deadpool_megatron.vault.net.transport import FakeNetwork
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import (
@@ -31,6 +30,7 @@ from deadpool_megatron.vault.shm.segment import (
     parse_name,
 )
 from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout
 
 SEAT = Seat(0, 0, 0)
