@@ -14,7 +14,7 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children import exports as agent_exports
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
-from deadpool_megatron.cluster.process.files import DirectFiles, FileWorker
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -22,6 +22,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
+from tests.cluster.direct_files import DirectFiles
 from tests.waiting import until
 
 

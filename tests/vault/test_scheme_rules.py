@@ -42,9 +42,10 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.net.transport import Channel, FakeNetwork, FakeTransport
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.segment import PartState, Segment
+from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import Member, content, make_layout
 
 SHARDS = ("shard", "tail")

@@ -10,9 +10,10 @@ import pytest
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import server
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.net.transport import Channel, FakeNetwork
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.wire.framing import ConnectionClosed
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import wait_until
 
 

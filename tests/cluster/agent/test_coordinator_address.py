@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.process.files import DirectFiles, FileWorker
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from tests.cluster.direct_files import DirectFiles
 from tests.waiting import until
 
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import stacks
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
+from tests.cluster.direct_files import DirectFiles
 from tests.waiting import wait_for
 
 _STANDS = """

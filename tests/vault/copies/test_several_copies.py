@@ -14,8 +14,8 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.net.transport import FakeNetwork
 from deadpool_megatron.vault.service import Vault
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout, wait_until
 
 SETTINGS = Settings(connect_seconds=5.0, chunk_bytes=4096)

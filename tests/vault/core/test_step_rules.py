@@ -36,7 +36,7 @@ from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import Steps, check_same, give_back_other_kind, lacks_base
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.net.transport import FakeNetwork
+from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import (
     PartState,
@@ -47,6 +47,7 @@ from deadpool_megatron.vault.shm.segment import (
     own_name,
 )
 from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
 
 EVERY = 4
 EXTRAS = extras_part("step")
@@ -207,7 +208,7 @@ def test_sums_are_not_written_after_a_close(
             segment.begin(0, Generation(2, 1), 2)
         return checksum(view)
 
-    monkeypatch.setattr(worker, "checksum", slow)
+    monkeypatch.setattr(workers, "checksum", slow)
     worker._seal()
     assert segment.state(0) is SlotState.WRITING
     assert segment.entry(0, SUMS_PART).state is PartState.ABSENT

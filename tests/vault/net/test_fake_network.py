@@ -12,8 +12,8 @@ import pytest
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.net.transport import FakeNetwork
 from deadpool_megatron.vault.service import Vault
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout
 
 SETTINGS = Settings(connect_seconds=5.0)

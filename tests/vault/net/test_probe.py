@@ -11,9 +11,9 @@ import pytest
 
 from deadpool_megatron.preflight.facts import Link
 from deadpool_megatron.vault.net import probe
-from deadpool_megatron.vault.net.transport import FakeNetwork, FakeTransport
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import WireError
+from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import cluster
 from tests.vault.test_strangers import Peer, is_cut
 

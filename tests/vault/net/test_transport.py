@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from deadpool_megatron.vault.net.transport import FakeNetwork, SocketChannel, TcpTransport
+from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport
+from tests.vault.fake_network import FakeNetwork
 
 FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 

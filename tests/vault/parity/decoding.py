@@ -10,10 +10,11 @@ from deadpool_megatron.layout.records import EpochRecord, Inventory, NodeAddress
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.net.transport import Channel, FakeNetwork, FakeTransport
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.server import Server
 from deadpool_megatron.vault.shm.segment import copy_name, own_name
+from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.parity.coded import EXTRAS, GENERATION, CodedGroup
 
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=1.0, chunk_bytes=16 << 10)

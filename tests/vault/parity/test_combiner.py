@@ -22,10 +22,11 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.net.transport import Channel, FakeNetwork
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.parity import erasure
 from deadpool_megatron.vault.parity.combiner import Combiner
 from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout
 from tests.vault.parity.test_assembly import CHUNK, Bench, G, give, offer
 

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.disk.found import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
-from deadpool_megatron.vault.net.transport import FakeNetwork
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
 from deadpool_megatron.vault.shm.segment import (
@@ -29,6 +28,7 @@ from deadpool_megatron.vault.shm.segment import (
     parse_name,
 )
 from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import content, make_layout
 
 SEAT = Seat(0, 0, 0)
@@ -223,7 +223,7 @@ def test_what_a_scan_does_not_understand_stays(tmp_path: Path) -> None:
     with pytest.raises(SegmentError, match=r"copy-4\.seg is no segment .*kept"):
         table.require_read()
     with pytest.raises(SegmentError, match="kept"):
-        slots.found_slots(0, tmp_path)
+        found_slots(0, tmp_path)
     network = FakeNetwork().transport("here", 1, 1.0)
     with socket.socket(socket.AF_UNIX) as local:
         vault = Vault(0, tmp_path, Settings(), network, local)

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.exit_words import last_words
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
@@ -67,7 +67,7 @@ class VaultKeeper:
         host: str,
         report: Callable[[Mapping[str, Any]], None],
         listing_changed: Callable[[], None],
-        files: Files,
+        files: FileWorker,
     ) -> None:
         self._node = node
         self._run = run
