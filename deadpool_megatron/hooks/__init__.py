@@ -6,7 +6,8 @@
 loop          what a training program provides
 reports       what a member says while it plays a role
 generations/  what is captured and put back
-dimensions/   tensor, pipeline, data: what each knows, resets, rebuilds and compares
+leftovers     what an interrupted step leaves behind: a table
+dimensions/   tensor, pipeline, data: what each rebuilds and compares
 checkpoints/  on disk: saves, skeletons, loading
 process/      the life of a process: session, entry into an epoch, course through it
 pretraining/  Megatron-LM's own scripts under protection

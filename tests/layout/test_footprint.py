@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, parity_layout
 from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
-from deadpool_megatron.vault.budget import allocated_bytes
-from deadpool_megatron.vault.segment import Segment, copy_name, segment_bytes
+from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, segment_bytes
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
 
@@ -27,7 +27,7 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
     return RoleLayout(0, tuple(parts), peers, draw(st.integers(2, 4)), "h" * 32, "stage 1 2")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts())
 def test_own_slots_and_copies(layout: RoleLayout) -> None:
     assert own_bytes(layout) >= segment_bytes(layout)
@@ -40,7 +40,7 @@ def test_own_slots_and_copies(layout: RoleLayout) -> None:
         )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts(), st.integers(1, 6))
 def test_blocks(layout: RoleLayout, roles: int) -> None:
     of = {role: replace(layout, role=role) for role in range(roles)}

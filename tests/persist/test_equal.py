@@ -37,8 +37,8 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton
     from deadpool_megatron.persist.writing import Source, filled, write_role
     from deadpool_megatron.state import extras as codec
-    from deadpool_megatron.vault.segment import checksum
-    from deadpool_megatron.vault.taking import Taken
+    from deadpool_megatron.vault.disk.taken import Taken
+    from deadpool_megatron.vault.shm.segment import checksum
 
     role = dist.get_rank()
     loop, _ = make_loop(arguments)

@@ -18,8 +18,9 @@ from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.taking import Taken
+from tests.waiting import until
 
 
 class SlowVault:
@@ -42,12 +43,6 @@ def taken(directory: Path) -> list[Taken]:
 
 def order(kind: str, name: str) -> dict[str, Any]:
     return {"t": f"export-{kind}", "name": name, "iteration": 4}
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path: Path) -> None:

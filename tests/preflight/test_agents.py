@@ -15,7 +15,8 @@ from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
+from tests.cluster.running import FAST, MEMBER, deadpool, environment
+from tests.waiting import PATIENCE_SECONDS
 
 OTHER = {"versions": {"torch": "another one"}}
 

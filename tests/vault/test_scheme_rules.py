@@ -39,12 +39,13 @@ from deadpool_megatron.layout.replaying import gradients_part, key, step_parts
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.buffers import RestoredParts
-from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.segment import PartState, Segment
+from deadpool_megatron.vault.member.buffers import RestoredParts
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.service import Vault
-from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
+from deadpool_megatron.vault.shm.segment import PartState, Segment
+from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import Member, content, make_layout
 
 SHARDS = ("shard", "tail")
@@ -76,7 +77,7 @@ _LOOK_SECONDS = 0.005
 def _one_process() -> Iterator[None]:
     """Threads of one process need no barrier between processes, which takes 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deadpool_megatron.vault.table.fence", lambda: None)
+        patch.setattr("deadpool_megatron.vault.shm.table.fence", lambda: None)
         yield
 
 
@@ -431,7 +432,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
     """Rules 2, 3 and 7, and again after the recovery."""
@@ -449,7 +450,7 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
             expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(damage=True))
 def test_damaged_bytes_are_never_restored(case: Case) -> None:
     """Rule 4: another source, an older generation, or nothing."""
@@ -462,7 +463,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""

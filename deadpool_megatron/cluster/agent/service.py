@@ -54,9 +54,9 @@ from deadpool_megatron.cluster.process.starter import (
     choose_method,
 )
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
-from deadpool_megatron.cluster.run_directory.slots import incarnations
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
+from deadpool_megatron.vault.disk.found import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 

@@ -1,7 +1,7 @@
-"""The dimensions of parallelism: groups, in-flight state, what peers can rebuild.
+"""The dimensions of parallelism: groups, what peers can rebuild and must agree on.
 
 dimension  the seam, and comparing with peers
 tensor     parameters that are replicated over the group
-pipeline   the schedule's functions, and tied embeddings
-data       bucket groups in flight, and parameters derived from the peers' shards
+pipeline   tied embeddings
+data       parameters derived from the peers' shards
 """

@@ -1,4 +1,4 @@
-"""The seam for one dimension of parallelism: groups, in-flight state, what peers can rebuild."""
+"""The seam for one dimension of parallelism: groups, what peers can rebuild."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ class DimensionHook(ABC):
     @abstractmethod
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """The process groups of this dimension that Megatron made, by a readable name."""
-
-    @abstractmethod
-    def reset_in_flight(self) -> None:
-        """Forget what an interrupted step left behind; no communication."""
 
     @abstractmethod
     def rebuild_from_peers(self) -> None:

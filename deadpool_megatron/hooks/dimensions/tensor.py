@@ -1,4 +1,4 @@
-"""Tensor parallelism: parameters that are replicated over the group, nothing kept in flight."""
+"""Tensor parallelism: parameters that are replicated over the group."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ class TensorHook(DimensionHook):
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """The tensor-parallel group."""
         return {"tensor": parallel_state.get_tensor_model_parallel_group()}
-
-    def reset_in_flight(self) -> None:
-        """Drop the shared gather buffers: an abandoned operation may have half-written them."""
-        parallel_state.get_global_memory_buffer().buffer.clear()
 
     def rebuild_from_peers(self) -> None:
         """Nothing: a tensor shard is unique to its role in this dimension."""

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 
 from deadpool_megatron.platform.base import Platform, host_range
-from deadpool_megatron.vault.client import SlotWriter
+from deadpool_megatron.vault.member.client import SlotWriter
 
 
 class PinnedSlots:

@@ -54,9 +54,9 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.client import SlotWriter, VaultClient
 from deadpool_megatron.vault.errors import Frozen
-from deadpool_megatron.vault.segment import checksum
+from deadpool_megatron.vault.member.client import SlotWriter, VaultClient
+from deadpool_megatron.vault.shm.segment import checksum
 
 # Shorter waits are the price of looking, not a stall.
 _STALL_SECONDS = 0.001

@@ -24,7 +24,7 @@ from deadpool_megatron.layout.replaying import (
 )
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.client import RestoredParts
+from deadpool_megatron.vault.member.client import RestoredParts
 
 
 class ReplayRefused(RuntimeError):

@@ -30,7 +30,7 @@ from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part, step
 from deadpool_megatron.platform.base import CopyHandle, Platform, host_range
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.client import SlotWriter, VaultClient
+from deadpool_megatron.vault.member.client import SlotWriter, VaultClient
 
 _STEP_BYTES = 64 << 10
 _BYTES_PER_PARAMETER = 8  # its number, in the list of those without a gradient

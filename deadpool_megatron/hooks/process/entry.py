@@ -33,6 +33,7 @@ from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.hooks.generations.recomputing import ReplayRefused, load_shards
 from deadpool_megatron.hooks.generations.replay import refuse_what_cannot_be_replayed
 from deadpool_megatron.hooks.generations.steps import StepKeeper
+from deadpool_megatron.hooks.leftovers import Leftovers
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
@@ -42,8 +43,8 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
-from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.member.client import VaultClient
 
 # A device gets at least this long to show that it is idle, however late it is asked.
 _LEAST_SYNCHRONISE_SECONDS = 0.1
@@ -89,6 +90,7 @@ class EpochEntry(Stages):
         self._protection: Protection | None = None
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
+        self._leftovers: Leftovers | None = None
         self._late: dict[str, object] = {}
         self._pristine = b""
 
@@ -125,8 +127,8 @@ class EpochEntry(Stages):
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
         self.loop.warm_up()
-        for dimension in self._dimensions:
-            dimension.reset_in_flight()
+        assert self._leftovers is not None
+        self._leftovers.forget()
 
     # Stages.
 
@@ -160,8 +162,8 @@ class EpochEntry(Stages):
         with_steps = recomputes(plan) and plan.every == 1
         self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
-        for dimension in self._dimensions:
-            dimension.reset_in_flight()
+        assert self._leftovers is not None
+        self._leftovers.forget()
         self.boundary = restore.boundary
         if restore.kind in ("memory", "dump"):
             self.generation = restore.generation
@@ -306,7 +308,7 @@ class EpochEntry(Stages):
         except ValueError:
             return False
         self.protection.close()
-        self._protection, self._shard, self._dimensions = None, None, ()
+        self._protection, self._shard, self._dimensions, self._leftovers = None, None, (), None
         os.environ["RANK"] = str(role)
         self.role = role
         with self._communicators.found_again():
@@ -359,6 +361,7 @@ class EpochEntry(Stages):
         # QK-clip changes the weights after the update; their copies then start with the rest.
         updated = protection.updated if not getattr(config, "qk_clip", False) else _later
         StepHooks(optimizer, protection.gate, protection.using, updated)
+        self._leftovers = Leftovers(loop)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
@@ -374,7 +377,7 @@ class EpochEntry(Stages):
         if self._loop is not None:
             self._loop.close()
         self._loop, self._protection = None, None
-        self._shard, self._dimensions = None, ()
+        self._shard, self._dimensions, self._leftovers = None, (), None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()

@@ -34,10 +34,10 @@ from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrde
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
-from deadpool_megatron.hooks.process.interruption import forget_frames
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.reports import Reports

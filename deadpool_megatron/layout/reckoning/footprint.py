@@ -1,6 +1,6 @@
 """Memory that segments take, headers and whole pages included. Pure.
 
-Never less than what vault.segment really takes: a plan that fits by these figures does fit.
+Never less than what vault.shm.segment really takes: a plan that fits by these figures does fit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from deadpool_megatron.layout.records import RoleLayout
 
 _PAGE = 4096
-# Of a slot's header: eight words, and four for each part (vault/segment.py).
+# Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
 # Of the description in JSON: keys and hashes, each part without its name, each role number.

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,8 +22,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, Run, deadpool, environment
+from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
 from tests.told import read_final
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 
 @pytest.fixture
@@ -48,13 +48,6 @@ def start(tmp_path: Path) -> Iterator[object]:
     for child in children:
         child.kill()
         child.wait()
-
-
-def wait_for(what: str, ready: object) -> None:
-    limit = time.monotonic() + PATIENCE_SECONDS
-    while not ready():  # type: ignore[operator]
-        assert time.monotonic() < limit, what
-        time.sleep(0.02)
 
 
 @pytest.mark.slow

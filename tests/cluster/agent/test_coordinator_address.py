@@ -5,18 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20.0):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.waiting import until
 
 
 def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:

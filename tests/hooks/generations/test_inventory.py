@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import parallel_state, rerun_state_machine, timers
+from megatron.core import parallel_state
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.transformer.moe.moe_utils import (
     get_moe_layer_wise_logging_tracker,
@@ -17,9 +17,6 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.dimensions import pipeline
-from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
 from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.generations.optimizer import (
     ShardState,
@@ -250,6 +247,7 @@ def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> N
             self._reports: Any = SimpleNamespace(told=[])
             self._shard: Any = SimpleNamespace(readopt=lambda: None)
             self._dimensions = ()
+            self._leftovers: Any = SimpleNamespace(forget=lambda: None)
             self._pristine = self.capture_extras()
 
     entry = Entry()
@@ -301,78 +299,6 @@ def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(
         *weight.tolist(),
         *adam.state[weight]["exp_avg"].tolist(),
     }
-
-
-# Resets.
-
-
-@pytest.fixture
-def config(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    found = SimpleNamespace(
-        no_sync_func="no_sync", grad_sync_func="grad", param_sync_func="param", timers=None
-    )
-    monkeypatch.setattr(pipeline, "model_config", lambda loop: found)
-    monkeypatch.setattr(
-        parallel_state, "get_virtual_pipeline_model_parallel_world_size", lambda: None
-    )
-    return found
-
-
-def test_the_schedules_functions_and_timers_are_reset(config: SimpleNamespace, loop: Loop) -> None:
-    config.timers = timers.Timers(2, "max")
-    hook = PipelineHook(loop)
-    config.no_sync_func = None
-    config.timers("forward-backward", log_level=1).start()
-    with pytest.raises(AssertionError, match="already been started"):
-        config.timers("forward-backward").start()
-    hook.reset_in_flight()
-    assert config.no_sync_func == "no_sync"
-    config.timers("forward-backward").start()
-
-
-@pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
-def test_the_rerun_machine_runs_the_interrupted_step_again(
-    config: SimpleNamespace,
-    loop: Loop,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: rerun_state_machine.RerunMode,
-) -> None:
-    """Otherwise it takes the first question for the end of a run: an update without gradients."""
-    assert config
-    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
-    rerun_state_machine.initialize_rerun_state_machine(mode=mode)
-    machine = rerun_state_machine.get_rerun_state_machine()
-    monkeypatch.setattr(machine, "_save_state", lambda: None)
-    assert machine.should_run_forward_backward(None)
-    PipelineHook(loop).reset_in_flight()
-    assert machine.should_run_forward_backward(None)
-
-
-def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
-    class Chunk:
-        """Plays DistributedDataParallel with overlapped gathers."""
-
-        def __init__(self, gathers_ahead: bool) -> None:
-            self.remove_forward_pre_hook_handles = {"module": 1} if gathers_ahead else {}
-            self.bucket_groups: list[Any] = []
-            self.expert_parallel_bucket_groups: list[Any] = []
-
-        def enable_forward_pre_hook(self) -> None:
-            assert not self.remove_forward_pre_hook_handles
-            self.remove_forward_pre_hook_handles = {"module": 2}
-
-        def zero_grad_buffer(self) -> None:
-            """No gradients."""
-
-    chunks = [Chunk(True), Chunk(False)]
-    optimizer = SimpleNamespace(chained_optimizers=[], zero_grad=lambda: None)
-    hook = DataHook(SimpleNamespace(model_chunks=chunks, optimizer=optimizer))  # type: ignore[arg-type]
-    hook.reset_in_flight()
-    assert chunks[0].remove_forward_pre_hook_handles == {"module": 1}
-    chunks[0].remove_forward_pre_hook_handles = {}
-    hook.reset_in_flight()
-    assert chunks[0].remove_forward_pre_hook_handles == {"module": 2}
-    assert chunks[1].remove_forward_pre_hook_handles == {}
 
 
 # Refusals (traps, A8 and C).

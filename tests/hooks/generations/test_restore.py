@@ -52,6 +52,7 @@ def go_back(arguments: str) -> dict[str, Any]:
     from deadpool_megatron.hooks.generations import extras
     from deadpool_megatron.hooks.generations.hashing import state_digests
     from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
+    from deadpool_megatron.hooks.leftovers import Leftovers
     from deadpool_megatron.state.extras import decode, encode
     from deadpool_megatron.trainer.arguments import parse_args
     from deadpool_megatron.trainer.loop import TrainingLoop
@@ -63,6 +64,7 @@ def go_back(arguments: str) -> dict[str, Any]:
     )
     complete_state(loop.optimizer)
     shard = ShardState(loop.optimizer)
+    leftovers = Leftovers(loop)
     dimensions = (TensorHook(loop), PipelineHook(loop), DataHook(loop))
 
     def train(count: int) -> None:
@@ -81,8 +83,7 @@ def go_back(arguments: str) -> dict[str, Any]:
     at_capture = state_digests(loop)
     train(2)
     first = state_digests(loop)
-    for dimension in dimensions:
-        dimension.reset_in_flight()
+    leftovers.forget()
     for part, slot in zip(shard.parts, slots, strict=True):
         part.load(slot)
     values = decode(kept)

@@ -28,8 +28,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     unfinished_export,
 )
+from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import Code, VaultError
-from deadpool_megatron.vault.taking import Taken, drop_taken
 
 _END_SECONDS = 5.0
 

@@ -27,10 +27,10 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.probing import Peer
-from deadpool_megatron.vault.rooms import usable_bytes
-from deadpool_megatron.vault.taking import Taken
+from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.net.probe import Peer
 
 VAULT_SOCKET = "vault.sock"
 _STATUS_SECONDS = 1.0

@@ -91,7 +91,9 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         "spares": sorted(set(state.fleet.nodes) - training),
         "members": {
             f"{node}.{slot}.{member.incarnation}": str(member.status)
-            for (node, slot), member in sorted(state.fleet.members.items())
+            # Each sort holds up all threads, so there is none over all members.
+            for node, slots in sorted(state.fleet.members.by_node.items())
+            for slot, member in sorted(slots.items())
         },
         "recoveries": state.recoveries.count,
         "steps_recomputed": state.recoveries.steps_recomputed,

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.reckoning import choice
 from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
-from deadpool_megatron.layout.reckoning.demand import demand
+from deadpool_megatron.layout.reckoning.demand import memory_needs
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 from deadpool_megatron.recovery import plan
@@ -78,7 +78,7 @@ def room(usual: int, **more: object) -> Room:
 def needs(state: State, plan: ProtectionPlan, rig: Room) -> int:
     scene = scene_of(state, rig.settings)
     assert scene is not None
-    return demand(plan, scene).largest_memory_bytes
+    return max(memory_needs(plan, scene).values())
 
 
 def sizes(nodes: int = 6, spares: int = 0, replicas: int = 1) -> tuple[int, int]:
@@ -228,7 +228,7 @@ def test_where_nobody_joins_the_state_is_saved() -> None:
     assert rig.state.phase is Phase.DUMPING
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nodes=st.integers(3, 7),
     spares=st.integers(0, 3),
@@ -271,7 +271,7 @@ def check(rig: Room) -> None:
         return
     scene = scene_of(rig.state, rig.settings)
     assert scene is not None
-    needed = demand(rig.record.protection, scene).memory
+    needed = memory_needs(rig.record.protection, scene)
     for node, known in rig.state.fleet.nodes.items():
         assert needed[node] <= known.memory_bytes
 

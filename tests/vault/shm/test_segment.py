@@ -1,0 +1,266 @@
+"""The slot file: what a reader finds after its writer was killed at any store."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.disk.found import found_slots
+from deadpool_megatron.vault.errors import SegmentError, VaultError
+from deadpool_megatron.vault.service import Vault
+from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.segment import (
+    PAGE,
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+    parse_name,
+)
+from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import content, make_layout
+
+SEAT = Seat(0, 0, 0)
+LAYOUT = make_layout(3, nbytes=5000)
+NAMES = tuple(part.name for part in LAYOUT.parts)
+FIRST, SECOND, THIRD = Generation(1, 1), Generation(1, 2), Generation(1, 3)
+
+
+class Killed(Exception):
+    """The writer is dead."""
+
+
+class MortalSegment:
+    """Counts every store into a segment, of words and of bytes, and dies at the n-th."""
+
+    def __init__(self, segment: Segment, lives: int) -> None:
+        self.segment = segment
+        self.lives = lives
+        store = segment._store
+
+        def mortal(words: memoryview, index: int, value: int) -> None:
+            self.tick()
+            store(words, index, value)
+
+        segment._store = mortal  # type: ignore[method-assign]
+
+    def tick(self) -> None:
+        if self.lives == 0:
+            raise Killed
+        self.lives -= 1
+
+    def bytes(self, slot: int, name: str, payload: bytes) -> None:
+        half = len(payload) // 2
+        self.tick()
+        self.segment.data(slot, name)[:half] = payload[:half]
+        self.tick()
+        self.segment.data(slot, name)[half : len(payload)] = payload[half:]
+
+    def member_writes(self, slot: int, generation: Generation) -> None:
+        self.segment.mark_writing(slot)
+        self.segment.begin(slot, generation, generation.lineage)
+        sizes = {"shard": 5000, "tail": 1000, "extras@step": 777}
+        for name, size in sizes.items():
+            self.bytes(slot, name, content(3, generation, name, size))
+        self.segment.fill(slot, sizes, generation.lineage)
+
+    def member_appends(self, slot: int, generation: Generation) -> None:
+        self.bytes(slot, "extras@evaluation", content(3, generation, "extras@evaluation", 555))
+        self.segment.fill_part(slot, "extras@evaluation", 555, generation.lineage)
+
+    def vault_seals(self, slot: int, epoch: int) -> None:
+        for name in NAMES:
+            entry = self.segment.entry(slot, name)
+            if entry.state is PartState.FILLED:
+                digest = checksum(self.segment.data(slot, name, entry.nbytes))
+                self.segment.seal_part(slot, name, entry.nbytes, digest, epoch)
+        self.segment.set_state(slot, SlotState.SEALED)
+
+    def vault_receives(self, slot: int, generation: Generation) -> None:
+        self.segment.open_slot(slot, generation, generation.lineage)
+        for name, size in (("tail", 1000), ("shard", 5000)):
+            payload = content(3, generation, name, size)
+            self.segment.invalidate_part(slot, name, PartState.ABSENT)
+            self.bytes(slot, name, payload)
+            digest = checksum(memoryview(payload))
+            self.segment.seal_part(slot, name, size, digest, generation.lineage)
+
+
+def own_life(mortal: MortalSegment) -> None:
+    """Three iterations of a member with an appended part, two slots."""
+    mortal.member_writes(0, FIRST)
+    mortal.vault_seals(0, 1)
+    mortal.member_writes(1, SECOND)
+    mortal.vault_seals(1, 1)
+    mortal.member_appends(1, SECOND)
+    mortal.vault_seals(1, 1)
+    mortal.member_writes(0, THIRD)
+    mortal.vault_seals(0, 1)
+
+
+def copy_life(mortal: MortalSegment) -> None:
+    """Three generations arrive at a buddy."""
+    mortal.vault_receives(0, FIRST)
+    mortal.vault_receives(1, SECOND)
+    mortal.vault_receives(0, THIRD)
+
+
+def examine(directory: Path) -> set[tuple[Generation, str]]:
+    """Open what the dead writer left, check every sealed byte, answer what is sealed."""
+    table = Table(directory)
+    table.scan()
+    found = set()
+    for sealed in table.sealed():
+        for name, entry in sealed.parts.items():
+            view = sealed.segment.data(sealed.slot, name, entry.nbytes)
+            assert bytes(view) == content(3, sealed.generation, name, entry.nbytes)
+            assert checksum(view) == entry.checksum
+            found.add((sealed.generation, name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "life"), [(own_name(3, SEAT), own_life), (copy_name(3), copy_life)]
+)
+@settings(max_examples=120)
+@given(lives=st.integers(0, 170))
+def test_killed_at_any_store(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    life: Callable[[MortalSegment], None],
+    lives: int,
+) -> None:
+    directory = tmp_path_factory.mktemp("segments")
+    seat = parse_name(name)[1]
+    mortal = MortalSegment(Segment.create(directory / name, LAYOUT, seat, NAMES), lives)
+    whole = False
+    try:
+        life(mortal)
+        whole = True
+    except Killed:
+        pass
+    found = examine(directory)
+    complete = {g for g, part in found if {(g, "shard"), (g, "tail")} <= found}
+    if whole:
+        assert complete == {SECOND, THIRD}
+    # Rule 3: once SECOND is complete it, or something newer, is there whatever happens.
+    newest_begun = max((g for g, _ in found), default=None)
+    if newest_begun == THIRD:
+        assert complete & {SECOND, THIRD}
+
+
+def test_every_store_of_the_lives_is_covered(tmp_path: Path) -> None:
+    """The range of the hypothesis test reaches beyond the last store."""
+    for name, life in ((own_name(3, SEAT), own_life), (copy_name(3), copy_life)):
+        segment = Segment.create(tmp_path / name, LAYOUT, parse_name(name)[1], NAMES)
+        mortal = MortalSegment(segment, 1000)
+        life(mortal)
+        assert 1000 - mortal.lives < 170
+
+
+def test_geometry_survives_reopening(tmp_path: Path) -> None:
+    path = tmp_path / own_name(3, SEAT)
+    segment = Segment.create(path, LAYOUT, SEAT, NAMES)
+    segment.data(1, "shard")[:5] = b"bytes"
+    again = Segment.open(path)
+    assert again.layout == LAYOUT
+    assert again.seat == SEAT
+    assert bytes(again.data(1, "shard", 5)) == b"bytes"
+    starts = {again.offset(slot, name) for slot in range(2) for name in NAMES}
+    assert len(starts) == 2 * len(NAMES)
+    assert all(start % PAGE == 0 for start in starts)
+    assert path.stat().st_size == segment.nbytes
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_files_that_are_no_segments(tmp_path: Path) -> None:
+    path = tmp_path / copy_name(3)
+    Segment.create(path, LAYOUT, None, NAMES)
+    whole = path.read_bytes()
+    for damaged in (b"", b"x" * 9000, whole[: len(whole) // 2], whole[:5000]):
+        path.write_bytes(damaged)
+        with pytest.raises(SegmentError):
+            Segment.open(path)
+    (tmp_path / copy_name(4)).write_bytes(whole)
+    with pytest.raises(SegmentError, match="role 3"):
+        Segment.open(tmp_path / copy_name(4))
+    with pytest.raises(SegmentError):
+        parse_name("own-3.seg")
+
+
+def test_what_a_scan_does_not_understand_stays(tmp_path: Path) -> None:
+    """Only what no version has finished goes: nothing in it can ever be restored."""
+    path = tmp_path / copy_name(3)
+    Segment.create(path, LAYOUT, None, NAMES)
+    whole = path.read_bytes()
+    (tmp_path / f".{copy_name(9)}.123").write_bytes(b"unfinished")
+    (tmp_path / copy_name(5)).write_bytes(b"\0" * 9000)
+    (tmp_path / copy_name(6)).write_bytes(b"")
+    Table(tmp_path).scan()
+    assert list(tmp_path.iterdir()) == [path]
+
+    kept = {
+        copy_name(3): whole.replace(b'"layout"', b'"fields"'),  # of other records
+        copy_name(4): b"DMPSEG99" + whole[8:],  # of another version
+        own_name(3, SEAT): whole[:5000],
+    }
+    for name, text in kept.items():
+        (tmp_path / name).write_bytes(text)
+    table = Table(tmp_path)
+    table.scan()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
+    with pytest.raises(SegmentError, match=r"copy-4\.seg is no segment .*kept"):
+        table.require_read()
+    with pytest.raises(SegmentError, match="kept"):
+        found_slots(0, tmp_path)
+    network = FakeNetwork().transport("here", 1, 1.0)
+    with socket.socket(socket.AF_UNIX) as local:
+        vault = Vault(0, tmp_path, Settings(), network, local)
+        with pytest.raises(SegmentError, match="kept"):
+            vault.start()
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == kept
+
+
+def test_copies_reserve_only_what_is_shipped(tmp_path: Path) -> None:
+    layout = make_layout(3, nbytes=8 << 20)
+    path = tmp_path / copy_name(3)
+    segment = Segment.create(path, layout, None, ["tail"])
+    assert path.stat().st_blocks * 512 < 1 << 20
+    segment.reserve(["shard"], [1])
+    assert 8 << 20 <= path.stat().st_blocks * 512 < 9 << 20
+    segment.reserve(["shard"])
+    assert path.stat().st_blocks * 512 >= 16 << 20
+
+
+def test_full_shared_memory_is_one_clear_line(small_disk: Path) -> None:
+    layout = make_layout(3, nbytes=1 << 20)
+    with pytest.raises(VaultError) as caught:
+        Segment.create(small_disk / own_name(3, SEAT), layout, SEAT, NAMES)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(small_disk) in text
+    assert "bytes needed" in text
+    assert list(small_disk.iterdir()) == []
+
+
+def test_full_shared_memory_by_the_error_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(segments.os, "posix_fallocate", full)
+    with pytest.raises(VaultError, match="no room for"):
+        Segment.create(tmp_path / copy_name(3), LAYOUT, None, NAMES)
+    assert list(tmp_path.iterdir()) == []
