@@ -47,12 +47,7 @@ from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.shortage import patiently
-from deadpool_megatron.cluster.process.starter import (
-    ExecStarter,
-    ForkStarter,
-    StartError,
-    choose_method,
-)
+from deadpool_megatron.cluster.process.starter import StartError, choose_starter
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
@@ -89,14 +84,13 @@ class Agent:
 
     async def run(self) -> int:
         """Serve until the run is over; answers the exit status of the agent."""
-        method = choose_method(self._settings.start_method)
-        starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
         self._logs = LocalLogs(self._options.logs)
         self._files = FileWorker(self._options.logs, self._options.run.logs)
         spec = partial(member_spec, self._options)
+        starter = choose_starter(self._settings.start_method, self._options.modules)
         self._members = Members(spec, starter, self._settings, self)
         self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:

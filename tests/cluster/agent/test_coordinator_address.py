@@ -18,7 +18,7 @@ def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -
     os.mkfifo(run.coordinator)
 
     async def story() -> None:
-        files = FileWorker(tmp_path, tmp_path)
+        files = FileWorker(tmp_path / "logs", tmp_path / "copied")
         address = CoordinatorAddress(run, files, None, seen=lambda: None)
         began = time.monotonic()
         for _ in range(3):
@@ -40,7 +40,7 @@ def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
 
     async def story() -> None:
         fixed = ("fixed", 1)
-        files = FileWorker(tmp_path, tmp_path)
+        files = FileWorker(tmp_path / "logs", tmp_path / "copied")
         address = CoordinatorAddress(run, files, fixed, seen=lambda: seen[-1] if seen else None)
         assert address.newest() == fixed
         write_json(run.coordinator, {"host": "told", "port": 2})
