@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -27,6 +29,7 @@ from tests.waiting import PATIENCE_SECONDS, T, wait_for
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
+_STACKS_SECONDS = 1.0
 # What commands that start runs import; the processes of the tests are forks of one that has.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
 FAST = (
@@ -78,6 +81,14 @@ def _start(
         )
 
 
+def _ask_stacks(launcher: int) -> None:
+    """Have the agents write to their logs where they stand."""
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), stacks.ASK)
+    time.sleep(_STACKS_SECONDS)
+
+
 class Run:
     """``deadpool run`` as a child. Use as a context manager: its end checks for leftovers."""
 
@@ -116,6 +127,8 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.launcher.poll() is None:
+            if kind is not None:
+                _ask_stacks(self.launcher.pid)
             self.launcher.kill()
         self.launcher.wait()
         if kind is None:
