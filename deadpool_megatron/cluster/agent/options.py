@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     ENVIRONMENT_RUN_ID,
+    LOGS,
     RunDirectory,
     RunInfo,
     member_log_name,
@@ -54,7 +55,7 @@ class AgentOptions:
     @property
     def logs(self) -> Path:
         """Where processes of the node print to (see local_logs.py)."""
-        return self.segments / "logs"
+        return self.segments / LOGS
 
 
 def member_spec(

@@ -10,6 +10,7 @@ files.py).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -17,12 +18,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TextIO
 
 _LOOK_SECONDS = 0.2
 _PIECE_BYTES = 1 << 20
 # At the end nobody waits for a file system that hangs.
 _LAST_SECONDS = 2
-_COPIED = ".copied"
+_PAUSE_SECONDS = 0.01
+_COPIED, _LOCK = ".copied", ".lock"
 
 
 def read(path: Path, start: int, nbytes: int) -> str:
@@ -48,14 +51,12 @@ def replace(path: Path, text: str | None) -> None:
 
 
 class LogCopier:
-    """Copies what logs have grown by. How far it is stands beside them, for the next one."""
+    """Copies what logs have grown by. How far it is stands beside them, for whoever goes on."""
 
     def __init__(self, logs: Path, target: Path) -> None:
         self._logs, self._target = logs, target
         self._turn = threading.Lock()
         self._copied: dict[str, int] = {}
-        with contextlib.suppress(OSError, ValueError):
-            self._copied = json.loads((logs / _COPIED).read_text())
 
     def watch(self) -> None:
         """Copy for ever."""
@@ -66,22 +67,33 @@ class LogCopier:
     def copy(self) -> str:
         """Copy what there is. Returns why not all of it could be copied, empty if it could."""
         with self._turn:
-            before, trouble = dict(self._copied), ""
             try:
-                for entry in os.scandir(self._logs):
-                    if not entry.name.startswith("."):
-                        self._copy(entry)
+                if grown := [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]:
+                    with open(self._logs / _LOCK, "w") as lock:
+                        _wait_for(lock)
+                        self._copy_all(grown)
             except OSError as error:  # what is left stays, for the next time
-                trouble = str(error)
-            if self._copied != before:
-                with contextlib.suppress(OSError):  # removed with all else of the node
-                    replace(self._logs / _COPIED, json.dumps(self._copied))
-            return trouble
+                return str(error)
+        return ""
+
+    def _has_grown(self, entry: os.DirEntry[str]) -> bool:
+        copied = self._copied.get(entry.name, 0)
+        return not entry.name.startswith(".") and entry.stat().st_size > copied
+
+    def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
+        """With the lock: another process may have copied meanwhile."""
+        with contextlib.suppress(OSError, ValueError):
+            self._copied = json.loads((self._logs / _COPIED).read_text())
+        try:
+            for entry in grown:
+                self._copy(entry)
+        finally:
+            replace(self._logs / _COPIED, json.dumps(self._copied))
 
     def _copy(self, entry: os.DirEntry[str]) -> None:
-        start = self._copied.get(entry.name, 0)
-        if entry.stat().st_size <= start:
+        if not self._has_grown(entry):
             return
+        start = self._copied.get(entry.name, 0)
         with open(entry.path, "rb", buffering=0) as log:
             # Of a log that grew too long while nothing could be copied the oldest part is gone.
             data = os.lseek(log.fileno(), start, os.SEEK_DATA)
@@ -100,6 +112,19 @@ class LogCopier:
                         piece = piece[written:]
             finally:
                 os.close(target)
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Raises OSError when another process has it for longer than copying takes."""
+    limit = time.monotonic() + _LAST_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(_PAUSE_SECONDS)
 
 
 def answer(request: dict[str, str], copier: LogCopier) -> tuple[str, str]:

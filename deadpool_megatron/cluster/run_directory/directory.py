@@ -22,6 +22,8 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
+# In the directory of a node in shared memory: what its processes print, before it is copied.
+LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -208,3 +209,19 @@ def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> No
     missing = size - text.count(b"x")
     assert text.startswith(f"\n[{missing} bytes are missing here]\nxxx".encode())
     assert 20 << 20 < missing < size
+
+
+def test_who_copies_last_leaves_nothing_out_and_nothing_twice(tmp_path: Path) -> None:
+    """The node's own process, and who cleans up after it."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    copiers = [file_worker.LogCopier(logs.directory, target) for _ in range(2)]
+    for number in range(5):
+        with open(logs.log("one"), "a") as log:
+            log.write(f"line {number}\n" * 1000)
+        threads = [threading.Thread(target=copier.copy) for copier in copiers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (target / "one.log").read_text() == logs.log("one").read_text()
