@@ -412,7 +412,8 @@ class Agent:
         if not self._exit_code:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        self._end(why, not (keep or self._options.keeps_slots))
+        comes_again = self._options.keeps_slots and code != EXIT_LEFT_OUT
+        self._end(why, not (keep or comes_again))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
