@@ -7,10 +7,10 @@ from pathlib import Path
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.geometry import segment_bytes
 from deadpool_megatron.vault.limits import memlock_bytes
 from deadpool_megatron.vault.needs import node_needs, objection, warnings
 from deadpool_megatron.vault.rooms import node_rooms
-from deadpool_megatron.vault.segment import segment_bytes
 
 
 def admit(

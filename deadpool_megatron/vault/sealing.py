@@ -221,6 +221,10 @@ class RoleWorker(threading.Thread):
         names = []
         for part in segment.layout.parts:
             entry = segment.entry(slot, part.name)
-            if entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
+            if entry.state is PartState.FILLED and entry.checksum:
+                # Of another generation: the header is damaged, if it has not just been taken anew.
+                if segment.entry(slot, part.name) == entry:
+                    self._state.on_bad(self._role, generation, part.name)
+            elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
                 names.append(part.name)
         return names

@@ -33,6 +33,7 @@ from deadpool_megatron.vault.making_room import before_roles_come
 from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.probing import probe
 from deadpool_megatron.vault.sealing import RoleWorker
+from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.serving import Server
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.taking import take, taken_bytes
@@ -68,6 +69,7 @@ class Vault:
         self._agent: Link | None = None
         self._alone_since = time.monotonic()
         self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
+        self._damaged: set[tuple[Segment, int, str, int]] = set()
         self._stop = threading.Event()
         self._remove = False
         self.ended_by_signal = False
@@ -80,6 +82,7 @@ class Vault:
         with self._state.lock:
             found = self._state.table.scan()
             self._state.table.require_read()
+        self._report_damage()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
         self._server.start()
@@ -208,6 +211,7 @@ class Vault:
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
+        self._report_damage()
         state = self._state
         usage = resource.getrusage(resource.RUSAGE_SELF)
         with state.lock:
@@ -231,6 +235,18 @@ class Vault:
                 "limit_bytes": state.table.budget.limit_bytes,
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }
+
+    def _report_damage(self) -> None:
+        """Tell once of state words that nobody of ours has stored: a stray store, or bad memory."""
+        with self._state.lock:
+            segments = list(self._state.table.segments.values())
+            found = {(one, *word) for one in segments for word in one.foreign_words()}
+        for segment, slot, name, word in found - self._damaged:
+            generation, where = segment.generation(slot), f"header of slot {slot}"
+            self._state.counters["corruption"] += 1
+            role, where = segment.layout.role, f"{where} of {segment.path.name}"
+            self._state.emit_corruption(role, generation, name, where, 0, word)
+        self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> list[str]:
         generation = Generation.from_list(message["generation"])

@@ -24,13 +24,13 @@ from deadpool_megatron.layout.replaying import chain, keeps_steps, needed, shard
 from deadpool_megatron.vault.budget import Budget
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.fences import fence
+from deadpool_megatron.vault.geometry import is_torn
 from deadpool_megatron.vault.segment import (
     PartEntry,
     PartState,
     Segment,
     SlotState,
     copy_name,
-    is_torn,
     own_name,
 )
 

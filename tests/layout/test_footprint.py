@@ -13,7 +13,8 @@ from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_byte
 from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.budget import allocated_bytes
-from deadpool_megatron.vault.segment import Segment, copy_name, segment_bytes
+from deadpool_megatron.vault.geometry import segment_bytes
+from deadpool_megatron.vault.segment import Segment, copy_name
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
 

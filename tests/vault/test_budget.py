@@ -20,12 +20,13 @@ from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.budget import Budget, allocated_bytes
 from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.geometry import segment_bytes
 from deadpool_megatron.vault.limits import cgroup_memory
 from deadpool_megatron.vault.links import Link
 from deadpool_megatron.vault.members import MemberDialogue, Members
 from deadpool_megatron.vault.needs import Room, node_needs, objection, warnings
 from deadpool_megatron.vault.rooms import usable_bytes
-from deadpool_megatron.vault.segment import Segment, copy_name, own_name, segment_bytes
+from deadpool_megatron.vault.segment import Segment, copy_name, own_name
 from deadpool_megatron.wire import framing
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
 from tests.vault.harness import Member as HarnessMember
