@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "bench")]
 
-from measuring import machine_facts, write_facts  # noqa: E402
+from common.machine import machine_facts, write_facts  # noqa: E402
 from soaking import faults, growth, rounds  # noqa: E402
 
 from deadpool_megatron.cluster.run_directory import cleanup  # noqa: E402

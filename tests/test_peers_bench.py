@@ -13,9 +13,9 @@ import pytest
 BENCH = Path(__file__).parents[1] / "scripts" / "bench"
 
 
-def load(name: str) -> ModuleType:
+def load(room: str, name: str) -> ModuleType:
     """A module of the benches, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, BENCH / room / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -24,7 +24,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-outcomes = load("peer_outcomes")
+outcomes = load("other_systems", "outcomes")
 Report = outcomes.StepReport
 
 

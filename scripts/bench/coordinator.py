@@ -24,11 +24,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import long_life
-from coordinator_process import Service
-from measuring import machine_facts, write_facts
-from moments import until
-from simulated import Cluster
+from common.machine import machine_facts, write_facts
+from control_plane import long_life
+from control_plane.agents import Cluster
+from control_plane.moments import until
+from control_plane.service import Service
 
 from deadpool_megatron.cluster.link.pacing import contact_seconds
 from deadpool_megatron.events import Kind, term_file

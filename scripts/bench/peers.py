@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measuring import machine_facts, write_facts
-from overhead import BenchError
-from peer_environments import PACKAGES, PeerUnavailableError, check, install
-from peer_outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
-from peer_sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
-from protection import AFTER, NODES, SIZES, TOKENS, WARM_UP, parameters
+from common.machine import machine_facts, write_facts
+from common.struck import AFTER, NODES, SIZES, TOKENS, sizes_of
+from common.trainings import WARM_UP, BenchError, parameters
+from other_systems.environments import PACKAGES, PeerUnavailableError, check, install
+from other_systems.outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
+from other_systems.sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
 
 from deadpool_megatron.cli.show.story import summary
 
@@ -63,7 +63,7 @@ def measure(
                     _say(f"{label}: {error}")
                     taken[label].failures.append(str(error))
     return {
-        "parameters": parameters(name),
+        "parameters": parameters(sizes_of(name)),
         "undisturbed": {
             "step_seconds": summary([s for r in undisturbed for s in r.measured.step_seconds]),
             "bit_identical": all(_difference(r, undisturbed[0]) is None for r in undisturbed),

@@ -16,36 +16,27 @@ and of its phase ``restore``, and whether the struck run computed the same as an
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, machine_facts, write_facts
-from overhead import BenchError, Measured, watch
+from common.machine import machine_facts, write_facts
+from common.struck import (
+    NODES,
+    SIZES,
+    TOKENS,
+    Protected,
+    run_protected,
+    sizes_of,
+    training_arguments,
+)
+from common.trainings import WARM_UP, BenchError, Measured, parameters, run_plain
 
 from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.numbers import TimedStep
-from deadpool_megatron.cli.show.report import read_story
-from deadpool_megatron.cli.show.results import ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.results import RunResult
 from deadpool_megatron.cli.show.story import summary
-from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from deadpool_megatron.events import Kind
-from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
-from deadpool_megatron.trainer.arguments import TrainerConfig, parse_args
 
-NODES = 4
-WARM_UP = 3
-# Unmeasured steps before and after the one that is interrupted.
-BEFORE, AFTER = 2, 4
-# The configuration file and what is changed in it: hidden size, layers.
-SIZES = {"5M": (256, 6), "20M": (512, 6), "50M": (832, 6)}
-TOKENS = 2048
 SCHEMES: dict[str, list[str]] = {
     "buddy": ["--deadpool-protection", "buddy"],
     "parity": ["--deadpool-protection", "parity", "--deadpool-parity-group", "2"],
@@ -55,143 +46,10 @@ SCHEMES: dict[str, list[str]] = {
 }
 
 
-@dataclass
-class Protected:
-    """A protected run: its measured steps, what it stored, how it ended."""
-
-    measured: Measured
-    own_bytes: int = 0
-    kept_bytes: int = 0
-    steps: Sequence[TimedStep] = ()
-    result: RunResult | None = None
-
-
-def sizes_of(name: str) -> TrainerConfig:
-    """The configuration of one size."""
-    return parse_args([f"@{ROOT / 'configs' / '20m.args'}", *_size_flags(name)])
-
-
-def _size_flags(name: str) -> list[str]:
-    hidden, layers = SIZES[name]
-    heads = str(hidden // 64)
-    return [
-        *("--hidden-size", str(hidden), "--num-layers", str(layers)),
-        *("--num-attention-heads", heads, "--lr-warmup-iters", "1"),
-    ]
-
-
-def parameters(name: str) -> int:
-    """Trained numbers; the embedding counts twice, first and last stage hold one each."""
-    config = sizes_of(name)
-    hidden = config.hidden_size
-    layer = 12 * hidden**2 + 13 * hidden
-    embeddings = (2 * config.vocab_size + config.seq_length) * hidden
-    return embeddings + config.num_layers * layer + 2 * hidden
-
-
-def training_arguments(name: str, iterations: int) -> list[str]:
-    """Flags of the trainer, the same with and without protection."""
-    return [
-        *(f"@{ROOT / 'configs' / '20m.args'}", *_size_flags(name), "--log-interval", "1"),
-        *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
-        *("--global-batch-size", str(TOKENS // sizes_of(name).seq_length)),
-        *("--micro-batch-size", "2", "--train-iters", str(iterations)),
-    ]
-
-
-def run_plain(name: str, steps: int, base: Path) -> Measured:
-    """The training on stock gloo, which prints a line per step."""
-    program = Path(__file__).with_name("plain_ranks.py")
-    command = [sys.executable, str(program), str(NODES)]
-    log = base / f"{uuid.uuid4().hex}.log"
-    log.touch()
-    with open(log) as lines:
-
-        def new_steps() -> int:
-            return sum("iteration " in line and " | loss " in line for line in lines)
-
-        arguments = training_arguments(name, WARM_UP + 1 + steps)
-        return watch([*command, *arguments], log, steps, new_steps)
-
-
-def run_protected(
-    name: str,
-    flags: Sequence[str],
-    steps: int,
-    base: Path,
-    victim: str = "",
-    training: Sequence[str] = (),
-) -> Protected:
-    """The training under ``deadpool run``. ``victim``: ``node`` or ``self`` (the process) of role
-    1 is killed after what is measured. ``training``: further flags of the trainer.
-    """
-    directory = base / uuid.uuid4().hex
-    struck_iteration = WARM_UP + 1 + steps + BEFORE
-    fault = {
-        "id": "strike",
-        "point": "backward",
-        "match": {"role": 1, "iteration": struck_iteration},
-        "action": "signal",
-        "target": victim,
-        "signal": "KILL",
-    }
-    plan = directory.with_suffix(".faults.json")
-    plan.write_text(json.dumps([fault] if victim else []))
-    command = [
-        *(sys.executable, "-m", "deadpool_megatron", "run"),
-        *("--nodes", str(NODES), "--spares", "1", "--nproc-per-node", "1"),
-        # A cadence that follows the measured waits would change what is measured.
-        *("--run-dir", str(directory), "--deadpool-cadence", "1", *flags),
-        *("--", "-m", "deadpool_megatron.trainer"),
-        *training_arguments(name, struck_iteration + AFTER),
-        *training,
-    ]
-    tail = EventTail(RunDirectory(directory).events)
-    run = Protected(Measured())
-
-    def new_steps() -> int:
-        iterations = [event.iteration for event in tail.poll() if event.kind is Kind.STEP]
-        if not run.own_bytes and any((iteration or 0) > WARM_UP for iteration in iterations):
-            run.own_bytes, run.kept_bytes = segment_bytes(directory)
-        return len(iterations)
-
-    log = directory.with_suffix(".log")
-    variables = {FAULTS_VARIABLE: str(plan)}
-    run.measured = watch(command, log, steps, new_steps, variables, unmeasured_steps=BEFORE + AFTER)
-    try:
-        story, run.result = read_story(directory), read_result(directory)
-    except ResultError as error:
-        raise BenchError(str(error)) from error
-    run.steps = story.steps[:]
-    measured = range(WARM_UP + 1, WARM_UP + 1 + steps)
-    waits = [s for (_, iteration), s in story.gate_waits.items() if iteration in measured]
-    run.measured.gate_waits, run.measured.gate_seconds = len(waits), sum(waits)
-    # Of the whole run: generation 0 and, where a node was lost, what was protected anew.
-    shipped = story.bytes_by_kind.get(Kind.COMMITTED, 0)
-    run.measured.shipped_bytes_per_step = shipped / (struck_iteration + AFTER + 1)
-    if victim and not run.result.recoveries:
-        raise BenchError(f"nothing was recovered, see {directory}")
-    return run
-
-
-def segment_bytes(directory: Path) -> tuple[int, int]:
-    """Memory behind the segments of all nodes: of the members' own slots, and of all others."""
-    own = others = 0
-    for path in segment_root(RunDirectory(directory).read_run().run_id).glob("*/*.seg"):
-        try:
-            allocated = path.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-        if path.name.startswith("own-"):
-            own += allocated
-        else:
-            others += allocated
-    return own, others
-
-
 def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) -> dict[str, Any]:
     """One size: all schemes in turns."""
-    count = parameters(name)
+    count = parameters(sizes_of(name))
+    training = training_arguments(name, WARM_UP + 1 + steps)
     print(f"{name}: undisturbed run to compare with", file=sys.stderr, flush=True)
     undisturbed = run_protected(name, SCHEMES["buddy"], steps, base).result
     assert undisturbed is not None
@@ -199,7 +57,7 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
     runs: dict[str, list[Protected]] = {scheme: [] for scheme in schemes}
     for number in range(1, rounds + 1):
         print(f"{name}: no protection, {number} of {rounds}", file=sys.stderr, flush=True)
-        plain.append(run_plain(name, steps, base))
+        plain.append(run_plain(training, NODES, steps, base))
         for scheme in schemes:
             print(f"{name}: {scheme}, {number} of {rounds}", file=sys.stderr, flush=True)
             victim = "self" if scheme == "local" else "node"

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import machine_facts, write_facts
+from common.machine import machine_facts, write_facts
 
 from deadpool_megatron.cli.show.demo import DemoError, Outcome, judge, kill_in_backward, run_once
 from deadpool_megatron.cli.show.live import PlainDisplay

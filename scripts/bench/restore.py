@@ -19,9 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measuring import machine_facts, write_facts
-from overhead import BenchError
-from protection import SIZES, Protected, parameters, run_protected
+from common.machine import machine_facts, write_facts
+from common.struck import SIZES, Protected, run_protected, sizes_of
+from common.trainings import BenchError, parameters
 
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.results import RunResult
@@ -47,7 +47,7 @@ def measure(name: str, rounds: int, base: Path) -> dict[str, Any]:
                 training = [*training, "--save", str(base / f"{name}-{number}")]
             runs[side].append(run_protected(name, flags, STEPS, base, "node", training))
     facts: dict[str, Any] = {side: facts_of(found, undisturbed) for side, found in runs.items()}
-    facts["parameters"] = parameters(name)
+    facts["parameters"] = parameters(sizes_of(name))
     for key in ("restore_seconds", "recovery_seconds"):
         slow, fast = facts["checkpoint"][key]["mean"], facts["memory"][key]["mean"]
         facts[f"{key}_checkpoint_over_memory"] = slow / fast

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measuring import machine_facts, write_facts
+from common.machine import machine_facts, write_facts
 
 from deadpool_megatron.cluster.agent.members.members import FramePipe
 from deadpool_megatron.cluster.agent.store_relay import StoreRelay

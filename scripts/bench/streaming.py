@@ -27,8 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import ROOT, machine_facts, write_facts
-from slow_steps import VARIABLE
+from common.machine import ROOT, machine_facts, write_facts
+from common.slow_steps import VARIABLE
 
 from deadpool_megatron.cli.show.report import read_story
 from deadpool_megatron.cli.show.story import summary
@@ -52,7 +52,7 @@ _MODEL = (
     " --use-distributed-optimizer"
 )
 QUEUES = ("fifo", "bands")
-_SLOW_STEPS = Path(__file__).with_name("slow_steps.py")
+_SLOW_STEPS = Path(__file__).with_name("common") / "slow_steps.py"
 
 
 class BenchError(Exception):

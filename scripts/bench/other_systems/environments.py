@@ -11,8 +11,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from measuring import ROOT
-from peer_outcomes import last_line
+from common.machine import ROOT
+
+from other_systems.outcomes import last_line
 
 #: peer -> (what pip installs, what must be importable)
 PACKAGES = {

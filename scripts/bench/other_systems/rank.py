@@ -1,10 +1,9 @@
-#!/usr/bin/env python
 """One rank of the bench's training without deadpool's protection, for torchrun and the like.
 
-    torchrun ... peer_rank.py --reports FILE --facts FILE [--keeper NAME ...] ARGS OF THE TRAINER
+    torchrun -m other_systems.rank --reports FILE --facts FILE [--keeper NAME ...] ARGUMENTS
 
-Reports each step that ends as a line of JSON; fault points work as in the embedded trainer, with
-the rank as role.
+ARGUMENTS are the trainer's. Reports each step that ends as a line of JSON; fault points work as in
+the embedded trainer, with the rank as role.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peer_keepers import CheckpointKeeper, Keeper
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.platform import preload  # noqa: F401 - before anything imports Megatron
 from deadpool_megatron.trainer.arguments import build_parser, config_from
 from deadpool_megatron.trainer.config import TrainerConfig
 from deadpool_megatron.trainer.loop import TrainingLoop
+from other_systems.keepers import CheckpointKeeper, Keeper
 
 KEEPERS = ("none", "dcp", "dcp-async", "lm-resiliency")
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, TrainerConfig]:
     """Own flags and those of the trainer."""
-    parser = build_parser("peer_rank.py")
+    parser = build_parser("rank.py")
     parser.add_argument("--keeper", choices=KEEPERS, default="none", help="what keeps the state")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="steps between keeping")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where it is kept")
@@ -47,7 +47,7 @@ def make_keeper(namespace: argparse.Namespace, loop: TrainingLoop) -> Keeper:
     if namespace.keeper == "none":
         return Keeper()
     if namespace.keeper == "lm-resiliency":
-        from peer_lm_resiliency import ReplicaKeeper
+        from other_systems.lm_resiliency import ReplicaKeeper
 
         return ReplicaKeeper(loop, namespace.folder, namespace.every)
     return CheckpointKeeper(namespace.folder, namespace.every, namespace.keeper == "dcp-async")

@@ -13,15 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from measuring import marked_processes
-from overhead import BenchError, Measured, watch
-from peer_environments import python_of
-from peer_outcomes import OutcomeError, StepReport, cause_in, parse_reports
-from protection import AFTER, BEFORE, NODES, WARM_UP, run_protected, training_arguments
+from common.machine import marked_processes
+from common.struck import AFTER, BEFORE, NODES, run_protected, training_arguments
+from common.trainings import WARM_UP, BenchError, Measured, run_plain, watch
 
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+from other_systems.environments import python_of
+from other_systems.outcomes import OutcomeError, StepReport, cause_in, parse_reports
 
-_HERE = Path(__file__).parent
+_BENCH = Path(__file__).parents[1]
 # A variable of its own: those that a peer starts in sessions of their own carry it too.
 _MARK = "DEADPOOL_BENCH_PEER"
 # Longer than the longest limit of a peer, the 120 s of the in-process restart's barrier.
@@ -33,7 +33,7 @@ _LEFTOVER_SECONDS = 10.0
 class Side:
     """One way to survive. ``start``: torchrun, inprocess or deadpool; ``peer``: of what package.
 
-    ``keeper``: as for peer_rank.py, for deadpool what is killed. ``only_named``: why it is not
+    ``keeper``: as for rank.py, for deadpool what is killed. ``only_named``: why it is not
     measured unless it is named; empty for all that are.
     """
 
@@ -103,16 +103,9 @@ def iterations(steps: int) -> int:
 
 def run_undisturbed(name: str, steps: int, base: Path) -> Run:
     """The training on stock gloo that nothing strikes and nothing protects."""
-    facts, log = (base / f"{uuid.uuid4().hex}{suffix}" for suffix in (".json", ".log"))
-    arguments = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
-    command = [sys.executable, str(_HERE / "plain_ranks.py"), str(NODES), *arguments]
-    log.touch()
-    with open(log) as lines:
-
-        def new_steps() -> int:
-            return sum("iteration " in line and " | loss " in line for line in lines)
-
-        measured = watch(command, log, steps, new_steps, unmeasured_steps=BEFORE + AFTER)
+    facts = base / f"{uuid.uuid4().hex}.json"
+    training = [*training_arguments(name, iterations(steps)), "--out", str(facts)]
+    measured = run_plain(training, NODES, steps, base, BEFORE + AFTER)
     found = json.loads(facts.read_text())
     # It prints no times, and nothing asks for those of an undisturbed run.
     reports = [StepReport(s["iteration"], s["loss"], 0.0) for s in found["steps"]]
@@ -139,6 +132,8 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     variables = {
         _MARK: mark,
         FAULTS_VARIABLE: str(plan),
+        # Where the modules are that it starts.
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(_BENCH), os.environ.get("PYTHONPATH")))),
         # Without it the second start of the workers finds the keys of the first, and gloo fails.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -169,7 +164,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
 
 
 def _fault(steps: int) -> dict[str, object]:
-    """The same as in protection.py: role 1 dies in a backward pass."""
+    """The same as in common/struck.py: role 1 dies in a backward pass."""
     return {
         "id": "strike",
         "point": "backward",
@@ -179,13 +174,13 @@ def _fault(steps: int) -> dict[str, object]:
 
 def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
     if side.start == "inprocess":
-        return [python, str(_HERE / "peer_inprocess.py"), str(NODES), *side.flags]
+        return [python, "-m", "other_systems.inprocess", str(NODES), *side.flags]
     return [
         *(python, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(NODES), "--max-restarts", "1"),
         # Where it puts folders that it does not remove.
         *("--log-dir", str(directory / "torchrun")),
-        str(_HERE / "peer_rank.py"),
+        *("-m", "other_systems.rank"),
     ]
 
 

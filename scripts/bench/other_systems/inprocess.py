@@ -1,7 +1,6 @@
-#!/usr/bin/env python
 """The bench's training under nvidia-resiliency-ext's in-process restart, with one warm spare.
 
-    peer_inprocess.py RANKS [--as-shipped] ARGUMENTS OF peer_rank.py
+    python -m other_systems.inprocess RANKS [--as-shipped] ARGUMENTS OF rank.py
 
 Starts RANKS + 1 processes, forked from one that has imported everything. On gloo: the package's
 abort ends NCCL communicators only, so ranks that wait for a dead one's neighbours never leave their
@@ -18,13 +17,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import peer_rank
 import torch.distributed as dist
+from common.plain_ranks import free_port
 from nvidia_resiliency_ext import inprocess
-from plain_ranks import free_port
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.megatron_api import parallel_state
+from other_systems.rank import parse, train
 
 _AS_SHIPPED = "--as-shipped"
 
@@ -77,7 +76,7 @@ def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], Non
     )
     def run(arguments: list, call_wrapper: inprocess.CallWrapper | None = None) -> None:
         assert call_wrapper is not None
-        namespace, config = peer_rank.parse(arguments)
+        namespace, config = parse(arguments)
         parallel_state.destroy_model_parallel()
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -92,7 +91,7 @@ def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], Non
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=datetime.timedelta(minutes=10),
         )
-        peer_rank.train(namespace, config)
+        train(namespace, config)
         dist.destroy_process_group()
 
     return run

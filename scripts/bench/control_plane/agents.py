@@ -19,9 +19,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
-from moments import Moments
-from simulated_link import Wire
-
+from control_plane.connection import Wire
+from control_plane.moments import Moments
 from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
 from deadpool_megatron.cluster.link.record_delta import unpack
 from deadpool_megatron.events import Event, Kind

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from lm_resiliency import InMemoryCkptConfig
 from lm_resiliency.integrations.megatron import enable_megatron_resiliency
-from peer_keepers import Keeper
 
 from deadpool_megatron.trainer.loop import TrainingLoop
+from other_systems.keepers import Keeper
 
 
 class ReplicaKeeper(Keeper):

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MARK = "DEADPOOL_BENCH"
 _TICKS = os.sysconf("SC_CLK_TCK")
 

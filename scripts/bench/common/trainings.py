@@ -1,0 +1,139 @@
+"""A training run as a bench sees it: how long each step took, what was used meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.machine import MARK, cpu_seconds, memory_bytes
+from deadpool_megatron.trainer.config import TrainerConfig
+
+#: Steps at the start of a run that are not measured.
+WARM_UP = 3
+# Short against a step, long against the cost of a look.
+_POLL_SECONDS = 0.01
+_SILENCE_SECONDS = 300.0
+_STOP_SECONDS = 30.0
+
+
+class BenchError(Exception):
+    """A run failed; the message says which and shows the end of what it wrote."""
+
+
+@dataclass
+class Measured:
+    """One run: seconds of each measured step, and what was used during them."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    cpu_seconds_per_step: float = 0.0
+    memory_bytes: int = 0
+    gate_seconds: float | None = None
+    gate_waits: int | None = None
+    shipped_bytes_per_step: float | None = None
+
+
+def parameters(config: TrainerConfig) -> int:
+    """Trained numbers; the embedding counts twice, first and last stage hold one each."""
+    hidden = config.hidden_size
+    layer = 12 * hidden**2 + 13 * hidden
+    embeddings = (2 * config.vocab_size + config.seq_length) * hidden
+    return embeddings + config.num_layers * layer + 2 * hidden
+
+
+def run_plain(
+    training: Sequence[str], ranks: int, steps: int, base: Path, unmeasured_steps: int = 0
+) -> Measured:
+    """The training on stock gloo, without protection, which prints a line per step."""
+    program = Path(__file__).with_name("plain_ranks.py")
+    command = [sys.executable, str(program), str(ranks), *training]
+    log = base / f"{uuid.uuid4().hex}.log"
+    log.touch()
+    with open(log) as lines:
+
+        def new_steps() -> int:
+            return sum("iteration " in line and " | loss " in line for line in lines)
+
+        return watch(command, log, steps, new_steps, unmeasured_steps=unmeasured_steps)
+
+
+def watch(
+    command: list[str],
+    log: Path,
+    steps: int,
+    new_steps: Callable[[], int],
+    variables: Mapping[str, str] | None = None,
+    unmeasured_steps: int = 0,
+    silence_seconds: float = _SILENCE_SECONDS,
+) -> Measured:
+    """Run to the end; ``new_steps`` answers how many steps were reported since it was asked last.
+
+    ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
+    fails, or reports nothing for ``silence_seconds``.
+    """
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment |= variables or {}
+    expected = WARM_UP + 1 + steps + unmeasured_steps
+    measured = Measured()
+    times: list[float] = []
+    cpu_before = 0.0
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        silent_since = time.perf_counter()
+        over = False
+        while not over and time.perf_counter() - silent_since < silence_seconds:
+            # Look at the child first: what it reported before it ended is then read below.
+            over = child.poll() is not None
+            for _ in range(new_steps()):
+                silent_since = time.perf_counter()
+                times.append(silent_since)
+                if len(times) == WARM_UP:
+                    measured.memory_bytes = memory_bytes(mark)
+                    cpu_before = cpu_seconds(mark)
+                elif len(times) == WARM_UP + 1 + steps:
+                    measured.cpu_seconds_per_step = (cpu_seconds(mark) - cpu_before) / (steps + 1)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_POLL_SECONDS)
+    finally:
+        _stop(child)
+    if child.returncode != 0 or len(times) < expected:
+        end = "\n".join(log.read_text(errors="replace").splitlines()[-10:])
+        silence = "" if over else f"no step for {silence_seconds:.0f} s, stopped: "
+        raise BenchError(
+            f"{silence}exit status {child.returncode}, saw {len(times)} steps of {expected};"
+            f" the end of its output:\n{end}"
+        )
+    # Memory was looked at while the step after the warm-up ran: measured are those after it.
+    measured.step_seconds = [
+        after - before for before, after in itertools.pairwise(times[WARM_UP : WARM_UP + 1 + steps])
+    ]
+    return measured
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End a child that still runs: an interrupt first, so that it can clean up."""
+    if child.poll() is not None:
+        return
+    os.killpg(child.pid, signal.SIGINT)
+    try:
+        child.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
