@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -17,6 +19,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.segment import PartState, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.state import VaultState
 from deadpool_megatron.vault.table import Place
+from deadpool_megatron.vault.traffic import Traffic
 from tests.vault.harness import make_layout
 
 LAYOUT = make_layout(0, nbytes=100)
@@ -88,3 +91,46 @@ def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: 
     state.mark_bad(place, 0)
     assert segment.entry(0, "shard").state is PartState.BAD
     assert told == [NEW]
+
+
+def test_a_node_without_room_does_not_flood_the_log(state: VaultState) -> None:
+    """Each refusal names other bytes: it is one reason, told once a second, and takes no memory."""
+    events: list[Event] = []
+    state.emit = events.append
+    for count in range(1000):
+        state.refuse(f"no copy possible: {count} bytes needed", role=count)
+    assert len(events) == 1
+    assert state.counters == {"refused: no copy possible: N bytes needed": 1000}
+    for count in range(1000):
+        state.refuse("abcdefghij"[count % 10] * count)
+    assert len(events) <= 1 + 201
+    assert len(state.counters) <= 1 + 201
+
+
+def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultState) -> None:
+    assert state.ledger is not None
+    segment = next(iter(state.table.segments.values()))
+    for k in range(6, 60):
+        generation = Generation(1, k)
+        sealed(segment, k % 2, generation)
+        state.acknowledge(LAYOUT, generation, 1, NAMES, 1, 30)
+        assert state.committed[0] == (generation, "step")
+    assert {g.iteration for _, g, _ in state.ledger._acknowledged} == {58, 59}
+
+
+def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
+    """10^6 of them, in the books of a vault that are kept by generation."""
+    ledger, traffic = state.ledger, Traffic(1 << 20, 0.0)
+    assert ledger is not None
+    for k in range(1_000_000):
+        generation = Generation(1, k)
+        for node in (1, 2):
+            ledger.acknowledge(0, generation, node, NAMES)
+        ledger.forget_before(0, Generation(1, k - 1))
+        if k % 100 == 0:
+            traffic.sealed(0, generation)
+            traffic.committed(0, generation)
+    assert len(ledger._acknowledged) == 4
+    known = traffic._roles[0]
+    books = [*vars(known).values(), *vars(known.window).values()]
+    assert max(len(book) for book in books if isinstance(book, Sized)) < 100
