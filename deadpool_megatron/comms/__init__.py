@@ -1,12 +1,22 @@
-"""Reconfigurable communicators: torch.distributed groups that survive the loss of a peer."""
+"""Reconfigurable communicators: torch.distributed groups that survive the loss of a peer.
+
+communicators  those of one process, exchangeable as a whole
+groups/        what Megatron holds for the whole run
+gloo/, nccl/   what stands behind the groups in an epoch
+in_flight/     the operations of one epoch, and its end
+inner          the seam between them
+operations     which methods of ProcessGroup communicate
+store          in which the communicators of one epoch meet
+errors         what a call raises when peers fail
+"""
 
 from __future__ import annotations
 
-from .communicators import Communicators
-from .errors import CommunicatorFault, EpochClosed
-from .group import ReconfigurableGroup
-from .inner import Fabric, GroupSpec, InnerGroup
-from .store import EpochStore
+from deadpool_megatron.comms.communicators import Communicators
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.store import EpochStore
 
 
 def is_detached(group: object) -> bool:

@@ -14,16 +14,16 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
-from .detached import ClosedGroup, DetachedGroup
-from .epoch import Activity, Epoch, FaultCallback, Limits, Progress
-from .errors import CommunicatorFault, EpochClosed
-from .gloo import GlooFabric
-from .group import ReconfigurableGroup
-from .inner import Fabric, InnerGroup
-from .install import Installation
-from .reaper import Reaper, trim_heap
-from .roster import Entry, Roster
-from .waiters import Left, WaiterPool
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.gloo.fabric import GlooFabric
+from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.groups.install import Installation
+from deadpool_megatron.comms.groups.roster import Entry, Roster
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits, Progress
+from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
+from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
+from deadpool_megatron.comms.inner import Fabric, InnerGroup
 
 _c10d: Any = c10d
 
@@ -91,7 +91,7 @@ class Communicators:
         self.detach()
         self._pool.shut_down()
         if self._kind == "fake-nccl":
-            from .stream_order import leave_stream_order
+            from deadpool_megatron.comms.nccl.stream_order import leave_stream_order
 
             leave_stream_order()
 
@@ -337,7 +337,7 @@ class Communicators:
         # Through the prefix torch calls one that is written in Python, but does not keep it.
         self._given_store = store
         if self._kind == "fake-nccl":
-            from .stream_order import enter_stream_order
+            from deadpool_megatron.comms.nccl.stream_order import enter_stream_order
 
             enter_stream_order()
         made: dict[ReconfigurableGroup, InnerGroup] = {}
@@ -404,9 +404,9 @@ class Communicators:
         if transport == "gloo":
             return GlooFabric(epoch, self._address)
         if transport == "nccl":
-            from .nccl import NcclFabric
+            from deadpool_megatron.comms.nccl.fabric import NcclFabric
 
             return NcclFabric(epoch)
-        from .fake_nccl import FakeNcclFabric
+        from deadpool_megatron.comms.nccl.fake import FakeNcclFabric
 
         return FakeNcclFabric(epoch, self._address)

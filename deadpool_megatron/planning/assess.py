@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.choice import GROUP_SIZES, largest_group
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, largest_group
 from deadpool_megatron.planning import refusals, risk, spares, traffic
 from deadpool_megatron.planning.keys import Plan, PlanError
 from deadpool_megatron.planning.model import step_seconds, total_parameters

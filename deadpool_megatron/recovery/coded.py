@@ -2,7 +2,7 @@
 
 Looked at only for parts of which no whole copy is left, so a loss costs what was lost, not what the
 run consists of. The layouts of parity roles stand in the inventories and say all there is to know:
-the group, how many blocks it has, and which of them this one is (layout/parity.py).
+the group, how many blocks it has, and which of them this one is (layout/places/parity.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
 from deadpool_megatron.layout.records import (
     Decoding,
     Generation,

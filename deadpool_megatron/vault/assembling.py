@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityGroup, parity_numbers
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup, parity_numbers
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.segment import Segment, checksum
 from deadpool_megatron.vault.state import VaultState

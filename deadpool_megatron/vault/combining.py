@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityGroup
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault import making_room
 from deadpool_megatron.vault.assembling import (

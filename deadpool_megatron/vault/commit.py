@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from deadpool_megatron.layout.parity import ParityPlacement, is_parity_role
-from deadpool_megatron.layout.placement import CopyPlacement, is_covered
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
+from deadpool_megatron.layout.places.parity import ParityPlacement, is_parity_role
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     EpochRecord,

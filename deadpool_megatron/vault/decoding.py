@@ -23,7 +23,7 @@ import xxhash
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.parity import MEMBERS, Members
+from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.blocks import Block, BlockError, Supplier
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError

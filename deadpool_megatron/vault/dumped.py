@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from deadpool_megatron.layout.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
 from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source, extras_part
 from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, chain, gradients_part
 from deadpool_megatron.vault.blocks import FileSupply, Supplier

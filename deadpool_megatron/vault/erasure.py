@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from deadpool_megatron.layout.parity import MOST_BLOCKS
+from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 
 _ALL_BYTES = bytes(range(256))
 _NO_BYTES = bytes(256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from deadpool_megatron.layout.parity import is_parity_role
+from deadpool_megatron.layout.places.parity import is_parity_role
 
 
 class Code(StrEnum):

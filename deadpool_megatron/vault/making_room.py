@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from deadpool_megatron.layout.cadence import successors_by
-from deadpool_megatron.layout.parity import is_parity_role
+from deadpool_megatron.layout.places.parity import is_parity_role
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import NoRoom

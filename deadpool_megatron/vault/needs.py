@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.choice import largest_group
+from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.replaying import copy_slots, gradients_part
 from deadpool_megatron.settings import Settings

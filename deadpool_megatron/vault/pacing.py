@@ -29,7 +29,7 @@ _MOST_SEALS = 16
 # One piece takes about so long at the rate in force, within limits: even, but few system calls.
 _PIECE_SECONDS = 0.002
 _LEAST_PIECE_BYTES = 64 << 10
-# Slower than this is in nobody's way either, but those who receive and hand on would take a
+# Slower than this is in nobody's way either, but who receives would take a
 # connection for dead on which no piece comes for tens of seconds.
 _LEAST_RATE = 1 << 20
 _BITS = 8

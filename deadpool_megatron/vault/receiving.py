@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
@@ -16,14 +16,11 @@ Offered = tuple[str, int, int]
 
 
 class Intake:
-    """Of one connection and its one thread; ``arrived(name, bytes so far)`` hears of each chunk."""
+    """Of one connection and its one thread."""
 
-    def __init__(
-        self, state: VaultState, channel: Channel, arrived: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, state: VaultState, channel: Channel) -> None:
         self._state = state
         self._channel = channel
-        self._arrived = arrived
 
     def take(self, segment: Segment, slot: int, needed: Sequence[Offered], epoch: int) -> list[str]:
         """Take parts; returns the names of those sealed, which damaged ones are not. Raises
@@ -41,10 +38,8 @@ class Intake:
     def _is_whole(self, segment: Segment, slot: int, name: str, nbytes: int, expected: int) -> bool:
         """Take the bytes of one part; False when they are damaged."""
         state = self._state
-        found = receive_part(
-            *(self._channel, segment, slot, name, nbytes, state.settings.chunk_bytes),
-            arrived=self._arrived,
-        )
+        chunk_bytes = state.settings.chunk_bytes
+        found = receive_part(self._channel, segment, slot, name, nbytes, chunk_bytes)
         if found != expected:
             generation = segment.generation(slot)
             state.counters["corruption"] += 1
@@ -64,23 +59,13 @@ class Intake:
 
 
 def receive_part(
-    channel: Channel,
-    segment: Segment,
-    slot: int,
-    name: str,
-    nbytes: int,
-    chunk_bytes: int,
-    arrived: Callable[[str, int], None] = lambda *_: None,
+    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
 ) -> int:
-    """Receive a part's bytes straight into its slot; answers their checksum.
-
-    ``arrived(name, bytes so far)`` is called after each chunk.
-    """
+    """Receive a part's bytes straight into its slot; returns their checksum."""
     view = segment.data(slot, name, nbytes)
     digest = xxhash.xxh3_64()
     for start in range(0, nbytes, chunk_bytes):
         chunk = view[start : start + chunk_bytes]
         channel.receive_bulk(chunk)
-        arrived(name, start + len(chunk))
         digest.update(chunk)
     return digest.intdigest()

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
-from deadpool_megatron.vault.chain import Chain
 from deadpool_megatron.vault.contributing import Contributor
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.fences import settle
@@ -105,12 +104,8 @@ class RoleWorker(threading.Thread):
                 return
             nodes = self._state.ledger.buddies(layout)
             blocks = self._state.ledger.holders(self._role)
-        chain = Chain(nodes)
         self._shippers = [
-            *(
-                Shipper(self._state, self._transport, layout, node, self.epoch, chain)
-                for node in nodes
-            ),
+            *(Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes),
             *(
                 Contributor(self._state, self._transport, layout, block, node, self.epoch)
                 for block, node in blocks.items()

@@ -63,9 +63,6 @@ class Sender(threading.Thread, ABC, Generic[Work]):
         followed by a pause.
         """
 
-    def _over(self, work: Work) -> None:
-        """The attempt has ended, whichever way: what it held is free again."""
-
     def run(self) -> None:
         """Until the epoch is closed."""
         pause = _FIRST_PAUSE_SECONDS
@@ -79,7 +76,6 @@ class Sender(threading.Thread, ABC, Generic[Work]):
                 log.info("%s: %s: %s", self.name, type(error).__name__, error)
                 self._disconnect()
                 done = False
-            self._over(work)
             if done:
                 pause = _FIRST_PAUSE_SECONDS
             else:

@@ -2,8 +2,9 @@
 
 Threads: the main thread waits for the end; ``accept-local`` and one ``local-*`` for each member and
 the agent; ``accept-vaults`` and one ``serve-*`` for each connected vault; for each role seated here
-one ``role-*`` and one ``ship-*`` for each of its buddies; while a put is handed on in a chain, one
-``relay-*``.
+one ``role-*``, one ``ship-*`` for each of its buddies, and one ``contribute-*`` for each parity
+block that it is part of. Besides: ``block-*`` fetches a block to decode from, ``load-code`` imports
+what that needs, and ``dump``, ``dump-held``, ``take`` and ``probe`` do the slow orders.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from deadpool_megatron.vault import making_room, probing
 from deadpool_megatron.vault.combining import Combiner
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.receiving import Intake
-from deadpool_megatron.vault.relaying import Relay
 from deadpool_megatron.vault.segment import Segment
 from deadpool_megatron.vault.state import VaultState, Verdict
 from deadpool_megatron.vault.steps import give_back_other_kind, lacks_base
@@ -148,18 +147,15 @@ class Server:
             if not self._admit(channel):
                 self._state.refuse("too many connections")
                 return
-            connection = _Connection(self._state, channel, self._transport, self._combiner)
-            try:
-                while not self._stopping.is_set():
-                    if not channel.readable(1.0):
-                        continue
-                    if (message := self._receive(channel)) is None:
-                        return
-                    connection.handle(message)
-                    with self._lock:
-                        self._idle[channel] = None
-            finally:
-                connection.close()
+            connection = _Connection(self._state, channel, self._combiner)
+            while not self._stopping.is_set():
+                if not channel.readable(1.0):
+                    continue
+                if (message := self._receive(channel)) is None:
+                    return
+                connection.handle(message)
+                with self._lock:
+                    self._idle[channel] = None
         except ConnectionClosed:
             pass
         except WireError as error:
@@ -178,19 +174,12 @@ class Server:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(
-        self, state: VaultState, channel: Channel, transport: Transport, combiner: Combiner
-    ) -> None:
+    def __init__(self, state: VaultState, channel: Channel, combiner: Combiner) -> None:
         self._state = state
         self._channel = channel
         self._combiner = combiner
         self._layout: RoleLayout | None = None
-        self._relay = Relay(state, transport)
-        self._intake = Intake(state, channel, self._relay.arrived)
-
-    def close(self) -> None:
-        """The connection has ended: hand on nothing more."""
-        self._relay.close()
+        self._intake = Intake(state, channel)
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Answer one message. Raises WireError for an unknown type."""
@@ -263,8 +252,6 @@ class _Connection:
         if slot is None:
             self._refuse("superseded" if self._superseded(segment, generation) else "early")
             return
-        # Nodes that the same bytes are to reach through this one, and can: all of them come here.
-        chain = [int(node) for node in message.get("chain", ())] if needed == offered else []
         try:
             try:
                 wanted = [name for name, _, _ in needed]
@@ -273,19 +260,11 @@ class _Connection:
             except VaultError as error:
                 self._refuse(f"no copy possible: {error}", role=role)
                 return
-            if chain:
-                self._relay.start(message, chain, segment, slot, needed)
-            self._channel.send({"t": "need", "parts": wanted, "chain": bool(chain)})
+            self._channel.send({"t": "need", "parts": wanted})
             have += self._intake.take(segment, slot, needed, epoch)
         finally:
             state.release(segment, slot)
-        if not self._acknowledge(epoch, role, have):
-            return
-        for _ in chain:
-            while (answer := self._relay.answer(_PAUSE_SECONDS)) is None:
-                if self._channel.readable(0):
-                    raise ConnectionClosed("the owner waits no longer for the others of the chain")
-            self._channel.send(answer)
+        self._acknowledge(epoch, role, have)
 
     def _contribute(self, message: Mapping[str, Any]) -> None:
         """Take a role's share of a parity block that this node holds."""
@@ -315,14 +294,11 @@ class _Connection:
                 state.changed.notify_all()
         self._channel.send({"t": "again"})
 
-    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> bool:
-        """False when it is too late; the relay, if there is one, is cut with the epoch."""
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
         if self._state.is_open(epoch):
             self._channel.send({"t": "sealed", "parts": have})
-            return True
-        self._refuse("stale", role=role, epoch=epoch)
-        self._relay.close()
-        return False
+        else:
+            self._refuse("stale", role=role, epoch=epoch)
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:

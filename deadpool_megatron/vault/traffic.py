@@ -107,7 +107,7 @@ class Traffic:
                 schedule = self._role(role).window.schedule(generation, nbytes)
         return Flow(self, role, generation, schedule, busy_seconds)
 
-    def limit(self, nbytes: int, going: Callable[[], bool]) -> None:
+    def _limit(self, nbytes: int, going: Callable[[], bool]) -> None:
         """Wait until the hard limit lets ``nbytes`` through, or ``going`` answers False."""
         if self._bucket is None:
             return
@@ -116,12 +116,6 @@ class Traffic:
         end = time.monotonic_ns() + wait_ns
         while going() and (left := end - time.monotonic_ns()) > 0:
             time.sleep(min(left / 1e9, _LONGEST_WAIT_SECONDS))
-
-    def pieces(self, view: memoryview) -> Iterator[memoryview]:
-        """Bytes in pieces that :meth:`limit` takes."""
-        size = self._chunk_bytes if self._bucket is None else self._bucket.burst_bytes
-        for start in range(0, len(view), size):
-            yield view[start : start + size]
 
     def _role(self, role: int) -> _Role:
         return self._roles.setdefault(role, _Role())
@@ -177,20 +171,16 @@ class Flow:
             size = self._traffic._wait(self, going)
             self._held_seconds += time.monotonic() - before
             piece = view[start : start + size]
-            self._traffic.limit(len(piece), going)
+            self._traffic._limit(len(piece), going)
             if not going():
                 return
             yield piece
             start += len(piece)
             self.sent_bytes += len(piece)
 
-    @property
-    def seconds(self) -> float:
-        """How long it has taken until now, without what the pace held it back; but bytes are on
-        their way meanwhile, too."""
-        busy = self._busy_seconds() - self._busy_before
-        return max(time.monotonic() - self._began - self._held_seconds, busy)
-
     def end(self, node: int) -> None:
-        """``node`` has everything: count what it took."""
-        self._traffic._ended(self, node, self.seconds)
+        """``node`` has everything: count what it took, without what the pace held it back; but
+        bytes are on their way meanwhile, too."""
+        busy = self._busy_seconds() - self._busy_before
+        seconds = max(time.monotonic() - self._began - self._held_seconds, busy)
+        self._traffic._ended(self, node, seconds)

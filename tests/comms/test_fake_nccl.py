@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from deadpool_megatron.comms import EpochClosed, fake_nccl
-from deadpool_megatron.comms.stream_order import JUNK_LOG
+from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.comms.nccl import fake as fake_nccl
+from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.platform.base import CopyFailedError
 from deadpool_megatron.platform.cpu import CpuPlatform
 

@@ -1,6 +1,6 @@
 """Rule 11 in whole jobs: NCCL answers an abort with junk, not with an error (trap A3).
 
-Groups are those of comms/fake_nccl.py: a wait does not hold the host, reading a result does; after
+Groups are those of comms/nccl/fake.py: a wait does not hold the host, reading a result does; after
 an abort it ends at once, and what was read is junk. So the survivors of every kill below go on with
 junk, in whatever they were doing: they clip by a junk norm, find junk infinities, update, hash,
 gather objects. None of it may be sealed, logged or written, and none of it may end a survivor. The
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.comms.stream_order import JUNK_LOG
+from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.events import Event, Kind
 from tests.faults import layouts
 from tests.faults.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.parity import ParityPlacement
+from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from tests.faults import layouts
 from tests.faults.jobs import fault, recomputed, restart_kinds, strike

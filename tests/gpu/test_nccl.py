@@ -36,7 +36,7 @@ def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from deadpool_megatron.comms import Communicators, EpochClosed
-    from deadpool_megatron.comms.nccl import REQUIRED_ENVIRONMENT
+    from deadpool_megatron.comms.nccl.fabric import REQUIRED_ENVIRONMENT
 
     os.environ.update(REQUIRED_ENVIRONMENT)
     torch.cuda.set_device(rank % torch.cuda.device_count())

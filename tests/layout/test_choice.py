@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.choice import GROUP_SIZES, choose, lacking
-from deadpool_megatron.layout.demand import Scene, demand
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, choose, lacking
+from deadpool_megatron.layout.reckoning.demand import Scene, demand
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme, uniform
 from deadpool_megatron.settings import Settings

@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
-from deadpool_megatron.layout.parity import MEMBERS, ParityGroup, parity_layout
+from deadpool_megatron.layout.places.parity import MEMBERS, ParityGroup, parity_layout
+from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.budget import allocated_bytes
 from deadpool_megatron.vault.geometry import segment_bytes

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.parity import (
+from deadpool_megatron.layout.places.copies import missing_copies
+from deadpool_megatron.layout.places.parity import (
     MEMBERS,
     PARITY_BASE,
     Members,
@@ -21,7 +22,6 @@ from deadpool_megatron.layout.parity import (
     parity_numbers,
     parity_role,
 )
-from deadpool_megatron.layout.placement import missing_copies
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.comms.stream_order import JUNK_LOG
+from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from tests.faults.jobs import (
     assert_unnoticed,
     fault,

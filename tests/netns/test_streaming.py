@@ -56,7 +56,7 @@ def seen(host: Host) -> dict[str, int]:
 def test_copies_are_marked_and_nothing_else(
     tmp_path: Path, measured: Callable[[str, str], None]
 ) -> None:
-    """Two copies each, in a chain, under a limit: and the bits are those of a quiet run."""
+    """Two copies each, under a limit: and the bits are those of a quiet run."""
     program = jobs.trainer(_LAYOUT, _ITERATIONS)
     wanted = jobs.undisturbed(program)
     job = Job(program.command, _NODES, 0, _SETTINGS)
@@ -73,7 +73,6 @@ def test_copies_are_marked_and_nothing_else(
     shipped = sum(event.data["bytes"] for event in commits)
     assert shipped > 0
     marked = sum(host["marked"] for host in found)
-    # Every copy crosses one link, whoever sends it there; headers and acknowledgements come on top.
     assert shipped < marked  # every copy crosses one link; headers and answers come on top
     for host in found:
         # All hosts send copies and answer to them. The kernel's last word on a connection that
@@ -81,4 +80,4 @@ def test_copies_are_marked_and_nothing_else(
         assert host["marked"] >= host["marked and last in the queue"] > 0.99 * host["marked"]
         assert host["other"] > 0
         assert host["other class"] == 0
-    measured("streaming: two copies in a chain", f"{marked / shipped:.3f} bytes sent for each")
+    measured("streaming: two copies", f"{marked / shipped:.3f} bytes sent for each")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.parallel_state import RankGenerator
 
-from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.places.copies import choose_buddies
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import (
     Placement,

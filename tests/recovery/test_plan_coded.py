@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
-from deadpool_megatron.layout.parity import MEMBERS, ParityPlacement
+from deadpool_megatron.layout.places.parity import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.records import (
     Decoding,
     Generation,

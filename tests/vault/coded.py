@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityGroup, parity_layout
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup, parity_layout
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, extras_part
 from deadpool_megatron.vault.erasure import Coder
 from deadpool_megatron.vault.segment import Segment, checksum, copy_name, own_name

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

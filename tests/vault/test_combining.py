@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.parity import MEMBERS, Members, ParityPlacement
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

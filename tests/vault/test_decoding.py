@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.parity import MEMBERS
+from deadpool_megatron.layout.places.parity import MEMBERS
 from deadpool_megatron.layout.records import (
     Generation,
     Restore,

@@ -56,31 +56,6 @@ def test_buddy_killed_while_it_receives(tmp_path: Path) -> None:
         assert member.wait(FIRST) == "committed"
 
 
-def test_buddy_killed_while_it_hands_on(tmp_path: Path) -> None:
-    """The one behind it gets its copy from the owner, without waiting for the killed one."""
-    layout = make_layout(0, BIG)
-    fault = {"id": "cut", "point": "vault.relay", "match": {"role": 0}, "nth": 3}
-    with cluster(tmp_path, 3, roles=1, faults=[fault], chunk_bytes=1 << 20) as running:
-        record = running.record(1, replicas=2)
-        running.open(record)
-        member = Member(running.nodes[0], layout)
-        member.client.register(layout, 1)
-        member.write(FIRST)
-        died = wait_until(
-            lambda: [n for n in running.nodes[1:] if n.process and n.process.poll() is not None],
-            "the head is killed",
-        )
-        (other,) = {1, 2} - {died[0].number}
-        held = {"shard", "tail", "extras@step"}
-        wait_until(
-            lambda: any(set(h["parts"]) == held for h in running.nodes[other].status()["holdings"]),
-            "the other one has its copy",
-        )
-        died[0].start()
-        died[0].adopt(record)
-        assert member.wait(FIRST) == "committed"
-
-
 def test_owner_vault_killed_while_it_ships(tmp_path: Path) -> None:
     """A new vault finds the sealed slot by its header and ships it, without the member."""
     layouts = {role: make_layout(role, BIG) for role in range(2)}

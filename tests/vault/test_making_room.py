@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.layout.footprint import copy_bytes
+from deadpool_megatron.layout.reckoning.footprint import copy_bytes
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

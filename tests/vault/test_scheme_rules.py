@@ -24,7 +24,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
-from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout.places.copies import missing_copies
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -23,9 +23,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectoryError,
     RunInfo,
 )
-from deadpool_megatron.layout.choice import largest_group
-from deadpool_megatron.layout.domains import DomainsError, parse_domains
-from deadpool_megatron.layout.parity import MOST_BLOCKS
+from deadpool_megatron.layout.places.domains import DomainsError, parse_domains
+from deadpool_megatron.layout.places.parity import MOST_BLOCKS
+from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.host import available_memory
 from deadpool_megatron.vault.limits import cgroup_memory

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.agent.process import run_agent
 from deadpool_megatron.cluster.agent.service import EXIT_FENCED, EXIT_LEFT_OUT
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, remove_unclaimed
-from deadpool_megatron.layout import domains
+from deadpool_megatron.layout.places import domains
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout import schemes
-from deadpool_megatron.layout.choice import refusal
+from deadpool_megatron.layout.reckoning.choice import refusal
 
 _KNOWN = ("status", "info", "attach", *Verb)
 

@@ -22,8 +22,8 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.cadence import most_lost
-from deadpool_megatron.layout.choice import choose, lacking, refusal
-from deadpool_megatron.layout.demand import Scene
+from deadpool_megatron.layout.reckoning.choice import choose, lacking, refusal
+from deadpool_megatron.layout.reckoning.demand import Scene
 from deadpool_megatron.layout.records import NodeAddress, Restore, RoleLayout, Seat
 from deadpool_megatron.layout.schemes import (
     ProtectionPlan,

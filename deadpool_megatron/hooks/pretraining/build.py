@@ -14,7 +14,8 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
-from deadpool_megatron.hooks.pretraining import exact_load, stages
+from deadpool_megatron.hooks.pretraining import stages
+from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 

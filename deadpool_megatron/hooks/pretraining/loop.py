@@ -29,13 +29,14 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks import hashing
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
-from deadpool_megatron.hooks.pretraining import exact_load, faultpoints, stages
+from deadpool_megatron.hooks.pretraining import faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
-from deadpool_megatron.hooks.pretraining.logbook import Logbook
-from deadpool_megatron.hooks.pretraining.newest import POSITIONS, SHOULD_EXIT, Newest
-from deadpool_megatron.hooks.pretraining.reporting import Reporter
-from deadpool_megatron.hooks.pretraining.saved_state import saved_state
-from deadpool_megatron.hooks.pretraining.saves import Saves
+from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
+from deadpool_megatron.hooks.pretraining.checkpoints.saved_state import saved_state
+from deadpool_megatron.hooks.pretraining.checkpoints.saves import Saves
+from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
+from deadpool_megatron.hooks.pretraining.iterations.newest import POSITIONS, SHOULD_EXIT, Newest
+from deadpool_megatron.hooks.pretraining.iterations.reporting import Reporter
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 # Of Megatron's arguments: where the data is.

@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.placement import choose_buddies
+from deadpool_megatron.layout.places.copies import choose_buddies
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,

@@ -12,8 +12,8 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.deltas import apply, change, for_node, sources_by_node
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.parity import ParityPlacement
-from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.records import Generation, Holding, Inventory, Source
 from tests.cluster.machine.rig import STEP, Phase, Rig, g, layout
 

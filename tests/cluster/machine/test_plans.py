@@ -9,8 +9,9 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import choice, schemes
-from deadpool_megatron.layout.choice import refusal
+from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.reckoning import choice
+from deadpool_megatron.layout.reckoning.choice import refusal
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed

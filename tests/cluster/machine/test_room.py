@@ -17,9 +17,9 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.protection import scene_of
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import choice
-from deadpool_megatron.layout.choice import GROUP_SIZES
-from deadpool_megatron.layout.demand import demand
+from deadpool_megatron.layout.reckoning import choice
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
+from deadpool_megatron.layout.reckoning.demand import demand
 from deadpool_megatron.layout.schemes import Kind as Scheme
 from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
 from deadpool_megatron.recovery import plan

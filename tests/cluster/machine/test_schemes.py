@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import matters
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Opening
-from deadpool_megatron.layout.parity import parity_groups
+from deadpool_megatron.layout.places.parity import parity_groups
 from deadpool_megatron.layout.records import Decoding, Recipe, Replay, Source
 from deadpool_megatron.layout.schemes import Kind
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of

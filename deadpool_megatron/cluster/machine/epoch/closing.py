@@ -18,8 +18,8 @@ from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.parity import parity_groups
-from deadpool_megatron.layout.placement import CopyPlacement
+from deadpool_megatron.layout.places.copies import CopyPlacement
+from deadpool_megatron.layout.places.parity import parity_groups
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Restore, Source
 
 

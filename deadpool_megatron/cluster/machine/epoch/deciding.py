@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.history import History
-from deadpool_megatron.layout.placement import missing_copies
+from deadpool_megatron.layout.places.copies import missing_copies
 from deadpool_megatron.layout.records import EpochRecord, NodeAddress, Restore, Seat
 from deadpool_megatron.layout.schemes import losses_survived
 

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from queue import SimpleQueue
 
-from .epoch import Leftovers
+from deadpool_megatron.comms.in_flight.epoch import Leftovers
 
 
 def trim_heap() -> None:

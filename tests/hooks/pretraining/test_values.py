@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.hooks.pretraining import scene, values
+from deadpool_megatron.hooks.pretraining import scene
+from deadpool_megatron.hooks.pretraining.iterations import values
 
 CPU = torch.device("cpu")
 

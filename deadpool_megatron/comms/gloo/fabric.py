@@ -21,15 +21,14 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.gloo import poison, uneven
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
+from deadpool_megatron.comms.in_flight.waiters import Left
+from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
 from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
-
-from . import poison, uneven
-from .epoch import Activity, Epoch
-from .errors import EpochClosed
-from .inner import Fabric, GroupSpec, InnerGroup
-from .operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
-from .waiters import Left
-from .works import HostWork, communication_failed
 
 #: operations whose inner Work is run by wait() itself, which then takes no notice of a timeout
 _RUN_BY_WAIT = frozenset(name for name in COMMUNICATION if "reduce_scatter" in name)

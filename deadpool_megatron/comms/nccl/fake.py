@@ -33,14 +33,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
+from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.inner import GroupSpec
+from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.comms.nccl.stream_order import StreamOrderError, order, unwatched
+from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, tensors_in
 from deadpool_megatron.platform.gathers import SeveralWorks
-
-from .epoch import Epoch
-from .gloo import GlooFabric, GlooGroup
-from .inner import GroupSpec
-from .nccl import NcclFabric
-from .operations import COMMUNICATION, POINT_TO_POINT, SENDS, tensors_in
-from .stream_order import StreamOrderError, order, unwatched
 
 __all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
 

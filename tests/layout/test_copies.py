@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.layout.domains import DomainsError, domain_of, parse_domains
-from deadpool_megatron.layout.placement import (
+from deadpool_megatron.layout.places.copies import (
     CopyPlacement,
     choose_buddies,
     is_covered,
     missing_copies,
 )
+from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
 
 
 def own_domains(nodes: range | list[int]) -> dict[int, str]:

@@ -28,12 +28,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
-
-from .epoch import Epoch
-from .errors import EpochClosed
-from .inner import Fabric, GroupSpec, InnerGroup
-from .operations import POINT_TO_POINT
-from .works import StreamWork, communication_failed
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.in_flight.works import StreamWork, communication_failed
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import POINT_TO_POINT
 
 REQUIRED_ENVIRONMENT: Mapping[str, str] = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

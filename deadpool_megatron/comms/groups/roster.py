@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from .group import ReconfigurableGroup
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 
 _c10d: Any = c10d
 

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from deadpool_megatron.layout.footprint import block_bytes, copy_bytes, own_bytes
-from deadpool_megatron.layout.parity import ParityPlacement
-from deadpool_megatron.layout.placement import CopyPlacement, is_covered
+from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
+from deadpool_megatron.layout.places.parity import ParityPlacement
+from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deadpool_megatron.hooks.pretraining.newest import LOSSES, SKIPPED, Newest
+from deadpool_megatron.hooks.pretraining.iterations.newest import LOSSES, SKIPPED, Newest
 
 CPU = torch.device("cpu")
 

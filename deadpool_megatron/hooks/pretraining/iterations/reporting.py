@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from deadpool_megatron.hooks.loop import Emit
-from deadpool_megatron.hooks.pretraining.newest import GRAD_NORM, LOSSES, SKIPPED
+from deadpool_megatron.hooks.pretraining.iterations.newest import GRAD_NORM, LOSSES, SKIPPED
 
 
 class Reporter:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from .group import ReconfigurableGroup
-from .roster import Entry
+from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.groups.roster import Entry
 
 BACKEND_NAME = "deadpool"
 

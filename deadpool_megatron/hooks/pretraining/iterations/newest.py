@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deadpool_megatron.hooks import extras
-from deadpool_megatron.hooks.pretraining import values
+from deadpool_megatron.hooks.pretraining.iterations import values
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from .detached import DetachedGroup
-from .inner import GroupSpec, InnerGroup
-from .operations import COMMUNICATION
+from deadpool_megatron.comms.groups.detached import DetachedGroup
+from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import COMMUNICATION
 
 
 class Owner(Protocol):

@@ -16,7 +16,7 @@ from tests.megatron_lm.arguments import small
 from tests.megatron_lm.checkout import checkout, needs_megatron_lm
 from tests.megatron_lm.parsing import Answer, Question, ask, in_checkout
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MODEL = [*small(), "--save-interval", "5"]
 
 # For each flag of each row: how a user comes to it.

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .errors import EpochClosed
-from .inner import GroupSpec, InnerGroup
-from .operations import tensors_in
-from .works import CompletedWork
+from deadpool_megatron.comms.errors import EpochClosed
+from deadpool_megatron.comms.in_flight.works import CompletedWork
+from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
+from deadpool_megatron.comms.operations import tensors_in
 
 
 class DetachedBackend:

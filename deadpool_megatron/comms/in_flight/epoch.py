@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
-from . import asleep
-from .errors import CommunicatorFault, EpochClosed
-from .inner import Fabric, InnerGroup
-from .waiters import WaiterPool
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.in_flight import asleep
+from deadpool_megatron.comms.in_flight.waiters import WaiterPool
+from deadpool_megatron.comms.inner import Fabric, InnerGroup
 
 FaultCallback = Callable[[str, str, str], None]
 

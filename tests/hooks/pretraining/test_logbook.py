@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deadpool_megatron.comms import EpochClosed
-from deadpool_megatron.hooks.pretraining.logbook import Logbook
+from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
 
 
 class Writer:

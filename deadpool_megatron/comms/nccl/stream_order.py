@@ -34,7 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .operations import tensors_in
+from deadpool_megatron.comms.operations import tensors_in
 
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
 JUNK_LOG = "DEADPOOL_FAKE_NCCL_JUNK"

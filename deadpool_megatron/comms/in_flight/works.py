@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-
-from .epoch import Epoch, Stuck
-from .errors import CommunicatorFault, EpochClosed
-from .operations import RECEIVES, tensors_in
-from .waiters import Left, Waiter
+from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
+from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
+from deadpool_megatron.comms.operations import RECEIVES, tensors_in
 
 #: longest time in which a wait for a collective cannot notice a close; each slice that ends
 #: unfinished costs one exception (tens of microseconds)

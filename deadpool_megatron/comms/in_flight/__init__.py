@@ -1,0 +1,8 @@
+"""The operations of one epoch: how they are waited for, left, and cleared away.
+
+epoch    its flag, its operations in flight, and how it is closed
+works    the Work objects that callers get
+waiters  blocking calls that can be left
+asleep   whether a thread of gloo sleeps, so that what it does cannot proceed
+reaper   frees old epochs where blocking does no harm
+"""
