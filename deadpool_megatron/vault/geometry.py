@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.footprint import PAGE_BYTES
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import RoleLayout, Seat
 from deadpool_megatron.vault.errors import SegmentError
 

@@ -31,7 +31,7 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.footprint import PAGE_BYTES
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.budget import BLOCK_BYTES, Budget
 from deadpool_megatron.vault.errors import SegmentError

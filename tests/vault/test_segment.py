@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.footprint import PAGE_BYTES
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault import segment as segments
