@@ -233,8 +233,10 @@ class Segment:
         return Segment(path, layout, seat, file, geometry, writable, budget)
 
     def __del__(self) -> None:
-        # The mapping itself goes with its last memoryview.
+        # The mapping goes with its last memoryview. Then the memory, if the file has no name any
+        # more: with the file, as os.close() does not hold the interpreter lock.
         if getattr(self, "_bytes", None) is not None:
+            del self._words, self._slots, self._bytes, self._map
             with contextlib.suppress(OSError):
                 os.close(self._file)
 

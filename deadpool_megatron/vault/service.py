@@ -92,6 +92,7 @@ class Vault:
     def wait(self) -> None:
         """Until told to stop, or for want of an agent. Then everything is stopped."""
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
+            self._state.table.removed.clear()
             with self._event_lock:
                 alone = self._agent is None
             if alone and time.monotonic() - self._alone_since > self._settings.restore_seconds:
@@ -199,6 +200,7 @@ class Vault:
             if not self._state.adopt(record):
                 return
             before_roles_come(self._state)
+            self._state.table.removed.clear()  # members that make slots now may need the room
             self._workers = {
                 role: RoleWorker(self._state, self._transport, record, role, seat)
                 for role, seat in self._state.own_roles().items()
