@@ -25,7 +25,6 @@ class SlurmNode:
     """One node of a job step. ``nodes``: how many the step has; ``host``: Slurm's name of this one.
 
     ``domain`` is the lowest switch (or block) above the node, empty where the site names none.
-    ``end_time`` is in seconds since the epoch, None where this Slurm does not tell.
     """
 
     job_id: str
@@ -33,7 +32,6 @@ class SlurmNode:
     nodes: int
     host: str
     domain: str
-    end_time: float | None
 
 
 def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
@@ -55,14 +53,12 @@ def slurm_environment(environment: Mapping[str, str]) -> SlurmNode:
             f"--from-slurm: this step has several tasks on a node ({counts}); one agent serves a"
             " whole node: use 'srun --ntasks-per-node=1' and --nproc-per-node"
         )
-    end = environment.get("SLURM_JOB_END_TIME")
     return SlurmNode(
         job_id=job_id,
         node_id=_number(environment, "SLURM_PROCID"),
         nodes=_number(environment, "SLURM_STEP_NUM_NODES"),
         host=environment.get("SLURMD_NODENAME") or socket.gethostname(),
         domain=_domain(environment),
-        end_time=None if end is None else float(_number(environment, "SLURM_JOB_END_TIME")),
     )
 
 

@@ -2,9 +2,18 @@
 
 ``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
 ``SteppedLoop``) are what it provides.
+
+loop          what a training program provides
+reports       what a member says while it plays a role
+generations/  what is captured and put back
+leftovers     what an interrupted step leaves behind: a table
+dimensions/   tensor, pipeline, data: what each rebuilds and compares
+checkpoints/  on disk: saves, skeletons, loading
+process/      the life of a process: session, entry into an epoch, course through it
+pretraining/  Megatron-LM's own scripts under protection
 """
 
 from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop
-from deadpool_megatron.hooks.session import Session
+from deadpool_megatron.hooks.process.session import Session
 
 __all__ = ["Course", "Emit", "Program", "ProtectedLoop", "Session", "SteppedLoop"]

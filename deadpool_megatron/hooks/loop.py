@@ -115,6 +115,13 @@ class ProtectedLoop(ABC):
             raise ValueError(f"state that nobody takes: {', '.join(values)}")
 
 
+def model_config(loop: ProtectedLoop) -> Any:
+    """The TransformerConfig shared by all chunks."""
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(loop.model_chunks[0])
+
+
 class SteppedLoop(ProtectedLoop):
     """A loop without an outer loop of its own: one call for an iteration, one for a segment."""
 

@@ -1,7 +1,7 @@
 """``python -m deadpool_megatron.persist JOB``: one node's part of an export; started by its agent.
 
 ``JOB`` is a file with JSON: ``directory`` (of the unfinished checkpoint), ``skeletons`` (a
-directory), ``taken`` (see :class:`~deadpool_megatron.vault.taking.Taken`), ``dump`` (null, or
+directory), ``taken`` (see :class:`~deadpool_megatron.vault.disk.taken.Taken`), ``dump`` (null, or
 ``path``, ``generation``, ``boundary`` of a dump, and the ``roles`` to write of it),
 ``iteration``, ``world_size``, ``joins`` (whether this process makes one checkpoint of what all have
 written), ``deadline_seconds``, ``node``, ``run_dir``. Exit status 0; 1 with the reason as the last
@@ -27,9 +27,9 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
 from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
-from deadpool_megatron.vault.dumped import taken_of_dump
+from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.taking import Taken
 
 _LEAST_PRIORITY = 19
 _LOOK_SECONDS = 0.1

@@ -23,8 +23,8 @@ from deadpool_megatron.layout.records import extras_part
 from deadpool_megatron.persist.filling import FillingError, dtype_name, dtype_of, fill
 from deadpool_megatron.persist.skeleton import ZEROS, Piece, Skeleton
 from deadpool_megatron.state.extras import ExtrasError, decode
-from deadpool_megatron.vault.segment import checksum
-from deadpool_megatron.vault.taking import Taken
+from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.shm.segment import checksum
 
 _READ_BYTES = 16 << 20
 

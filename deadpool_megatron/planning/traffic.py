@@ -25,7 +25,7 @@ from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import Placement
 
 GIGA = 1e9
-# hooks/protection.py gives extras this much room to grow, in each boundary's part of a slot.
+# hooks/generations/layouts.py gives extras this much room to grow, at each boundary.
 _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import deadpool_megatron
 from deadpool_megatron.preflight.facts import HostFacts
-from deadpool_megatron.vault.limits import cgroup_memory, memlock_bytes
+from deadpool_megatron.vault.memory.limits import cgroup_memory, memlock_bytes
 
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.

@@ -65,7 +65,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     select_platform().install()
-    from deadpool_megatron.hooks.optimizer import UnsupportedOptimizer  # imports Megatron
+    from deadpool_megatron.hooks.generations.optimizer import (
+        UnsupportedOptimizer,  # imports Megatron
+    )
 
     try:
         Session.join().run(GptProgram(config))

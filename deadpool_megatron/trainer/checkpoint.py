@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.hooks.loading import exact_load
+from deadpool_megatron.hooks.checkpoints.loading import exact_load
 from deadpool_megatron.persist.filling import FromExtras, HexFloats, Joined, RandomStates
 from deadpool_megatron.platform.saving import write_files
 from deadpool_megatron.trainer.megatron_api import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks import hashing
+from deadpool_megatron.hooks.generations import hashing
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.trainer import checkpoint
 from deadpool_megatron.trainer.config import TrainerConfig

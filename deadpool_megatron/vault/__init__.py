@@ -1,4 +1,16 @@
 """The process on each node that holds generations in host memory and moves them between nodes.
 
 Slots are files under /dev/shm and outlive the vault, its agent and the members. No torch here.
+
+The rooms; each uses only those below it::
+
+    service     the process: its threads, and the orders of the agent, which sends them by control
+    server      what other vaults may ask
+    role        a role that is seated here: its seals, its restore, the dialogue with its member
+    disk        dumps of a run that has to end, and generations set aside for exports
+    copies      whole copies on other nodes        parity    coded blocks on other nodes
+    core        what all threads share: the gate, what is owed and committed, pace, room
+    member      what a training process uses       net       connections of vaults, links of a node
+    shm         slots: files, their headers, the table of all that a node holds
+    memory      how much generations may take, take, and would take
 """

@@ -19,9 +19,9 @@ from pathlib import Path
 from deadpool_megatron import failpoints
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.machine import settle_process
+from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.service import Vault
-from deadpool_megatron.vault.transport import TcpTransport
+from deadpool_megatron.vault.shm.affinity import settle_process
 from deadpool_megatron.wire import auth, tls
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.probing import Peer
-from deadpool_megatron.vault.taking import Taken
+from deadpool_megatron.vault.net.probe import Peer
 from deadpool_megatron.wire import framing
 
 _TAKE_GRACE_SECONDS = 10.0
@@ -100,7 +100,7 @@ class VaultControl:
         return [str(path) for path in paths]
 
     async def take(self, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
-        """Set the generation of an iteration of the open epoch aside; see :mod:`.taking`."""
+        """Set the generation of an iteration of the open epoch aside; see :mod:`.disk.taken`."""
         # The vault's own limit is the one that says what was waited for.
         answer = await self._order(
             "take",
@@ -114,7 +114,7 @@ class VaultControl:
     async def probe(
         self, peers: Sequence[Peer], deadline_seconds: float, *, bulk: bool
     ) -> list[dict[str, Any]]:
-        """Returns what was found about the links to other vaults; see :mod:`.probing`."""
+        """Returns what was found about the links to other vaults; see :mod:`.net.probe`."""
         asked = [list(peer) for peer in peers]
         found = await self._order("probe", deadline_seconds, peers=asked, bulk=bulk)
         return [dict(one) for one in found]

@@ -26,19 +26,19 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.decoding import load_code
-from deadpool_megatron.vault.dumping import dump, dump_held
+from deadpool_megatron.vault.core.room import before_roles_come
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump, dump_held
+from deadpool_megatron.vault.disk.taken import take, taken_bytes
 from deadpool_megatron.vault.errors import Code, VaultError
-from deadpool_megatron.vault.links import Link, LinkServer
-from deadpool_megatron.vault.making_room import before_roles_come
-from deadpool_megatron.vault.members import MemberDialogue, Members
-from deadpool_megatron.vault.probing import probe
-from deadpool_megatron.vault.sealing import RoleWorker
-from deadpool_megatron.vault.segment import Segment
-from deadpool_megatron.vault.serving import Server
-from deadpool_megatron.vault.state import VaultState
-from deadpool_megatron.vault.taking import take, taken_bytes
-from deadpool_megatron.vault.transport import Transport
+from deadpool_megatron.vault.net.links import Link, LinkServer
+from deadpool_megatron.vault.net.probe import probe
+from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.parity.decoder import load_code
+from deadpool_megatron.vault.role.members import MemberDialogue, Members
+from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.server import Server
+from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,12 @@ class ConnectionCut(ConnectionClosed):
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """One frame. Raises WireError when the message is over the size limit."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    return frame(json.dumps(message, separators=(",", ":")))
+
+
+def frame(text: str) -> bytes:
+    """One frame of JSON that was made before. Raises WireError when it is over the size limit."""
+    body = text.encode()
     if len(body) > MAXIMUM_FRAME_BYTES:
         raise WireError(f"message of {len(body)} bytes is over {MAXIMUM_FRAME_BYTES}")
     return _HEADER.pack(MAGIC, len(body)) + body

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # So many keys, with what is in them, take a few milliseconds.
-_KEYS_AT_ONCE = 1024
+_KEYS_AT_ONCE = 256
 # Of an object that may hold large ones.
 _FEW_KEYS = 32
 

@@ -34,8 +34,7 @@ import torch.distributed as dist
 from common.machine import machine_facts, write_facts
 
 from deadpool_megatron.cluster.agent.members.members import FramePipe
-from deadpool_megatron.cluster.agent.store_relay import StoreRelay
-from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
+from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreRelay
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink
 from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.store import EpochStore

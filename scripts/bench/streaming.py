@@ -41,7 +41,7 @@ from tests.netns.cluster import Cluster, Job
 from tests.netns.hosts import Host, Hosts, missing
 
 NODES = 2
-# Longer than the pace needs to know the window, see vault/pacing.py.
+# Longer than the pace needs to know the window, see vault/core/pace.py.
 _WARM_UP = 8
 _POLL_SECONDS = 0.005
 _SILENCE_SECONDS = 120.0

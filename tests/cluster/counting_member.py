@@ -33,8 +33,8 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     extras_part,
 )
-from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
+from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.readiness import readable
 
 VALUES = 512

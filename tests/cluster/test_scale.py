@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -56,11 +58,18 @@ def test_too_many_agents_for_the_open_files_are_refused_in_one_line() -> None:
 
 
 def test_a_costly_status_is_not_made_for_every_question() -> None:
-    made = []
+    made: list[int] = []
+    threads = set[int]()
 
     def make() -> dict[str, int]:
+        threads.add(threading.get_ident())
         made.append(sum(range(300_000)))
         return {"number": len(made)}
 
-    status = PacedStatus(make)
-    assert [status.newest()["number"] for _ in range(3)] == [1, 1, 1]
+    async def ask() -> list[int]:
+        status = PacedStatus(make)
+        asked = await asyncio.gather(*(status.newest() for _ in range(3)))
+        return [one["number"] for one in asked]
+
+    assert asyncio.run(ask()) == [1, 1, 1]
+    assert threading.get_ident() not in threads, "the loop goes on meanwhile"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,6 @@ from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
-from deadpool_megatron.settings import Settings
 from tests.persist.world import DROP, TAKE, World
 
 
@@ -176,16 +173,7 @@ def test_a_save_that_an_export_has_overtaken_is_not_gone_back_to(tmp_path: Path)
     world.work()
     exported = Restore("durable", Generation(0, 4), "save", str(tmp_path / "exports/iter_0000004"))
     world.state.line.durable = exported
-    info = SimpleNamespace(settings=Settings(), run_id="id")
-    options: Any = SimpleNamespace(run=world.run, info=info)
-    requests = Saves(
-        options,
-        state=lambda: world.state,
-        emit=world.events.append,
-        feed=world.fed.append,
-        refused=lambda what, why: None,
-        done=done.append,
-    )
+    requests = Saves(world.desk, refused=lambda what, why: None, done=done.append)
     saved = tmp_path / "saves" / "iter_0000003"
     saved.mkdir(parents=True)
     place = {"temporary": str(saved), "final": str(saved)}

@@ -28,17 +28,17 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     """Train three iterations; one checkpoint from the live objects, one as an export makes it."""
     import torch.distributed as dist
 
-    from deadpool_megatron.hooks import extras as megatron_extras
-    from deadpool_megatron.hooks.layouts import role_layout
-    from deadpool_megatron.hooks.optimizer import ShardState, complete_state
-    from deadpool_megatron.hooks.skeletons import make_skeleton
+    from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
+    from deadpool_megatron.hooks.generations import extras as megatron_extras
+    from deadpool_megatron.hooks.generations.layouts import role_layout
+    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.persist.joining import join
     from deadpool_megatron.persist.skeleton import read_skeleton, write_skeleton
     from deadpool_megatron.persist.writing import Source, filled, write_role
     from deadpool_megatron.state import extras as codec
-    from deadpool_megatron.vault.segment import checksum
-    from deadpool_megatron.vault.taking import Taken
+    from deadpool_megatron.vault.disk.taken import Taken
+    from deadpool_megatron.vault.shm.segment import checksum
 
     role = dist.get_rank()
     loop, _ = make_loop(arguments)

@@ -14,14 +14,15 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children import exports as agent_exports
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
-from deadpool_megatron.cluster.process.files import DirectFiles, FileWorker
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.taking import Taken
+from tests.cluster.direct_files import DirectFiles
 
 
 class SlowVault:

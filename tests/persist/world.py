@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
@@ -33,17 +34,22 @@ class World:
         )
         self.sent: list[tuple[int, str, Mapping[str, Any]]] = []
         self.events: list[Event] = []
+        self.warnings: list[str] = []
         self.fed: list[Any] = []
-        self.tasks: list[Coroutine[Any, Any, None]] = []
+        self.tasks: list[Coroutine[Any, Any, object]] = []
         info = SimpleNamespace(settings=Settings(**settings), world_size=2, run_id="id")
         options: Any = SimpleNamespace(run=self.run, info=info, term=SimpleNamespace(number=1))
-        self.exports = Exports(
+        self.desk = Desk(
             options,
             state=lambda: self.state,
-            emit=self.events.append,
             feed=self.fed.append,
-            send=lambda node, message: self.sent.append((node, message["t"], message)),
+            emit=self.events.append,
+            warn=self.warnings.append,
             spawn=lambda task: self.tasks.append(task),
+            step_down=lambda why: None,
+        )
+        self.exports = Exports(
+            self.desk, send=lambda node, message: self.sent.append((node, message["t"], message))
         )
 
     def orders(self) -> list[tuple[int, str]]:
@@ -79,6 +85,7 @@ class World:
     def complaint(self) -> str:
         """The last line about an export that came to nothing."""
         lines = [str(e.data["text"]) for e in self.events if e.kind is Kind.LOG]
+        lines += self.warnings
         return lines[-1] if lines else ""
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.run_directory import bounds
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
+from tests.cluster.direct_files import DirectFiles
 
 RUN = "0123abcd"
 

@@ -31,8 +31,8 @@ from deadpool_megatron.layout.records import (
     extras_part,
 )
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.client import RestoredParts, VaultClient
 from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.vault.member.client import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
 from tests import forks
 
@@ -40,7 +40,9 @@ T = TypeVar("T")
 DEADLINE = 20.0
 RUN_ID = "test-run"
 # What a vault imports, for its process to be a fork of one that has: most tests here start some.
-VAULT = tuple(f"deadpool_megatron.vault.{name}" for name in ("machine", "service", "transport"))
+VAULT = tuple(
+    f"deadpool_megatron.vault.{name}" for name in ("service", "net.transport", "shm.affinity")
+)
 
 
 def make_layout(

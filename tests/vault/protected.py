@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, RoleLayout, Seat
-from deadpool_megatron.vault.segment import Segment
+from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Cluster, Member, Node, make_layout, sources_from
 
 LAYOUTS = {role: make_layout(role) for role in range(2)}

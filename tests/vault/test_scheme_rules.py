@@ -39,12 +39,13 @@ from deadpool_megatron.layout.replaying import gradients_part, key, step_parts
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.buffers import RestoredParts
-from deadpool_megatron.vault.client import VaultClient
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.segment import PartState, Segment
+from deadpool_megatron.vault.member.buffers import RestoredParts
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.service import Vault
-from deadpool_megatron.vault.transport import Channel, FakeNetwork, FakeTransport
+from deadpool_megatron.vault.shm.segment import PartState, Segment
+from tests.vault.fake_network import FakeNetwork, FakeTransport
 from tests.vault.harness import Member, content, make_layout
 
 SHARDS = ("shard", "tail")
@@ -76,7 +77,7 @@ _LOOK_SECONDS = 0.005
 def _one_process() -> Iterator[None]:
     """Threads of one process need no barrier between processes, which takes 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deadpool_megatron.vault.table.fence", lambda: None)
+        patch.setattr("deadpool_megatron.vault.shm.table.fence", lambda: None)
         yield
 
 

@@ -27,9 +27,9 @@ from deadpool_megatron.layout.replaying import (
 )
 from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
-from deadpool_megatron.vault.buffers import RestoredParts
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.segment import PartState, Segment, checksum, copy_name, own_name
+from deadpool_megatron.vault.member.buffers import RestoredParts
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name, own_name
 from tests.vault.harness import (
     Cluster,
     Member,

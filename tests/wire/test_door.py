@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.vault.transport import realm_of
+from deadpool_megatron.vault.net.transport import realm_of
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.door import Door, Lock

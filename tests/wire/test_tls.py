@@ -15,7 +15,7 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings, SettingsError
-from deadpool_megatron.vault.transport import SocketChannel, TcpTransport, realm_of
+from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport, realm_of
 from deadpool_megatron.wire import auth, framing, tls
 from deadpool_megatron.wire.door import Door, Lock
 from tests.cluster.running import Run, deadpool

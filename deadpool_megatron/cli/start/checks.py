@@ -28,8 +28,8 @@ from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.host import available_memory
-from deadpool_megatron.vault.limits import cgroup_memory
-from deadpool_megatron.vault.machine import choose_cpus
+from deadpool_megatron.vault.memory.limits import cgroup_memory
+from deadpool_megatron.vault.shm.affinity import choose_cpus
 
 _MIB = 1 << 20
 # What a process needs besides its model: interpreter, imports that are not shared, buffers.

@@ -14,9 +14,8 @@ import time
 from dataclasses import dataclass, replace
 
 from deadpool_megatron.cli.common import CommandError
-from deadpool_megatron.cluster.journal import gone
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.journal.entries import GONE, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     node_directories,
@@ -142,7 +141,7 @@ def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
         if newest is None:
             return tuple(range(wanted))
         record = EpochRecord.from_dict(newest[1])
-        lost = {*record.history.gone, *gone.numbers(journal)}
+        lost = {*record.history.gone, *journal.numbers(GONE)}
         known = {*record.nodes, *lost, *journal.numbers("node")}
     except JournalError as error:
         raise CommandError(f"the run in {run.path} cannot go on: {error}") from error

@@ -15,8 +15,8 @@ from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
-from deadpool_megatron.vault.whole_dumps import newest_whole
 
 _PAUSE_SECONDS = 0.2
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.vault.verify import Finding, Progress, Verdict
+from deadpool_megatron.vault.shm.verify import Finding, Progress, Verdict
 
 METADATA = ".metadata"
 _CHECKPOINT = "torch.distributed.checkpoint"

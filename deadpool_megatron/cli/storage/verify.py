@@ -16,7 +16,7 @@ from deadpool_megatron.cli.tables import size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
-from deadpool_megatron.vault.verify import (
+from deadpool_megatron.vault.shm.verify import (
     Finding,
     Meter,
     Progress,

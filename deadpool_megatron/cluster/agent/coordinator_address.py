@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, address_in
 
 Address = tuple[str, int]
@@ -22,7 +22,7 @@ class CoordinatorAddress:
     def __init__(
         self,
         run: RunDirectory,
-        files: Files,
+        files: FileWorker,
         fixed: Address | None,
         seen: Callable[[], Address | None],
     ) -> None:

@@ -14,6 +14,7 @@ from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import descriptors, posix
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.preflight import host
+from deadpool_megatron.vault.disk.found import found_slots
 
 
 def run_agent(options: AgentOptions) -> int:
@@ -37,7 +38,7 @@ def run_agent(options: AgentOptions) -> int:
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
-    found = slots.found_slots(options.node, options.segments)
+    found = found_slots(options.node, options.segments)
     # Before the loop: nvidia-smi may take long.
     if options.info.settings.check != "off":
         options = replace(options, facts=host.read_facts(options.host))

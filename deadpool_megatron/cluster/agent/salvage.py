@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories, remove_segments
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.cluster.run_directory.slots import NodeTaken, claim, end_leftovers
-from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord
-from deadpool_megatron.vault.dumping import dump_held
+from deadpool_megatron.vault.disk.found import dump_kept
 from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.state import VaultState
 
 
 def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
@@ -45,7 +42,7 @@ def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[s
             continue
         try:
             end_leftovers(run, info.run_id, int(number), directory)
-            written += _write(run.dump, directory, int(number), info, kept)
+            written += dump_kept(int(number), directory, info.settings, kept, run.dump)
             remove_segments(directory)
         except SegmentError as error:
             unread.append(str(error))
@@ -53,15 +50,4 @@ def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[s
             os.close(lock)
     if unread:
         raise SegmentError("; ".join(unread))
-    return written
-
-
-def _write(
-    base: Path, directory: Path, node: int, info: RunInfo, kept: Mapping[int, int]
-) -> list[str]:
-    state = VaultState(node, directory, info.settings, lambda _: None)
-    state.table.scan()
-    held = {holding.generation for holding in state.table.holdings()}
-    written = dump_held(state, base, [one for one in held if is_kept(kept, one)])
-    state.table.require_read()
     return written

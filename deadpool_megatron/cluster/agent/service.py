@@ -39,10 +39,10 @@ from deadpool_megatron.cluster.agent.members.members import (
 from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.members.stacks import LastStacks
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
-from deadpool_megatron.cluster.agent.store_relay import StoreRelay
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
+from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.process.shortage import patiently
@@ -53,9 +53,9 @@ from deadpool_megatron.cluster.process.starter import (
     choose_method,
 )
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
-from deadpool_megatron.cluster.run_directory.slots import incarnations
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
+from deadpool_megatron.vault.disk.found import incarnations
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.wire.auth import AuthenticationError
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import export_directory
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
 from deadpool_megatron.cluster.journal.requests import PARTS, SIGNALS, Verb
 from deadpool_megatron.cluster.machine.protection import memory_refusal
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.reckoning.choice import refusal
 
@@ -22,23 +21,23 @@ _KNOWN = ("status", "info", "attach", *Verb)
 
 
 class Commands:
-    """``state()`` answers the machine's present state, ``status()`` what users see of it; the
-    ``requests`` takes those of users. Used from the coordinator's loop only.
+    """``requests`` takes those of users, ``status()`` returns what they see of the run. Used from
+    the coordinator's loop only.
     """
 
     def __init__(
         self,
-        options: CoordinatorOptions,
+        desk: Desk,
         requests: UserRequests,
-        state: Callable[[], State],
-        status: Callable[[], dict[str, Any]],
+        status: Callable[[], Awaitable[dict[str, Any]]],
     ) -> None:
+        options = desk.options
         self._requests = requests
         self._info = options.info
         self._term = options.term
         self._journal = options.journal
         self._exports = export_directory(options.info.settings, options.run)
-        self._state = state
+        self._state = desk.state
         self._status = status
 
     async def answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,7 +49,7 @@ class Commands:
         match command:
             case "status":
                 term = {"term": self._term.number, **self._term.to_dict()}
-                return {"ok": True, "status": {**self._status(), "coordinator": term}}
+                return {"ok": True, "status": {**await self._status(), "coordinator": term}}
             case "info":
                 return {"ok": True, "info": self._info.to_dict()}
             case "attach":

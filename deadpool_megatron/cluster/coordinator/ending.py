@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.journal.entries import JournalError
@@ -32,16 +32,14 @@ class RunEnd:
 
     def __init__(
         self,
-        options: CoordinatorOptions,
+        desk: Desk,
         files: RunFiles,
         orders: Orders,
         peers: Peers,
         newest_term: Callable[[], int],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        warn: Callable[[str], None],
-        step_down: Callable[[str], None],
         end: Callable[[int], None],
     ) -> None:
+        options = desk.options
         self._path = options.run.path
         self._term = options.term.number
         settings = options.info.settings
@@ -52,9 +50,7 @@ class RunEnd:
         self._orders = orders
         self._peers = peers
         self._newest_term = newest_term
-        self._spawn = spawn
-        self._warn = warn
-        self._step_down = step_down
+        self._desk = desk
         self._end = end
         self._is_writing = False
         self._status: int | None = None
@@ -62,7 +58,7 @@ class RunEnd:
     def finish(self, finish: Finish, state: State) -> None:
         """Write the result and have the agents stop."""
         self._is_writing = True
-        self._spawn(self._finish(finish, state))
+        self._desk.spawn(self._finish(finish, state))
 
     def exit(self, status: int) -> None:
         """End when the result is written, or was tried for long enough. Agents that were told to
@@ -84,7 +80,7 @@ class RunEnd:
                 f" not written to {self._path}: {error}; what it holds in memory stays, the same"
                 f" command goes on from it, 'deadpool clean {self._path}' removes it"
             )
-            self._warn(text)
+            self._desk.warn(text)
             print(text, file=sys.stderr, flush=True)
         keeps = finish.keeps_slots or bool(error)
         self._orders.stop(str(result["reason"]), remove=not keeps)
@@ -111,7 +107,7 @@ class RunEnd:
                 return why
             if why != known:
                 known = why
-                self._warn(
+                self._desk.warn(
                     f"the result cannot be written to {self._path}: {why};"
                     f" tried again for {self._patience_seconds:g} s"
                 )
@@ -124,10 +120,10 @@ class RunEnd:
                 newest = await asyncio.to_thread(self._newest_term)
         except (JournalError, TimeoutError) as error:
             # Then no standby can have claimed a term either.
-            self._warn(str(error) or "the journal does not answer")
+            self._desk.warn(str(error) or "the journal does not answer")
             return False
         if newest > self._term:
-            self._step_down(f"term {newest} has begun")
+            self._desk.step_down(f"term {newest} has begun")
         return newest > self._term
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from deadpool_megatron.cluster.coordinator.succession.first_state import Estate
 from deadpool_megatron.cluster.journal.entries import Journal
 from deadpool_megatron.cluster.journal.terms import Term
-from deadpool_megatron.cluster.machine.state.state import Config
+from deadpool_megatron.cluster.machine.inputs import Input
+from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from deadpool_megatron.events import Event
 from deadpool_megatron.layout.decision import Planner
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -34,6 +38,23 @@ class CoordinatorOptions:
     estate: Estate
     restarted: bool = False
     begins_anew: bool = False
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What the parts of a coordinator share, for its loop only: its options, the machine's present
+    ``state()``, ``feed`` for its inputs, ``emit`` for events, ``warn`` for a line to people,
+    ``spawn`` for what runs beside the rest, and ``step_down(why)`` when another coordinator has
+    taken over.
+    """
+
+    options: CoordinatorOptions
+    state: Callable[[], State]
+    feed: Callable[[Input], None]
+    emit: Callable[[Event], None]
+    warn: Callable[[str], None]
+    spawn: Callable[[Coroutine[Any, Any, object]], None]
+    step_down: Callable[[str], None]
 
 
 def machine_config(options: CoordinatorOptions) -> Config:

@@ -23,11 +23,9 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.exports import Exports
 from deadpool_megatron.cluster.coordinator.checkpoints.saves import Saves
 from deadpool_megatron.cluster.coordinator.commands import Commands
-from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
 from deadpool_megatron.cluster.coordinator.ending import RunEnd
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, machine_config
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk, machine_config
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.coordinator.reporting.results import Results
 from deadpool_megatron.cluster.coordinator.reporting.run_files import RunFiles
 from deadpool_megatron.cluster.coordinator.reporting.status import PacedStatus, describe
 from deadpool_megatron.cluster.coordinator.stepping import Stepper, end_process
@@ -35,12 +33,16 @@ from deadpool_megatron.cluster.coordinator.succession.first_state import first_s
 from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOfLife
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
-from deadpool_megatron.cluster.journal import gone
-from deadpool_megatron.cluster.journal.choice import write_patiently
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.entries import (
+    JournalError,
+    LostRace,
+    note_gone,
+    write_patiently,
+)
 from deadpool_megatron.cluster.journal.terms import Rhythm
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
+from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
@@ -78,62 +80,45 @@ class Coordinator:
         self._is_watching = False
         self._exit_status: int | None = None
         self._over = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
         self._peers = Peers(self._settings, self, options.term.number)
         self._stepper = Stepper(machine, state, self._peers, self._took, self._spawn)
         self._orders = Orders(options, self._peers)
-        self._run_end = RunEnd(
+        desk = Desk(
             options,
-            self._files,
-            self._orders,
-            self._peers,
-            newest_term=self._sign.look,
-            spawn=self._spawn,
+            state=lambda: self._state,
+            feed=self.feed,
+            emit=self._emit,
             warn=self._warn,
+            spawn=self._spawn,
             step_down=self._step_down,
-            end=self._end,
+        )
+        self._run_end = RunEnd(
+            desk, self._files, self._orders, self._peers, self._sign.look, self._end
         )
         self._watchdog = Watchdog(self._settings, self._peers)
         self._store = CoordinatorStore(
             self._orders.send_frame, epoch=lambda: self._state.heard_epoch or 0
         )
-        self._saves = Saves(
-            options,
-            state=lambda: self._state,
-            emit=self._emit,
-            feed=self.feed,
-            refused=self._peers.refuse,
-            done=self._orders.durable_done,
-        )
-        self._exports = Exports(
-            options,
-            state=lambda: self._state,
-            emit=self._emit,
-            feed=self.feed,
-            send=self._orders.send,
-            spawn=self._spawn,
-        )
-        sinks = (self.feed, self._spawn, self._step_down)
-        self._user_requests = UserRequests(options, lambda: self._state, *sinks)
-        paced = PacedStatus(lambda: describe(self._state, self._peers, self._results))
-        self._commands = Commands(
-            options,
-            self._user_requests,
-            lambda: self._state,
-            lambda: (
-                paced.newest()
-                | self._watchdog.describe(self._state)
-                | {"export": self._exports.status(), "events": self._files.writer.describe()}
-            ),
-        )
+        self._saves = Saves(desk, self._peers.refuse, self._orders.durable_done)
+        self._exports = Exports(desk, self._orders.send)
+        self._user_requests = UserRequests(desk)
+        status = PacedStatus(self._describe).newest
+        self._commands = Commands(desk, self._user_requests, status)
 
     @property
     def _state(self) -> State:
         return self._stepper.state
 
-    @property
-    def _results(self) -> Results:
-        return self._files.results
+    def _describe(self) -> dict[str, Any]:
+        """For people; in any thread."""
+        state = self._state
+        return {
+            **describe(state, self._peers, self._files.results),
+            **self._watchdog.describe(state),
+            "export": self._exports.status(),
+            "events": self._files.writer.describe(),
+        }
 
     async def run(self) -> int:
         """Serve until the run is over; answers its exit status."""
@@ -179,8 +164,8 @@ class Coordinator:
             living.cancel()
             self._sign.close()
             self._stepper.close()
-            for task in self._tasks:
-                task.cancel()
+            for spawned in self._tasks:
+                spawned.cancel()
             door.close()
             self._files.close(self._settings.close_seconds)
         assert self._exit_status is not None
@@ -205,7 +190,7 @@ class Coordinator:
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
-                self._spawn(asyncio.to_thread(gone.note, self._journal, node, cause))
+                self._spawn(asyncio.to_thread(note_gone, self._journal, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():
@@ -399,10 +384,10 @@ class Coordinator:
     def _user_stop(self, reason: str) -> None:
         self.feed(inputs.UserStop(reason))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], who: str = "") -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, object], who: str = "") -> None:
         """Run it beside the rest; its failure ends this process, unless ``who`` asked for it."""
 
-        def finished(task: asyncio.Task[None]) -> None:
+        def finished(task: asyncio.Task[object]) -> None:
             self._tasks.discard(task)
             if task.cancelled() or (error := task.exception()) is None:
                 return

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.journal import requests
-from deadpool_megatron.cluster.journal.choice import write_patiently
-from deadpool_megatron.cluster.journal.entries import JournalError, LostRace
+from deadpool_megatron.cluster.journal.entries import JournalError, LostRace, write_patiently
 from deadpool_megatron.cluster.journal.requests import Request, Verb
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.requests import refusal
-from deadpool_megatron.cluster.machine.state.state import State
 
 # To save the state needs no journal, and may be the last chance: it is not waited for longer.
 _STOP_SECONDS = 1.0
@@ -31,24 +29,15 @@ _KILL_SECONDS = 0.1
 
 
 class UserRequests:
-    """``step_down(why)``: another coordinator has written. For the coordinator's loop only."""
+    """See the module text. For the coordinator's loop only."""
 
-    def __init__(
-        self,
-        options: CoordinatorOptions,
-        state: Callable[[], State],
-        feed: Callable[[inputs.Input], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-        step_down: Callable[[str], None],
-    ) -> None:
+    def __init__(self, desk: Desk) -> None:
+        options = desk.options
         self._journal = options.journal
         self._term = options.term.number
         self._restarted = options.restarted
         self._patience = options.info.settings.spare_timeout_seconds
-        self._state = state
-        self._feed = feed
-        self._spawn = spawn
-        self._step_down = step_down
+        self._desk = desk
         self._entry = 0
         self._ready = asyncio.Event()
         self._asking = asyncio.Lock()
@@ -65,7 +54,7 @@ class UserRequests:
                 found = await loop.run_in_executor(None, requests.newest, self._journal)
                 self._entry, term, known = found
                 if term > self._term:
-                    self._step_down(f"term {term} has begun")
+                    self._desk.step_down(f"term {term} has begun")
                     return
                 self._entry += 1
                 entry = requests.entry(self._term, known)
@@ -78,7 +67,7 @@ class UserRequests:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             self._noted = known
-            self._feed(inputs.RequestsFound(_with_time_left(known), self._restarted))
+            self._desk.feed(inputs.RequestsFound(_with_time_left(known), self._restarted))
             break
         self._ready.set()
 
@@ -103,12 +92,12 @@ class UserRequests:
                     await self._ready.wait()
             except TimeoutError:
                 error = "the journal cannot be read"
-            taken = (*self._state().requests, *self._coming)
+            taken = (*self._desk.state().requests, *self._coming)
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
             wanted = what()
-            why = wanted if isinstance(wanted, str) else refusal(self._state(), verb, wanted)
+            why = wanted if isinstance(wanted, str) else refusal(self._desk.state(), verb, wanted)
             if isinstance(wanted, str) or why:
                 return {"ok": False, "refused": why, "error": why}
             request = self._new(verb, wanted, token, seconds)
@@ -122,31 +111,28 @@ class UserRequests:
                 asyncio.get_running_loop().call_later(_KILL_SECONDS, self._take, request)
             else:
                 self._take(request)
-            newest = (one for one in self._state().requests if one.token == token)
+            newest = (one for one in self._desk.state().requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
 
     def _take(self, request: Request) -> None:
         """Give the machine what the journal has."""
-        self._feed(inputs.Asked(request))
+        self._desk.feed(inputs.Asked(request))
         self._forget_known()
 
     def _forget_known(self) -> None:
         """What the machine has taken, at once or a moment later, is on its way no more."""
-        known = {request.token for request in self._state().requests}
+        known = {request.token for request in self._desk.state().requests}
         self._coming = tuple(one for one in self._coming if one.token not in known)
 
     def note(self) -> None:
         """The machine has another word on its requests: into the journal with it."""
         self._forget_known()
-        self._spawn(self._keep())
-
-    async def _keep(self) -> None:
-        await self._write()
+        self._desk.spawn(self._write())
 
     def _new(
         self, verb: Verb, what: Mapping[str, Any], token: str, seconds: float | None
     ) -> Request:
-        state, what = self._state(), dict(what)
+        state, what = self._desk.state(), dict(what)
         number = max((r.number for r in (*state.requests, *self._coming)), default=0) + 1
         if verb is Verb.KILL and what["part"] == "role":
             seat = state.seats[int(what["number"])]
@@ -171,7 +157,7 @@ class UserRequests:
         """Return why the newest could not be written, empty if it was, or has been already."""
         async with self._writing:
             await self._ready.wait()
-            newest = requests.kept((*self._state().requests, *self._coming))
+            newest = requests.kept((*self._desk.state().requests, *self._coming))
             if newest == self._noted:
                 return ""
             self._entry += 1
@@ -179,7 +165,7 @@ class UserRequests:
             try:
                 await write_patiently(self._journal, name, entry, self._patience, _ignore)
             except LostRace:
-                self._step_down("another coordinator takes the requests")
+                self._desk.step_down("another coordinator takes the requests")
                 return "another coordinator has taken over"
             except JournalError as error:
                 return str(error)

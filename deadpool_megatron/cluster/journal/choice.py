@@ -1,26 +1,19 @@
-"""Which journal a run has, by ``--deadpool-journal``; and writing to one that may be away."""
+"""Which journal a run has, by ``--deadpool-journal``."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from deadpool_megatron.cluster.journal.entries import (
     DirectoryJournal,
     Journal,
     JournalError,
-    LostRace,
 )
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError, credentials_from
 from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal
 from deadpool_megatron.settings import Settings
-
-_PAUSE_SECONDS = 0.1
 
 
 def open_journal(settings: Settings, run_id: str, directory: Path) -> Journal:
@@ -44,36 +37,6 @@ def open_journal(settings: Settings, run_id: str, directory: Path) -> Journal:
     endpoints = [_endpoint(text) for text in hosts.split(",")]
     client = EtcdClient(endpoints, credentials, settings.connect_seconds / 2)
     return EtcdJournal(client, f"/{prefix.strip('/')}/{run_id}")
-
-
-async def write_patiently(
-    journal: Journal,
-    name: tuple[str, int],
-    entry: Mapping[str, Any],
-    patience_seconds: float,
-    on_trouble: Callable[[str], None],
-) -> None:
-    """Write an entry, again and again while the journal cannot be reached, in another thread.
-
-    ``on_trouble(text)``: once for each text. Raises LostRace, and JournalError in the end.
-    """
-    loop = asyncio.get_running_loop()
-    limit = time.monotonic() + patience_seconds
-    known = ""
-    while True:
-        try:
-            await loop.run_in_executor(None, journal.write, *name, entry)
-        except LostRace:
-            raise
-        except JournalError as error:
-            if time.monotonic() > limit:
-                raise
-            if str(error) != known:
-                known = str(error)
-                on_trouble(known)
-        else:
-            return
-        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -8,21 +8,26 @@ wins.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import re
 import secrets
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.wire import large_json
 
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
+# Nodes that were given up.
+GONE = "gone"
 _BEAT = ".beat"
 _BEAT_BYTES = 64
+_PAUSE_SECONDS = 0.1
 
 
 class JournalError(Exception):
@@ -167,6 +172,52 @@ class DirectoryJournal(Journal):
             return ""
         except OSError as error:
             raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
+
+
+def note_gone(journal: Journal, node: int, cause: str) -> None:
+    """Note for a successor that a node was given up: the record that says so may come much later.
+
+    Without the note it waits for the node in vain, and goes on then: a journal that cannot be
+    written just now is not tried again.
+    """
+    with contextlib.suppress(JournalError):
+        journal.write(GONE, node, {"cause": cause})
+
+
+def gone_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
+    """Nodes that were given up, but those ``known``, with the cause. Raises JournalError."""
+    new = (node for node in journal.numbers(GONE) if node not in known)
+    return {node: str(journal.read(GONE, node)["cause"]) for node in new}
+
+
+async def write_patiently(
+    journal: Journal,
+    name: tuple[str, int],
+    entry: Mapping[str, Any],
+    patience_seconds: float,
+    on_trouble: Callable[[str], None],
+) -> None:
+    """Write an entry, again and again while the journal cannot be reached, in another thread.
+
+    ``on_trouble(text)``: once for each text. Raises LostRace, and JournalError in the end.
+    """
+    loop = asyncio.get_running_loop()
+    limit = time.monotonic() + patience_seconds
+    known = ""
+    while True:
+        try:
+            await loop.run_in_executor(None, journal.write, *name, entry)
+        except LostRace:
+            raise
+        except JournalError as error:
+            if time.monotonic() > limit:
+                raise
+            if str(error) != known:
+                known = str(error)
+                on_trouble(known)
+        else:
+            return
+        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from deadpool_megatron.cluster.link.outbox import Outbox
 from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.wire import framing
+from deadpool_megatron.wire import framing, large_json
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
 
 _REPORTED_REFUSALS = 100
@@ -257,11 +257,13 @@ class Peers:
         self, writer: asyncio.StreamWriter, who: str, message: Message
     ) -> None:
         try:
-            answer = framing.encode(await self._events.command(message))
+            answer = await self._events.command(message)
+            # The status of a large run is megabytes.
+            frame = framing.frame(await asyncio.to_thread(large_json.dumps, answer))
         except Exception as error:
             self.refuse_broken(who, f"command {str(message.get('command'))[:40]!r}", error)
             return
-        writer.write(answer)
+        writer.write(frame)
         with contextlib.suppress(OSError, TimeoutError):  # who asked has gone
             await asyncio.wait_for(writer.drain(), self._connect_seconds)
 

@@ -6,7 +6,7 @@ KeyError, TypeError and ValueError mean that the message is not one of ours: the
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -83,9 +83,7 @@ def from_agent(
         generation = Generation.from_list(message["generation"])
         return inputs.Dumped(node, generation, str(message["error"]), str(message["boundary"]))
     if kind == "member":
-        return _FROM_MEMBER.get(str(message["m"]["t"]), _nothing)(
-            seat_of(node, message), message["m"]
-        )
+        return _from_member(seat_of(node, message), message["m"])
     return None
 
 
@@ -151,59 +149,26 @@ def seat_of(node: int, message: Message) -> SeatKey:
     return node, int(message["slot"]), int(message["incarnation"])
 
 
-def _nothing(seat: SeatKey, m: Message) -> None:
-    del seat, m
-
-
-def _hello(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.MemberHello(*seat, pid=int(m["pid"]))
-
-
-def _warm(seat: SeatKey, m: Message) -> inputs.Input:
-    del m
-    return inputs.MemberWarm(*seat)
-
-
-def _registered(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.MemberRegistered(*seat, layout=RoleLayout.from_dict(m["layout"]))
-
-
-def _fault(seat: SeatKey, m: Message) -> inputs.Input:
-    text = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
-    return inputs.MemberFault(*seat, epoch=int(m["epoch"]), text=text)
-
-
-def _restored(seat: SeatKey, m: Message) -> inputs.Input:
-    generation = Generation.from_list(m["generation"])
-    return inputs.Restored(*seat, epoch=int(m["epoch"]), generation=generation)
-
-
-def _restore_failed(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.RestoreFailed(
-        *seat, epoch=int(m["epoch"]), part=str(m["part"]), text=str(m["text"])
-    )
-
-
-def _paused(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.Paused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
-
-
-def _pause_refused(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.PauseRefused(*seat, epoch=int(m["epoch"]), iteration=int(m["iteration"]))
-
-
-def _done(seat: SeatKey, m: Message) -> inputs.Input:
-    return inputs.MemberDone(*seat, epoch=int(m["epoch"]))
-
-
-_FROM_MEMBER: Mapping[str, Callable[[SeatKey, Message], inputs.Input | None]] = {
-    "hello": _hello,
-    "warm": _warm,
-    "registered": _registered,
-    "fault": _fault,
-    "restored": _restored,
-    "restore-failed": _restore_failed,
-    "paused": _paused,
-    "pause-refused": _pause_refused,
-    "done": _done,
-}
+def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
+    match m["t"]:
+        case "hello":
+            return inputs.MemberHello(*seat, pid=int(m["pid"]))
+        case "warm":
+            return inputs.MemberWarm(*seat)
+        case "registered":
+            return inputs.MemberRegistered(*seat, layout=RoleLayout.from_dict(m["layout"]))
+        case "fault":
+            text = f"{m.get('operation', '')} in group {m.get('group', '')}: {m['text']}"
+            return inputs.MemberFault(*seat, int(m["epoch"]), text)
+        case "restored":
+            generation = Generation.from_list(m["generation"])
+            return inputs.Restored(*seat, int(m["epoch"]), generation)
+        case "restore-failed":
+            return inputs.RestoreFailed(*seat, int(m["epoch"]), str(m["part"]), str(m["text"]))
+        case "paused":
+            return inputs.Paused(*seat, int(m["epoch"]), int(m["iteration"]))
+        case "pause-refused":
+            return inputs.PauseRefused(*seat, int(m["epoch"]), int(m["iteration"]))
+        case "done":
+            return inputs.MemberDone(*seat, int(m["epoch"]))
+    return None

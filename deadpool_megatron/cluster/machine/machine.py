@@ -17,7 +17,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import deadlines, faults, members, protection, requests
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Action
-from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing, recovering
+from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing
 from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
 from deadpool_megatron.cluster.machine.state.blame import Blame, Failure, LastWords
 from deadpool_megatron.cluster.machine.state.fleet import Fleet
@@ -149,9 +149,9 @@ def _handle(turn: Turn, event: ev.Input) -> None:
         case ev.CorruptionFound(bad):
             turn.state = turn.state._replace(blame=turn.state.blame.with_bad_parts([bad]))
         case ev.PhaseReported(epoch, phase, seconds):
-            recovering.note_phase(turn, epoch, phase, seconds)
+            _phase_reported(turn, epoch, phase, seconds)
         case ev.Exposed(epoch, seconds):
-            recovering.note_phase(turn, epoch, "reprotect", seconds, exposed=seconds)
+            _phase_reported(turn, epoch, "reprotect", seconds, exposed=seconds)
         case ev.StepReported(epoch, iteration):
             _step_reported(turn, epoch, iteration)
         case ev.StackTaken(text):
@@ -217,7 +217,15 @@ def _step_reported(turn: Turn, epoch: int, iteration: int) -> None:
         turn.state = state._replace(line=replace(state.line, newest=iteration))
     running = state.phase in (Phase.RUNNING, Phase.PAUSING)
     if running and iteration > state.record.restore.generation.iteration:
-        recovering.end_recovery(turn)
+        turn.end_recovery()
+
+
+def _phase_reported(
+    turn: Turn, epoch: int, phase: str, seconds: float, *, exposed: float = 0.0
+) -> None:
+    state = turn.state
+    known = state.recoveries.reported(state.record, epoch, phase, seconds, exposed)
+    turn.state = state._replace(recoveries=known)
 
 
 def _drain(turn: Turn, node: int) -> None:

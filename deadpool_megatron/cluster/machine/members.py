@@ -103,7 +103,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     if role != layout.role or state.heard_epoch is None or state.record is None:
         turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
         return
-    if restart.refuses(turn, layout):
+    if role in state.memory.inherited and restart.refuses(turn, layout):
         return
     known = state.memory.layouts.get(role)
     if (

@@ -8,7 +8,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
 from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, Place
-from deadpool_megatron.cluster.machine.state.phases import Doing
+from deadpool_megatron.cluster.machine.state.phases import Doing, Open
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import Planner, RestoreQuery
@@ -85,6 +85,16 @@ class Turn:
             members = members.with_member((node, slot), starting)
         self.state = self.state._replace(fleet=replace(self.state.fleet, members=members))
         self.act(StartMembers(node, slots, provisional))
+
+    def end_recovery(self) -> None:
+        """The first iteration after a recovery is complete, or the run ends before it: report where
+        the time went."""
+        state, recovery = self.state, self.state.recoveries.current
+        if recovery is None or state.record is None or not isinstance(state.doing, Open):
+            return
+        report = recovery.finish(state.record, self.now)
+        self.state = state._replace(recoveries=state.recoveries.with_finished(report))
+        self.emit(Kind.RECOVERED, **{k: v for k, v in report.to_dict().items() if k != "epoch"})
 
     def restore_query(self, seats: Mapping[int, Seat]) -> RestoreQuery:
         """Returns the question what the next epoch is restored from."""

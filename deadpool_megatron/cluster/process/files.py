@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,60 +23,10 @@ from deadpool_megatron.cluster.process.liveness import TAIL_BYTES, ChildWatch, E
 _PIECE_BYTES = 1 << 16
 
 
-class Files(ABC):
-    """What an agent does with files that are not in its host's memory. For one loop."""
-
-    @abstractmethod
-    async def size(self, path: Path, limit_seconds: float) -> int:
-        """Returns the bytes of a file; 0 without one. Raises TimeoutError."""
-
-    @abstractmethod
-    async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
-        """Returns what a file holds from ``start`` on (negative: so far from its end), at most
-        ``nbytes``; empty without a file. Raises TimeoutError.
-        """
-
-    async def tail(self, path: Path, limit_seconds: float) -> str:
-        """Returns the end of a log, from somewhere in a line; empty when there is none, or when it
-        is not had within the limit.
-        """
-        try:
-            return await self.read(path, -TAIL_BYTES, TAIL_BYTES, limit_seconds)
-        except TimeoutError:
-            return ""
-
-    @abstractmethod
-    def replace(self, path: Path, text: str | None) -> None:
-        """Have a file hold this text, or (None) be gone, as soon as that is possible. Of several
-        texts for one path the newest counts.
-        """
-
-    @abstractmethod
-    async def close(self, limit_seconds: float) -> None:
-        """Wait until everything is done, or until the limit is over."""
-
-
-class DirectFiles(Files):
-    """Does everything at once, in the calling loop."""
-
-    async def size(self, path: Path, limit_seconds: float) -> int:
-        """See :class:`Files`."""
-        return file_worker.size(path)
-
-    async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
-        """See :class:`Files`."""
-        return file_worker.read(path, start, nbytes)
-
-    def replace(self, path: Path, text: str | None) -> None:
-        """See :class:`Files`. Raises OSError."""
-        file_worker.replace(path, text)
-
-    async def close(self, limit_seconds: float) -> None:
-        """Nothing is waiting."""
-
-
-class FileWorker(Files):
-    """Has a process do it. One request is under way at a time; what is to be read goes first."""
+class FileWorker:
+    """What an agent does with files that are not in its host's memory, done by a process. One
+    request is under way at a time; what is to be read goes first. For one loop.
+    """
 
     def __init__(self) -> None:
         self._readings: deque[tuple[dict[str, Any], asyncio.Future[str]]] = deque()
@@ -90,14 +39,25 @@ class FileWorker(Files):
         self._idle.set()
 
     async def size(self, path: Path, limit_seconds: float) -> int:
-        """See :class:`Files`."""
+        """Returns the bytes of a file; 0 without one. Raises TimeoutError."""
         text = await self._reading({"do": "size", "path": str(path)}, limit_seconds)
         return int(text or 0)
 
     async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
-        """See :class:`Files`."""
+        """Returns what a file holds from ``start`` on (negative: so far from its end), at most
+        ``nbytes``; empty without a file. Raises TimeoutError.
+        """
         request = {"do": "read", "path": str(path), "start": start, "nbytes": nbytes}
         return await self._reading(request, limit_seconds)
+
+    async def tail(self, path: Path, limit_seconds: float) -> str:
+        """Returns the end of a log, from somewhere in a line; empty when there is none, or when it
+        is not had within the limit.
+        """
+        try:
+            return await self.read(path, -TAIL_BYTES, TAIL_BYTES, limit_seconds)
+        except TimeoutError:
+            return ""
 
     async def _reading(self, request: dict[str, Any], limit_seconds: float) -> str:
         text = asyncio.get_running_loop().create_future()
@@ -106,12 +66,16 @@ class FileWorker(Files):
         return await asyncio.wait_for(text, limit_seconds)
 
     def replace(self, path: Path, text: str | None) -> None:
-        """See :class:`Files`. What fails is said on standard error."""
+        """Have a file hold this text, or (None) be gone, as soon as that is possible. Of several
+        texts for one path the newest counts. What fails is said on standard error.
+        """
         self._writings[path] = text
         self._next()
 
     async def close(self, limit_seconds: float) -> None:
-        """See :class:`Files`; ends the process, which may hang in what it is doing."""
+        """Wait until everything is done, or until the limit is over; end the process, which may
+        hang in what it is doing.
+        """
         try:
             await asyncio.wait_for(self._idle.wait(), limit_seconds)
         except TimeoutError:

@@ -27,8 +27,6 @@ from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
-EXIT_COMMAND_NOT_FOUND = 127
-
 
 @dataclass(frozen=True)
 class MemberSpec:

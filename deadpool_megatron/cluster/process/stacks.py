@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 
 ASK = signal.SIGUSR2
 _LOOK_SECONDS = 0.02
@@ -56,7 +56,7 @@ def read_stacks(text: str) -> Stacks:
     return Stacks(tuple(threads[-1][:_MOST_FRAMES]), len(threads))
 
 
-async def ask(pid: int, log: Path, files: Files, limit_seconds: float) -> Stacks:
+async def ask(pid: int, log: Path, files: FileWorker, limit_seconds: float) -> Stacks:
     """Ask a process for its stacks; returns them, or why they are missing after the limit.
 
     ``log``: what the process writes to, through ``files``. The signal goes out as soon as the size

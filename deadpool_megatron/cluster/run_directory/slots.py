@@ -10,7 +10,6 @@ failed one after it has written them to disk, and by ``deadpool clean``.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -28,10 +27,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
     RunDirectory,
 )
-from deadpool_megatron.layout.records import Generation, Inventory
-from deadpool_megatron.vault.errors import SegmentError
-from deadpool_megatron.vault.segment import Segment, SlotState, parse_name
-from deadpool_megatron.vault.table import Table
+from deadpool_megatron.vault.disk.found import newest_sealed
 
 _LOCK = "agent.lock"
 
@@ -85,7 +81,7 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
     for directory in node_directories(run_id):
         name = directory.name.removeprefix("node")
         if directory != own and name.isdigit() and any(directory.glob("*.seg")):
-            found.append((_newest_sealed(directory), int(name), directory))
+            found.append((newest_sealed(directory), int(name), directory))
     for _, number, directory in sorted(found, reverse=True):
         try:
             lock = claim(directory, number)
@@ -102,44 +98,6 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
         if segments:
             return number
     return None
-
-
-def found_slots(node: int, segments: Path) -> Inventory | None:
-    """What lies in a node's directory before its vault starts; None where nothing is sealed.
-
-    It stays as it is until the vault adopts a record, so this is a promise like that of a close.
-    Raises SegmentError when there are slots that are not understood.
-    """
-    table = Table(segments)
-    table.scan()
-    table.require_read()
-    table.remove_empty()  # of processes that died before they computed anything
-    holdings = table.holdings()
-    return Inventory(node, 0, holdings, table.layouts()) if holdings else None
-
-
-def incarnations(node: int, segments: Path) -> dict[int, int]:
-    """Slot -> the highest incarnation of this node whose slots are there: no process may get its
-    name again, and with it the file."""
-    found: dict[int, int] = {}
-    for path in segments.glob("own-*.seg"):
-        with contextlib.suppress(SegmentError):
-            _, seat = parse_name(path.name)
-            if seat is not None and seat.node == node:
-                found[seat.slot] = max(found.get(seat.slot, -1), seat.incarnation)
-    return found
-
-
-def _newest_sealed(directory: Path) -> Generation:
-    """Of all segments in a directory that no vault has open; (-1, -1) where nothing is sealed."""
-    newest = Generation(-1, -1)
-    for path in directory.glob("*.seg"):
-        with contextlib.suppress(SegmentError, OSError):
-            segment = Segment.open(path, writable=False)
-            for slot in range(segment.slots):
-                if segment.state(slot) is SlotState.SEALED:
-                    newest = max(newest, segment.generation(slot))
-    return newest
 
 
 def remove_unclaimed(run_id: str) -> None:

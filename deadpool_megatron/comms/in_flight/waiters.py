@@ -135,10 +135,6 @@ class WaiterPool:
         for waiter in list(self._busy):
             waiter.notify()
 
-    def idle_count(self) -> int:
-        """Threads that wait for the next call."""
-        return len(self._idle)
-
     def shut_down(self) -> None:
         """End the idle threads."""
         while self._idle:

@@ -11,7 +11,7 @@ from typing import Any
 
 from deadpool_megatron.hookpoints import POINTS, Handler
 from deadpool_megatron.hooks import Session
-from deadpool_megatron.hooks.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.pretraining import flags, scene
 from deadpool_megatron.hooks.pretraining.build import NothingToTrain
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory

@@ -27,7 +27,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks import hashing
+from deadpool_megatron.hooks.generations import hashing
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
@@ -71,7 +71,6 @@ class PretrainLoop(ProtectedLoop):
         self.counters = {"iteration": self._args.iteration, **self._places()}
         self.log_sums = {}
         self._first_iteration = self._args.iteration + 1
-        self._rerun_mode = get_rerun_state_machine().get_mode()
         self._course: Course | None = None
         self._saves = Saves(self._announce)
         self._logbook = Logbook(run_directory)
@@ -122,7 +121,7 @@ class PretrainLoop(ProtectedLoop):
         """See :class:`ProtectedLoop`. Nothing to do at the start of a run."""
         if not self._restored:
             return
-        self._end_leftovers()
+        self._abandon_saves()
         self._set_places(self.counters)
         # With another number Megatron would guess how many validation samples were consumed before
         # checkpoints said so (training.py:3350), also where there was none yet.
@@ -134,7 +133,7 @@ class PretrainLoop(ProtectedLoop):
         from megatron.training import checkpointing
 
         args = self._args
-        self._end_leftovers()
+        self._abandon_saves()
         # What the user said is about the start of the run; this one is to be loaded whole.
         whole = {
             "load": str(directory.parent),
@@ -394,17 +393,10 @@ class PretrainLoop(ProtectedLoop):
     def _places(self) -> dict[str, int]:
         return {name: getattr(self._args, name) for name in _PLACES}
 
-    def _end_leftovers(self) -> None:
-        """What an exception in the middle of anything may have left half done."""
-        for timer in _timers()._timers.values():
-            if timer._started:
-                timer.reset()
-        get_rerun_state_machine().set_mode(self._rerun_mode)
+    def _abandon_saves(self) -> None:
+        """One that was under way when an exception passed."""
         self.build.train_arguments["checkpointing_context"].clear()
         self._saves.abandon()
-        for chunk in self.model_chunks:
-            chunk.force_all_reduce = False
-            chunk.train()
 
     def _arguments(
         self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What a plan of protection asks of each node: memory, network, and which losses it cannot bear.
+"""What memory a plan of protection asks of each node.
 
 Pure. Reckoned with the code that places copies and parity blocks in a run, from the layouts that
 members have registered. Memory is that of the files in /dev/shm, headers and all; buffers of
@@ -7,7 +7,6 @@ processes are left out.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -33,44 +32,11 @@ class Scene:
     roomy: bool = False
 
 
-@dataclass(frozen=True)
-class Demand:
-    """Of one plan. By node: ``memory`` (bytes of all slots: own, copies, parity blocks), ``out``
-    and ``into`` (bytes sent and received for one generation). ``fatal_sets``: how many sets of one
-    node more than is survived lose state; those that are fatal for two reasons may count twice.
-    ``fatal_domains``: failure domains whose loss as a whole loses state.
-    """
-
-    memory: Mapping[int, int]
-    out: Mapping[int, int]
-    into: Mapping[int, int]
-    fatal_sets: int
-    fatal_domains: frozenset[str]
-
-    @property
-    def largest_ship_bytes(self) -> int:
-        """What the busiest node sends or receives; links work in both directions at once."""
-        return max((*self.out.values(), *self.into.values()), default=0)
-
-    @property
-    def largest_memory_bytes(self) -> int:
-        """Of the fullest node."""
-        return max(self.memory.values(), default=0)
-
-
-def demand(plan: ProtectionPlan, scene: Scene) -> Demand:
-    """See :class:`Demand`. Recompute counts as what its generations with a whole copy need."""
-    reckoning = _reckoned(plan, scene)
-    memory = _memory(reckoning, plan, scene)
-    return Demand(memory, dict(reckoning.out), dict(reckoning.into), *reckoning.risk())
-
-
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
-    """Return :attr:`Demand.memory` alone, which takes less time to reckon."""
-    return _memory(_reckoned(plan, scene), plan, scene)
-
-
-def _memory(reckoning: _Reckoning, plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
+    """Return node -> bytes of all slots: own, copies, parity blocks. Recompute counts as what its
+    generations with a whole copy need.
+    """
+    reckoning = _reckoned(plan, scene)
     if not scene.roomy:
         return dict(reckoning.memory)
     return reckoning.with_room(_reckoned(plan, _after_a_swap(scene)).most_kept())
@@ -110,13 +76,8 @@ class _Reckoning:
             self._parity = ParityPlacement(
                 scene.seats, scene.domains, scene.spares, plan, scene.survived
             )
-        nodes = scene.domains
-        self.memory = Counter(dict.fromkeys(nodes, 0))
+        self.memory = Counter(dict.fromkeys(scene.domains, 0))
         self._own = Counter[int]()
-        self.out = Counter(dict.fromkeys(nodes, 0))
-        self.into = Counter(dict.fromkeys(nodes, 0))
-        # Sets of nodes, each with state that the loss of all but so many of them loses.
-        self._holding: set[tuple[frozenset[int], int]] = set()
 
     def add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, and the copies that other nodes hold."""
@@ -130,13 +91,9 @@ class _Reckoning:
             for part in layout.parts
             if part.name not in shards or self._is_copied(role, part)
         ]
-        shipped, kept = sum(sizes), copy_bytes(layout, sizes)
-        buddies = self._copies.buddies(role, layout.peers)
-        for buddy in buddies:
+        kept = copy_bytes(layout, sizes)
+        for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
-            self.into[buddy] += shipped
-            self.out[node] += shipped
-        self._holding.add((frozenset({node, *buddies}), 1 + len(buddies)))
 
     def _is_copied(self, role: int, part: PartInfo) -> bool:
         return not (self._is_coded(role, part) or self._is_covered(role, part))
@@ -153,31 +110,21 @@ class _Reckoning:
         return is_covered(part.replicas, role, scene.seats, scene.domains, self._survived)
 
     def add_parity(self) -> None:
-        """The blocks of each group: as long as its longest part, sent by each of its roles."""
+        """The blocks of each group: as long as its longest part."""
         groups = () if self._parity is None else self._parity.groups
         for group in groups:
             longest: dict[str, int] = {}
-            nodes = []
             for role in group.roles:
                 layout = self._scene.layouts.get(role)
                 if layout is None:
                     continue
-                shards = layout.shard_parts
-                coded = [p for p in layout.parts if p.name in shards and self._is_coded(role, p)]
-                sent = sum(part.nbytes for part in coded)
-                for part in coded:
-                    longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
-                if coded:
-                    nodes.append(self._scene.seats[role])
-                for holder in group.holders:
-                    self.out[self._scene.seats[role]] += sent
-                    self.into[holder] += sent
-            if nodes:
+                for part in layout.parts:
+                    if part.name in layout.shard_parts and self._is_coded(role, part):
+                        longest[part.name] = max(part.nbytes, longest.get(part.name, 0))
+            if longest:
                 slots = max(self._scene.layouts[r].slots for r in group.roles)
                 for holder in group.holders:
                     self.memory[holder] += block_bytes(slots, len(group.roles), longest)
-                holding = frozenset({*nodes, *group.holders})
-                self._holding.add((holding, len(group.holders) + 1))
 
     def most_kept(self) -> int:
         """Bytes that the fullest training node has beside its own slots."""
@@ -199,13 +146,3 @@ class _Reckoning:
             else max(nbytes, most + fetched + (nbytes + kept) // slots)
             for node, nbytes in self.memory.items()
         }
-
-    def risk(self) -> tuple[int, frozenset[str]]:
-        """Fatal sets, and fatal domains."""
-        domains = self._scene.domains
-        sets, fatal = 0, set[str]()
-        for nodes, together in self._holding:
-            sets += math.comb(len(nodes), together)
-            inside = Counter(domains[node] for node in nodes if node in domains)
-            fatal.update(domain for domain, count in inside.items() if count >= together)
-        return sets, frozenset(fatal)

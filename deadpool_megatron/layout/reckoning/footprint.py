@@ -1,6 +1,6 @@
 """Memory that segments take, headers and whole pages included. Pure.
 
-Never less than what vault.segment really takes: a plan that fits by these figures does fit.
+Never less than what vault.shm.segment really takes: a plan that fits by these figures does fit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from deadpool_megatron.layout.records import RoleLayout
 
 # Of the machine; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
-# Of a slot's header: eight words, and four for each part (vault/segment.py).
+# Of a slot's header: eight words, and four for each part (vault/shm/geometry.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
 # Of the description in JSON: keys and hashes, each part without its name, each role number.

@@ -22,9 +22,8 @@ from typing import Any
 from control_plane.connection import Wire
 from control_plane.moments import Moments
 from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
-from deadpool_megatron.cluster.link.record_delta import unpack
+from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.deltas import apply
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.records import (

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
-from deadpool_megatron.cluster.process.files import DirectFiles, FileWorker
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from tests.cluster.direct_files import DirectFiles
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal import requests
 from deadpool_megatron.cluster.journal.entries import (
@@ -48,13 +48,17 @@ class Coordinator:
         )
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
-        self.tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[object]] = []
         self.desk = UserRequests(
-            cast(CoordinatorOptions, options),
-            lambda: cast(State, self.state),
-            self.feed,
-            self.spawn,
-            self.stepped_down.append,
+            Desk(
+                cast(CoordinatorOptions, options),
+                state=lambda: cast(State, self.state),
+                feed=self.feed,
+                emit=lambda event: None,
+                warn=lambda text: None,
+                spawn=self.spawn,
+                step_down=self.stepped_down.append,
+            )
         )
 
     def feed(self, item: inputs.Input) -> None:
@@ -64,7 +68,7 @@ class Coordinator:
         elif isinstance(item, inputs.RequestsFound):
             self.state.requests = (*item.requests, *self.state.requests)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, object]) -> None:
         self.tasks.append(asyncio.ensure_future(work))
 
     async def begun(self) -> Coordinator:

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.agent.store_relay import StoreRelay
-from deadpool_megatron.cluster.coordinator.communicator_store import CoordinatorStore
-from deadpool_megatron.cluster.link.store_hub import StoreHub
+from deadpool_megatron.cluster.link.store import CoordinatorStore, StoreHub, StoreRelay
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.wire import store
 from deadpool_megatron.wire.framing import FrameBuffer

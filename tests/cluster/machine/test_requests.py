@@ -14,8 +14,8 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.requests import refusal
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.schemes import plan_in_words
+from tests.cluster.machine.gathering.test_takeover import rejoin, repeat, successor
 from tests.cluster.machine.rig import SIGKILL, Phase, Rig, g, nodes_of
-from tests.cluster.machine.test_takeover import rejoin, repeat, successor
 
 
 def ask(rig: Rig, verb: Verb, which: int = 1, until: float | None = None, **what: Any) -> None:

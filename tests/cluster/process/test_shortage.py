@@ -15,12 +15,12 @@ import pytest
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.members.members import Members
 from deadpool_megatron.cluster.process import posix, shortage
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import StartedMember, Starter
 from deadpool_megatron.settings import Settings
+from tests.cluster.direct_files import DirectFiles
 
 
 class Short:

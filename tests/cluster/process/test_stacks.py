@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import stacks
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
+from tests.cluster.direct_files import DirectFiles
 
 _STANDS = """
 import threading, time

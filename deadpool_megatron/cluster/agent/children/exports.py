@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.process.exit_words import last_words
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.run_directory.bounds import (
     OutsideError,
@@ -29,8 +29,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunInfo,
     unfinished_export,
 )
+from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import Code, VaultError
-from deadpool_megatron.vault.taking import Taken, drop_taken
 
 _END_SECONDS = 5.0
 _WORDS_SECONDS = 1.0
@@ -53,7 +53,7 @@ class NodeExports:
         info: RunInfo,
         segments: Path,
         vault: Taker,
-        files: Files,
+        files: FileWorker,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._node = node

@@ -19,7 +19,7 @@ from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
 from deadpool_megatron.cluster.process.exit_words import last_words
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
@@ -28,10 +28,10 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Generation, Inventory
 from deadpool_megatron.settings import ENVIRONMENT_NAME
 from deadpool_megatron.vault.control import VaultControl
+from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.probing import Peer
-from deadpool_megatron.vault.rooms import usable_bytes
-from deadpool_megatron.vault.taking import Taken
+from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.net.probe import Peer
 
 VAULT_SOCKET = "vault.sock"
 _STATUS_SECONDS = 1.0
@@ -67,7 +67,7 @@ class VaultKeeper:
         host: str,
         report: Callable[[Mapping[str, Any]], None],
         listing_changed: Callable[[], None],
-        files: Files,
+        files: FileWorker,
     ) -> None:
         self._node = node
         self._run = run

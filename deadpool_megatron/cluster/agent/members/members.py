@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import (
     ChildWatch,
     Ending,
@@ -135,7 +135,7 @@ class Member:
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
-        files: Files,
+        files: FileWorker,
     ) -> None:
         self.slot = spec.slot
         self.incarnation = spec.incarnation
@@ -231,7 +231,7 @@ class Members:
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
-        files: Files,
+        files: FileWorker,
     ) -> None:
         self._make_spec = make_spec
         self._files = files

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.agent.members.members import Member
-from deadpool_megatron.cluster.process.files import Files
+from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.stacks import Stacks, ask
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
@@ -25,7 +25,7 @@ class LastStacks:
         node: int,
         record: Callable[[], EpochRecord | None],
         report: Callable[[Mapping[str, Any]], None],
-        files: Files,
+        files: FileWorker,
     ) -> None:
         self._node = node
         self._record = record

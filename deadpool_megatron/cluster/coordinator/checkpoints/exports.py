@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron import failpoints
@@ -25,12 +25,10 @@ from deadpool_megatron.cluster.coordinator.checkpoints.export_course import (
     Publish,
     Remove,
 )
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
-from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine.actions import BeginExport, EndRun, ExportDump
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.run_directory.directory import write_json
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import Event
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import Restore
 
@@ -44,22 +42,12 @@ _POINT_SECONDS = 10.0
 class Exports:
     """See the module text. ``send(node, message)`` reaches an agent. For the coordinator's loop."""
 
-    def __init__(
-        self,
-        options: CoordinatorOptions,
-        state: Callable[[], State],
-        emit: Callable[[Event], None],
-        feed: Callable[[inputs.Input], None],
-        send: Callable[[int, Mapping[str, Any]], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
+    def __init__(self, desk: Desk, send: Callable[[int, Mapping[str, Any]], None]) -> None:
+        options = desk.options
         self._run = options.run
         self._run_id = options.info.run_id
-        self._state = state
-        self._emit = emit
-        self._feed = feed
+        self._desk = desk
         self._send = send
-        self._spawn = spawn
         self._course = ExportCourse(
             options.info.settings,
             options.info.world_size,
@@ -70,7 +58,7 @@ class Exports:
 
     def carry_out(self, order: BeginExport | EndRun | ExportDump) -> None:
         """What the machine wants; the end of it comes back as an input."""
-        self._course.carry_out(order, self._state(), time.monotonic())
+        self._course.carry_out(order, self._desk.state(), time.monotonic())
         self._do()
 
     def status(self) -> dict[str, Any]:
@@ -84,7 +72,7 @@ class Exports:
 
     def tick(self) -> None:
         """Begin what is due, give up what cannot be finished, publish what is written."""
-        self._course.tick(self._state(), time.monotonic())
+        self._course.tick(self._desk.state(), time.monotonic())
         self._do()
 
     def _do(self) -> None:
@@ -99,15 +87,15 @@ class Exports:
                     failpoints.hit("coordinator.export", iteration=message["iteration"])
                 self._send(node, message)
             case Event():
-                self._emit(effect)
+                self._desk.emit(effect)
             case Point(order):
-                self._spawn(self._point(order))
+                self._desk.spawn(self._point(order))
             case Publish():
-                self._spawn(self._publish(effect))
+                self._desk.spawn(self._publish(effect))
             case Remove():
-                self._spawn(self._remove(effect))
+                self._desk.spawn(self._remove(effect))
             case _:
-                self._feed(effect)
+                self._desk.feed(effect)
 
     async def _point(self, order: ExportDump) -> None:
         try:
@@ -116,7 +104,7 @@ class Exports:
                 await asyncio.to_thread(write_json, self._run.latest, values, lasting=True)
         except OSError as error:  # TimeoutError is one
             why = str(error) or "it does not answer"
-            self._warn(f"{self._run.latest} cannot be written yet: {why}")
+            self._desk.warn(f"{self._run.latest} cannot be written yet: {why}")
         self._course.pointed(order)
 
     async def _publish(self, what: Publish) -> None:
@@ -126,13 +114,13 @@ class Exports:
 
         def counts() -> bool:
             # A recovery may have decided while the files were synced.
-            return is_kept(self._state().line.kept, what.generation)
+            return is_kept(self._desk.state().line.kept, what.generation)
 
         try:
             await asyncio.to_thread(publish_export, *place, counts)
         except DurableError as failure:
             error = str(failure)
-        self._course.published(export, self._state(), error, time.monotonic())
+        self._course.published(export, self._desk.state(), error, time.monotonic())
         self._do()
         if not error:
             error = await self._prune(what)
@@ -141,7 +129,7 @@ class Exports:
 
     async def _prune(self, what: Publish) -> str:
         """Return why old exports could not be removed, empty if they could."""
-        state = self._state()
+        state = self._desk.state()
         keep = self._course.keep(what.export, state)
         if keep is None:
             return ""
@@ -162,8 +150,3 @@ class Exports:
         if what.is_awaited:
             self._course.removed(time.monotonic())
             self._do()
-
-    def _warn(self, text: str) -> None:
-        record = self._state().record
-        epoch = 0 if record is None else record.epoch
-        self._emit(Event(Kind.LOG, epoch, data={"level": "warning", "text": text}))

@@ -9,10 +9,9 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import DurableError, make_valid
-from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
+from deadpool_megatron.cluster.coordinator.options import Desk
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import Generation, Restore
 
@@ -21,30 +20,22 @@ class Saves:
     """``done(iteration)`` tells the writers. For the coordinator's loop."""
 
     def __init__(
-        self,
-        options: CoordinatorOptions,
-        state: Callable[[], State],
-        emit: Callable[[Event], None],
-        feed: Callable[[inputs.Input], None],
-        refused: Callable[[str, str], None],
-        done: Callable[[int], None],
+        self, desk: Desk, refused: Callable[[str, str], None], done: Callable[[int], None]
     ) -> None:
-        self._run = options.run
-        self._run_id = options.info.run_id
-        self._beat_seconds = options.info.settings.beat_interval_seconds
-        self._state = state
-        self._emit = emit
-        self._feed = feed
+        self._run = desk.options.run
+        self._run_id = desk.options.info.run_id
+        self._beat_seconds = desk.options.info.settings.beat_interval_seconds
+        self._desk = desk
         self._refused = refused
         self._done = done
 
     async def handle(self, m: Mapping[str, Any]) -> None:
         """All files are written: make the checkpoint valid, if its epoch is still the open one."""
         epoch, iteration = int(m["epoch"]), int(m["iteration"])
-        while self._state().phase is Phase.GATHERING:
+        while self._desk.state().phase is Phase.GATHERING:
             # After a takeover it is not known yet whether the epoch stays open; that phase ends.
             await asyncio.sleep(self._beat_seconds)
-        if epoch != self._state().open_epoch:
+        if epoch != self._desk.state().open_epoch:
             self._refused("durable-request", f"of epoch {epoch}, which is not open")
             return
         failpoints.hit("coordinator.durable", epoch=epoch, iteration=iteration)
@@ -56,12 +47,12 @@ class Saves:
             await loop.run_in_executor(None, make_valid, *place)
         except DurableError as error:
             text = f"checkpoint of iteration {iteration} did not become valid: {error}"
-            self._emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
+            self._desk.emit(Event(Kind.LOG, epoch, data={"level": "error", "text": text}))
             return
         data = {"path": str(final)}
-        self._emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
-        durable = self._state().line.durable
+        self._desk.emit(Event(Kind.DURABLE, epoch, iteration=iteration, data=data))
+        durable = self._desk.state().line.durable
         # An export of a later iteration may have become valid before an asynchronous save.
         if durable is None or durable.generation.iteration <= iteration:
-            self._feed(inputs.DurableValid(iteration, str(final)))
+            self._desk.feed(inputs.DurableValid(iteration, str(final)))
         self._done(iteration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,30 +13,30 @@ from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.layout.schemes import in_words
 
 _SHOWN_FAILURES = 5
-
-
 # Describing a run may take this part of the coordinator's time, however many people watch it.
 _SHARE_OF_TIME = 0.1
 
 
 class PacedStatus:
-    """The description of a run; in a large one it is made again only after a while. Not
-    thread-safe.
+    """The description of a run, made in a thread, as it goes over all roles; in a large one it is
+    made again only after a while. For the coordinator's loop.
     """
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self._make = make
         self._made: dict[str, Any] = {}
         self._good_until = 0.0
+        self._making = asyncio.Lock()
 
-    def newest(self) -> dict[str, Any]:
+    async def newest(self) -> dict[str, Any]:
         """As of now, or of so little ago that another one would take too much time."""
-        began = time.monotonic()
-        if began >= self._good_until:
-            self._made = self._make()
-            ended = time.monotonic()
-            self._good_until = ended + (ended - began) / _SHARE_OF_TIME
-        return self._made
+        async with self._making:
+            began = time.monotonic()
+            if began >= self._good_until:
+                self._made = await asyncio.to_thread(self._make)
+                ended = time.monotonic()
+                self._good_until = ended + (ended - began) / _SHARE_OF_TIME
+            return self._made
 
 
 def role_beats(state: State, peers: Peers) -> dict[int, dict[str, Any]]:
@@ -90,7 +91,9 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
         "spares": sorted(set(state.fleet.nodes) - training),
         "members": {
             f"{node}.{slot}.{member.incarnation}": str(member.status)
-            for (node, slot), member in sorted(state.fleet.members.items())
+            # Each sort holds up all threads, so there is none over all members.
+            for node, slots in sorted(state.fleet.members.by_node.items())
+            for slot, member in sorted(slots.items())
         },
         "recoveries": state.recoveries.count,
         "steps_recomputed": state.recoveries.steps_recomputed,

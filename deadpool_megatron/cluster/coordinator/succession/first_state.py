@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.journal import gone
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError
+from deadpool_megatron.cluster.journal.entries import Journal, JournalError, gone_since
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
@@ -57,7 +56,7 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     record = newest_record(journal, estate.record)
     if record is None:
         return machine.start(now)
-    lost = gone.since(journal, record)
+    lost = gone_since(journal, record.history.gone)
     return machine.resume(record, estate.durable, now, gone=lost)
 
 

@@ -8,7 +8,6 @@ from pathlib import PurePath
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import Dump, Exit, ExportDump, Finish
-from deadpool_megatron.cluster.machine.epoch.recovering import end_recovery
 from deadpool_megatron.cluster.machine.state.blame import LastWords
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 from deadpool_megatron.cluster.machine.state.phases import Dumping, Ended, Ending, Pausing, Running
@@ -303,7 +302,7 @@ def finish(
     there, for a start with the same run directory."""
     if isinstance(turn.state.doing, Ending | Ended):
         return
-    end_recovery(turn)
+    turn.end_recovery()
     deadline = turn.now + turn.config.settings.close_seconds
     blame = replace(turn.state.blame, suspicion=None)
     turn.state = turn.state._replace(doing=Ending(deadline, status), blame=blame)

@@ -41,14 +41,21 @@ def announce(turn: Turn, record: EpochRecord) -> None:
     poisoned = before.blame.poisoned_from
     forgotten = {} if poisoned is None else {"forgotten_from": poisoned}
     recoveries = before.recoveries.spent("decide", turn.now)
-    restart.inherit_layouts(turn, record.restore)
-    restart.tell(turn, record.restore)
+    if before.restarted:
+        restart.tell(turn, record.restore)
+    memory = before.memory
+    if record.restore.kind == "memory":
+        # Before the inventories are dropped: what the slots say of roles whose members have not
+        # told this coordinator yet how they lay out their state.
+        memory = memory.with_inherited(turn.config.world_size)
+    else:
+        memory = replace(memory, inherited=frozenset())
     turn.state = turn.state._replace(
         doing=Opening(turn.now + opening_seconds(turn, record)),
         record=record,
         seats=SeatTable(record.seats),
         fleet=before.fleet.moved(),
-        memory=replace(turn.state.memory, promised=Map(), found=Map()),
+        memory=replace(memory, promised=Map(), found=Map()),
         line=replace(before.line, kept=record.history.kept),
         blame=replace(before.blame, poisoned_from=None),
         recoveries=recoveries,

@@ -32,7 +32,7 @@ from deadpool_megatron.preflight.schedule import Checkup, Pair
 EXIT_NOT_GOOD = 1
 # Nothing is wrong with the training: another job, on other nodes, goes on.
 EXIT_NOT_ENOUGH = 75
-# Of connections that a node tries at once (see vault.probing).
+# Of connections that a node tries at once (see vault.net.probe).
 _AT_ONCE = 64
 _BULK_SECONDS = 10.0
 # At nodes that were slow: a link that is busy for a moment must not cost its node the role.

@@ -16,23 +16,10 @@ from deadpool_megatron.layout.records import Restore, RoleLayout
 EXIT_OTHER_MODEL = 2
 
 
-def inherit_layouts(turn: Turn, restore: Restore) -> None:
-    """Before the inventories are dropped: what the slots say of roles whose members have not told
-    this coordinator yet how they lay out their state."""
-    memory = turn.state.memory
-    if restore.kind == "memory":
-        memory = memory.with_inherited(turn.config.world_size)
-    else:
-        memory = replace(memory, inherited=frozenset())
-    turn.state = turn.state._replace(memory=memory)
-
-
 def refuses(turn: Turn, layout: RoleLayout) -> bool:
     """A member has built its role: end the run, with the slots kept, if the state in memory is not
     its own. Nothing was computed by then."""
     memory, role = turn.state.memory, layout.role
-    if role not in memory.inherited:
-        return False
     known = memory.layouts[role]
     if known.layout_hash == layout.layout_hash:
         memory = replace(memory, inherited=memory.inherited - {role})
@@ -49,11 +36,8 @@ def refuses(turn: Turn, layout: RoleLayout) -> bool:
 
 
 def tell(turn: Turn, restore: Restore) -> None:
-    """After a restart: which state it goes on from, and why no other."""
-    state = turn.state
-    if not state.restarted:
-        return
-    generation = restore.generation
+    """Which state it goes on from, and why no other."""
+    state, generation = turn.state, restore.generation
     if restore.kind == "memory":
         nodes = sorted({s.node for p in restore.sources.values() for f in p.values() for s in f})
         what = f"generation {generation.lineage}:{generation.iteration} in memory of nodes {nodes}"

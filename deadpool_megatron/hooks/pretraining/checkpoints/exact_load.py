@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from deadpool_megatron.hooks.loading import exact_load
+from deadpool_megatron.hooks.checkpoints.loading import exact_load
 
 
 def load_exactly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

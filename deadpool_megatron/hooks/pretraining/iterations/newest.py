@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks import extras
+from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.pretraining.iterations import values
 
 # Positions in what train_step() answers in 0.16.

@@ -19,11 +19,11 @@ from deadpool_megatron.cluster.agent.service import EXIT_FENCED, Agent
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
-from deadpool_megatron.cluster.process.files import DirectFiles
 from deadpool_megatron.cluster.process.liveness import Ending
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
+from tests.cluster.direct_files import DirectFiles
 
 SECONDS = 20.0
 

@@ -1,0 +1,249 @@
+"""The store in which communicators meet, between members, their agents and the coordinator.
+
+At each place there is a hub with the values of one epoch, of which the first of a key stays, and
+with who wants which. The coordinator serves its agents, each agent its members: what these write
+goes to the coordinator, what they want is asked for once for all of them. The agent keeps both
+until the epoch is closed and says them again at each welcome, so that neither a cut connection nor
+a new coordinator, which holds nothing but this in memory, loses any of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.wire import store
+from deadpool_megatron.wire.framing import encode
+
+# Far above what 512 roles in full meshes say of themselves (some 20 MiB).
+MAXIMUM_EPOCH_BYTES = 256 << 20
+_PIECE_BYTES = 1 << 20
+_ENTRY_BYTES = 64  # what a key costs beside its text
+
+Who = TypeVar("Who")
+
+
+@dataclass
+class _Folder(Generic[Who]):
+    """``fresh`` has not been delivered to ``served``; ``newcomers`` have been delivered nothing."""
+
+    values: dict[str, str] = field(default_factory=dict)
+    fresh: dict[str, str] = field(default_factory=dict)
+    served: dict[Who, None] = field(default_factory=dict)
+    newcomers: dict[Who, None] = field(default_factory=dict)
+
+
+class StoreHub(Generic[Who]):
+    """Used from one thread. Holds the values of one epoch only."""
+
+    def __init__(self, maximum_bytes: int = MAXIMUM_EPOCH_BYTES) -> None:
+        self.epoch = 0
+        self._maximum_bytes = maximum_bytes
+        self._bytes = 0
+        self._folders: dict[str, _Folder[Who]] = {}
+        self._due: dict[str, None] = {}
+
+    def enter(self, epoch: int) -> None:
+        """Serve ``epoch`` from now on; what was held of another one is dropped."""
+        if epoch != self.epoch:
+            self.epoch, self._bytes = epoch, 0
+            self._folders.clear()
+            self._due.clear()
+
+    def put(self, values: Mapping[str, str]) -> dict[str, str]:
+        """Take values; returns those that are new. Raises ValueError when there are too many."""
+        new = {}
+        for key, value in values.items():
+            name = store.folder_of(key)
+            folder = self._folder(name)
+            if key not in folder.values:
+                self._count(len(key) + len(value))
+                folder.values[key] = folder.fresh[key] = new[key] = value
+                self._due[name] = None
+        return new
+
+    def want(self, who: Who, name: str) -> bool:
+        """Deliver all values of a folder, present and future; asked again, the present ones are
+        delivered again. Returns whether nobody had asked for it before. Raises ValueError when too
+        much is asked for.
+        """
+        folder = self._folder(name)
+        first = not folder.served and not folder.newcomers
+        if folder.served.pop(who, 0) == 0 and who not in folder.newcomers:
+            self._count(len(name))
+        folder.newcomers[who] = None
+        self._due[name] = None
+        return first
+
+    def deliveries(self) -> Iterator[tuple[list[Who], dict[str, str]]]:
+        """Yields what is to be delivered now: to whom, and which values, in pieces of a bounded
+        size. Each delivery comes once.
+        """
+        due, self._due = self._due, {}
+        for folder in (self._folders[name] for name in due):
+            fresh, folder.fresh = folder.fresh, {}
+            served, newcomers = list(folder.served), list(folder.newcomers)
+            folder.served |= folder.newcomers
+            folder.newcomers = {}
+            for receivers, values in ((served, fresh), (newcomers, folder.values)):
+                if receivers:
+                    for piece in _pieces(values):
+                        yield receivers, piece
+
+    def _folder(self, name: str) -> _Folder[Who]:
+        folder = self._folders.get(name)
+        if folder is None:
+            self._count(len(name))
+            folder = self._folders[name] = _Folder()
+        return folder
+
+    def _count(self, characters: int) -> None:
+        self._bytes += characters + _ENTRY_BYTES
+        if self._bytes > self._maximum_bytes:
+            raise ValueError(f"the store of epoch {self.epoch} is over {self._maximum_bytes} bytes")
+
+
+class CoordinatorStore:
+    """Used from the coordinator's loop. ``send_frame`` sends an encoded message to a node;
+    ``epoch`` returns the epoch that is being opened or open, 0 when there is none.
+    """
+
+    def __init__(
+        self,
+        send_frame: Callable[[int, bytes], None],
+        epoch: Callable[[], int],
+    ) -> None:
+        self._send_frame = send_frame
+        self._epoch = epoch
+        self._hub: StoreHub[int] = StoreHub()
+        self._is_due = False
+
+    def heard(self, node: int, message: Mapping[str, Any]) -> None:
+        """Take what an agent says; of another epoch than the open one it is dropped.
+
+        Raises ValueError for what no honest agent says.
+        """
+        said = store.unpack(message)
+        self._hub.enter(self._epoch())
+        if said.epoch != self._hub.epoch or not said.epoch:
+            return
+        failpoints.hit("coordinator.store", epoch=said.epoch)
+        self._hub.put(said.values)
+        for folder in said.want:
+            self._hub.want(node, folder)
+        if not self._is_due:
+            self._is_due = True
+            # When the loop has heard everybody who speaks in this turn: they share messages.
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        for nodes, piece in self._hub.deliveries():
+            frame = encode(store.pack(self._hub.epoch, piece))
+            for node in nodes:
+                self._send_frame(node, frame)
+
+
+class Speaker(Protocol):
+    """A member."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send one message."""
+
+    def kill(self, cause: str) -> None:
+        """End the process."""
+
+
+class StoreRelay:
+    """Used from the agent's loop. ``send`` is the way to the coordinator."""
+
+    def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
+        self._send = send
+        self._hub: StoreHub[Speaker] = StoreHub()
+        self._own: dict[str, str] = {}
+        self._wanted: dict[str, None] = {}
+        self._unsaid: tuple[dict[str, str], dict[str, None]] = {}, {}
+        self._is_due = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is served; 0: none."""
+        return self._hub.epoch
+
+    def enter(self, epoch: int) -> None:
+        """Serve ``epoch``; 0: none."""
+        if epoch != self._hub.epoch:
+            self._hub.enter(epoch)
+            self._own, self._wanted, self._unsaid = {}, {}, ({}, {})
+
+    def from_member(self, member: Speaker, message: Mapping[str, Any]) -> None:
+        """Take what a member says; one that says what no member should is killed."""
+        try:
+            said = store.unpack(message)
+            if said.epoch == self._hub.epoch > 0:  # else it has not heard of the close yet
+                self._take(member, said)
+        except ValueError as error:
+            member.kill(f"sent garbage: {error}")
+
+    def _take(self, member: Speaker, said: store.StoreMessage) -> None:
+        values, want = self._unsaid
+        new = self._hub.put(said.values)
+        self._own |= new
+        values |= new
+        for folder in said.want:
+            if self._hub.want(member, folder):
+                self._wanted[folder] = want[folder] = None
+        self._flush_soon()
+
+    def from_coordinator(self, message: Mapping[str, Any]) -> None:
+        """Take what members of other nodes have written."""
+        try:
+            said = store.unpack(message)
+            if said.epoch == self._hub.epoch > 0:
+                self._hub.put(said.values)
+                self._flush_soon()
+        except ValueError as error:
+            print(f"refused of the coordinator: {error}", file=sys.stderr, flush=True)
+
+    def repeat(self) -> None:
+        """Say everything again, to a coordinator that may not have heard it or whose answers may
+        be lost.
+        """
+        if self._own or self._wanted:
+            self._unsaid = dict(self._own), dict(self._wanted)
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            # When the loop has heard everybody who speaks in this turn: they share messages.
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        epoch = self._hub.epoch
+        values, want = self._unsaid
+        if values or want:
+            self._unsaid = {}, {}
+            self._send(store.pack(epoch, values, want))
+        for members, piece in self._hub.deliveries():
+            message = store.pack(epoch, piece)
+            for member in members:
+                member.send(message)
+
+
+def _pieces(values: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    piece: dict[str, str] = {}
+    size = 0
+    for key, value in values.items():
+        piece[key] = value
+        size += len(key) + len(value)
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = {}, 0
+    if piece:
+        yield piece

@@ -1,0 +1,6 @@
+"""Checkpoints on disk.
+
+durable_saves  all roles write, the coordinator alone makes the result valid
+skeletons      the recipe of a role's part, from its live objects: which bytes lie where
+loading        loads an optimizer exactly where PyTorch's own Adam does the updates
+"""

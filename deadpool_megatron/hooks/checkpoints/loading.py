@@ -1,0 +1,120 @@
+"""Loads an optimizer from a checkpoint exactly where PyTorch's own Adam does the updates.
+
+That is so wherever neither Apex nor Transformer Engine is installed. Megatron 0.16.1 writes such
+checkpoints completely but does not bring everything back; each place below says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from deadpool_megatron.hooks.generations.optimizer import (
+    complete_state,
+    inner_optimizers,
+    is_distributed,
+)
+
+_States = dict[torch.Tensor, dict[str, Any]]
+
+
+@contextlib.contextmanager
+def exact_load(optimizer: Any) -> Iterator[None]:
+    """Within, ``optimizer.load_state_dict`` brings back what was saved, all of it.
+
+    The sharded state to load into has to be made within as well. Optimizer state keeps its tensors:
+    whoever refers to them sees the loaded values. Other optimizers than Adam of PyTorch are left to
+    Megatron.
+    """
+    inner = [
+        part
+        for part in inner_optimizers(optimizer)
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    ]
+    if not inner:
+        yield
+        return
+    # distrib_optimizer.py:642 asserts that there is one step, and finds none before the first.
+    complete_state(optimizer)
+    kept = [
+        {parameter: dict(state) for parameter, state in part.optimizer.state.items()}
+        for part in inner
+    ]
+    with contextlib.ExitStack() as changes:
+        # fp32 master parameters are leaf views that require gradients; distrib_optimizer.py:940
+        # copies into them.
+        changes.enter_context(torch.no_grad())
+        changes.enter_context(_zero_steps_supplied(optimizer))
+        for part in filter(is_distributed, inner):
+            changes.enter_context(_missing_entries_kept(part))
+        yield
+        for part, states in zip(inner, kept, strict=True):
+            _restore_identity(part.optimizer, states)
+
+
+@contextlib.contextmanager
+def _zero_steps_supplied(optimizer: Any) -> Iterator[None]:
+    """Put back Adam's step where it is zero: optimizer.py:845 does not write it then.
+
+    A run in fp16 has made no step while it looks for its loss scale.
+    """
+    load: Callable[[Any], None] = optimizer.load_state_dict
+    several = len(getattr(optimizer, "chained_optimizers", ())) > 1
+
+    def load_state_dict(loaded: Any) -> None:
+        for part in loaded.values() if several else [loaded]:
+            state = part.get("optimizer", part).get("state", {})
+            if state and not any(key == "common_step" or "step" in state[key] for key in state):
+                state["common_step"] = torch.tensor(0.0)
+        load(loaded)
+
+    optimizer.load_state_dict = load_state_dict
+    try:
+        yield
+    finally:
+        del optimizer.load_state_dict
+
+
+@contextlib.contextmanager
+def _missing_entries_kept(inner: Any) -> Iterator[None]:
+    """Leave alone what a checkpoint does not have: only some formats have the steps once more.
+
+    distrib_optimizer.py:940 wants all that is in the state, and fails with the format of
+    --dist-ckpt-optim-fully-reshardable.
+    """
+    set_states: Callable[[Any, dict[str, Any]], None] = inner._set_main_param_and_optimizer_states
+
+    def set_what_is_there(parameter: Any, loaded: dict[str, Any]) -> None:
+        present = inner._get_main_param_and_optimizer_states(parameter)
+        set_states(parameter, {**present, **loaded})
+
+    inner._set_main_param_and_optimizer_states = set_what_is_there
+    try:
+        yield
+    finally:
+        del inner._set_main_param_and_optimizer_states
+
+
+def _restore_identity(adam: torch.optim.Optimizer, kept: _States) -> None:
+    """Move loaded values into the tensors that were there before the load.
+
+    The steps of a distributed optimizer need more than that. Only its groups get the loaded number:
+    distrib_optimizer.py:825 makes one tensor of it that all parameters share, so that Adam would
+    advance it once per parameter, and :940 then overwrites it with the number from before the load.
+    """
+    for group in adam.param_groups:
+        step = group.pop("step", None)
+        for parameter in group["params"]:
+            loaded = dict(adam.state[parameter])
+            if step is not None:
+                loaded["step"] = step
+            for name, tensor in kept[parameter].items():
+                value = loaded[name]
+                if isinstance(value, torch.Tensor) and value is not tensor:
+                    tensor.copy_(value)
+                elif isinstance(value, int | float):
+                    tensor.fill_(value)
+            adam.state[parameter] = kept[parameter]

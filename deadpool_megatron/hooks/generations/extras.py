@@ -1,0 +1,216 @@
+"""Megatron's extras: everything an iteration changes that is not in a shard part (traps, A4)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from torch import Tensor
+
+from deadpool_megatron.hooks.generations import fp8_state
+from deadpool_megatron.hooks.generations.optimizer import (
+    inner_optimizers,
+    param_group_tensors,
+    param_group_values,
+    restore_param_group_values,
+)
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.state.extras import (
+    ExtrasError,
+    capture_random_states,
+    restore_random_states,
+)
+
+# How Megatron sums an entry of the losses that are only logged.
+_SUM_GROUPS = ("reduce_group", "avg_group")
+
+
+def capture(loop: ProtectedLoop) -> dict[str, Any]:
+    """Extras of the loop as it stands; values are copies or are encoded before the next change."""
+    values: dict[str, Any] = {
+        "counters": dict(loop.counters),
+        "log_sums": {name: float(value).hex() for name, value in loop.log_sums.items()},
+        "scheduler.num_steps": loop.scheduler.num_steps,
+        "param_groups": param_group_values(loop.optimizer),
+    }
+    for place, tensor in param_group_tensors(loop.optimizer).items():
+        values[f"param_group.{place}"] = tensor
+    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
+        scaler = getattr(inner, "grad_scaler", None)
+        if scaler is not None:
+            for key, value in scaler.state_dict().items():
+                values[f"scaler{index}.{key}"] = value
+    values["extra_state"] = loop.extra_state()
+    for name, tensor in frozen_and_buffers(loop):
+        values[f"buffer.{name}"] = tensor
+    values.update(capture_loss_sums())
+    values.update(fp8_state.capture(loop))
+    for name, tensor in tracked_random_states().items():
+        values[f"random.tracker.{name}"] = tensor
+    values.update(capture_random_states())
+    return values
+
+
+def tracked_random_states() -> dict[str, Tensor]:
+    """Megatron's own random states, by name.
+
+    Transformer Engine's tracker, and Megatron's for CUDA graphs, keep generators for them
+    (Transformer Engine, pytorch/distributed.py; Megatron-core, core/tensor_parallel/random.py).
+    """
+    states = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in states.items()
+    }
+
+
+def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+    """Put extras back in place, except what :func:`restore_last` does.
+
+    Raises ExtrasError when the loop has other buffers than the one that was captured.
+    """
+    _check_buffers(loop, values)
+    loop.counters.clear()
+    loop.counters.update(values["counters"])
+    loop.log_sums.clear()
+    loop.log_sums.update({k: float.fromhex(v) for k, v in values["log_sums"].items()})
+    # Set, not load_state_dict: that one adds the steps to the live value.
+    loop.scheduler.num_steps = values["scheduler.num_steps"]
+    restore_param_group_values(
+        loop.optimizer, values["param_groups"], _named(values, "param_group.")
+    )
+    for index, inner in enumerate(inner_optimizers(loop.optimizer)):
+        scaler = getattr(inner, "grad_scaler", None)
+        if scaler is not None:
+            state = {
+                key: values[f"scaler{index}.{key}"]
+                for key in scaler.state_dict()
+                if f"scaler{index}.{key}" in values
+            }
+            if state:
+                # Decoded tensors are fresh: the scaler may keep them (it does, on the CPU).
+                scaler.load_state_dict(state)
+    loop.restore_extra_state(values["extra_state"])
+    with torch.no_grad():
+        for name, tensor in frozen_and_buffers(loop):
+            value = values[f"buffer.{name}"]
+            if tensor.dtype != value.dtype:
+                # Megatron keeps the expert bias in fp32, but only from the first forward pass on
+                # (router.py, _maintain_float32_expert_bias), which this process may not have made.
+                tensor.data = value.to(tensor.device, copy=True)
+            tensor.copy_(value)
+    fp8_state.restore(loop, values)
+
+
+def restore_last(values: dict[str, Any]) -> None:
+    """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
+    restore_loss_sums(values)
+    _restore_tracked(_named(values, "random.tracker."))
+    restore_random_states(values)
+
+
+def _restore_tracked(states: dict[str, Any]) -> None:
+    """Set the tracker's states. Its generators stay: a generator refers to one of them."""
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    for name, live in tracker.get_states().items():
+        if isinstance(live, torch.Generator) and name in states:
+            live.set_state(states[name])
+            states[name] = live
+    if states:
+        tracker.set_states(states)
+
+
+def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)}
+
+
+def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+    """Every module buffer, persistent or not (expert bias, token counts, amax), and frozen weights.
+
+    Frozen parameters are in no optimizer and in no gather: nothing else would bring them back.
+    """
+    found: list[tuple[str, Tensor]] = []
+    for index, chunk in enumerate(loop.model_chunks):
+        found += [(f"{index}.{name}", buffer) for name, buffer in chunk.named_buffers()]
+        found += [
+            (f"{index}.{name}", parameter)
+            for name, parameter in chunk.named_parameters()
+            if not parameter.requires_grad
+        ]
+    return found
+
+
+def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+    """A buffer that only one of two loops has cannot be restored, or would be forgotten."""
+    live = {f"buffer.{name}" for name, _ in frozen_and_buffers(loop)}
+    kept = {name for name in values if name.startswith("buffer.")}
+    if live != kept:
+        raise ExtrasError(
+            "buffers and frozen parameters differ from those that were captured:"
+            f" {', '.join(sorted(live ^ kept)[:5])}"
+        )
+
+
+def _loss_sums() -> dict[str, dict[str, Any]]:
+    """The process-wide running sums of losses that are only logged, by name."""
+    sums = {f"moe.{name}": entry for name, entry in get_moe_layer_wise_logging_tracker().items()}
+    return {**sums, "mtp": MTPLossLoggingHelper.tracker}
+
+
+def capture_loss_sums() -> dict[str, Any]:
+    """The sums, and over which groups they are summed; tensors as they are, not copies."""
+    values: dict[str, Any] = {}
+    for name, entry in _loss_sums().items():
+        if "values" in entry:
+            values[f"aux.{name}"] = entry["values"]
+            values[f"aux_groups.{name}"] = _summed_over(entry)
+    return values
+
+
+def restore_loss_sums(values: dict[str, Any]) -> None:
+    """Set those captured, make those that this process has not met yet, zero all others."""
+    kept = _named(values, "aux.")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name, sums in kept.items():
+        family, _, own = name.partition(".")
+        entry = (
+            MTPLossLoggingHelper.tracker
+            if family == "mtp"
+            else get_moe_layer_wise_logging_tracker().setdefault(own, {})
+        )
+        if "values" in entry:
+            entry["values"].copy_(sums)
+        else:
+            entry["values"] = sums.to(device, copy=True)
+        entry.update(_groups_of(values.get(f"aux_groups.{name}", {})))
+    for name, entry in _loss_sums().items():
+        if name not in kept and "values" in entry:
+            entry["values"].zero_()
+            entry.update(dict.fromkeys(_SUM_GROUPS))
+
+
+def _summed_over(entry: dict[str, Any]) -> dict[str, Any]:
+    """The groups over which an entry is summed when it is logged, as parallel_state names them.
+
+    A forward pass sets them. A process that logs the restored step before its first one would leave
+    these communications out, or go on in groups of a role that it was built for before.
+    """
+    names = {id(value): name for name, value in vars(parallel_state).items()}
+    found: dict[str, Any] = {"reduce_group_has_dp": bool(entry.get("reduce_group_has_dp"))}
+    for key in _SUM_GROUPS:
+        group = entry.get(key)
+        # One that somebody else has made cannot be found again, and stays as it is.
+        if group is None or id(group) in names:
+            found[key] = None if group is None else names[id(group)]
+    return found
+
+
+def _groups_of(kept: dict[str, Any]) -> dict[str, Any]:
+    """Inverse of :func:`_summed_over`."""
+    return {
+        key: getattr(parallel_state, name) if isinstance(name, str) else name
+        for key, name in kept.items()
+    }

@@ -1,0 +1,33 @@
+"""Is there memory for the generations of this node? Looked at before the first slot is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.memory.limits import memlock_bytes
+from deadpool_megatron.vault.memory.needs import node_needs, objection, warnings
+from deadpool_megatron.vault.memory.usable import node_rooms
+from deadpool_megatron.vault.shm.geometry import segment_bytes
+
+
+def admit(
+    layout: RoleLayout,
+    directory: Path,
+    roles_per_node: int,
+    settings: Settings,
+    *,
+    nodes: int,
+    pinned: bool,
+) -> list[str]:
+    """Warnings, one line each. ``directory``: the node's, of which other members may have taken
+    their part already; ``nodes``: of the run. Raises NoRoom with one line that names needs, limit
+    and remedy.
+    """
+    needs = node_needs(layout, segment_bytes(layout), roles_per_node, settings, nodes)
+    rooms = node_rooms(directory, settings.memory_bytes)
+    if trouble := objection(needs, rooms):
+        raise NoRoom(trouble)
+    return warnings(needs, rooms, memlock_bytes(), pinned=pinned)

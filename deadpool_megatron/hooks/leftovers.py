@@ -1,0 +1,226 @@
+"""What an interrupted step leaves behind in Megatron: a table of what, where and why.
+
+:meth:`Leftovers.forget` goes through it before each restore. Two things go earlier, as soon as
+nothing can write any more: the frames of the exception (:func:`forget_frames`), and the list that
+c10d's coalescing manager leaves on a group (``comms/communicators.py``). What a program keeps of
+its own, its iterators for one, it resets itself: ``ProtectedLoop.reset_after_interrupt``.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import parallel_state, rerun_state_machine
+
+from deadpool_megatron.hooks.generations import fp8_state
+from deadpool_megatron.hooks.generations.optimizer import inner_optimizers
+from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
+
+_SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
+
+
+class Leftovers:
+    """Made once per built loop, which is in order then: what is to be put back is taken from it."""
+
+    def __init__(self, loop: ProtectedLoop) -> None:
+        self.loop = loop
+        config, machine = model_config(loop), rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+        self.functions = {name: getattr(config, name, None) for name in _SCHEDULE_FUNCTIONS}
+        self.gathers_ahead = [bool(_forward_hooks(chunk)) for chunk in loop.model_chunks]
+        self.rerun_mode = None if machine is None else machine.get_mode()
+
+    def forget(self) -> None:
+        """All of it, without communication. Main thread, and only when nothing can write."""
+        for row in TABLE:
+            row.forget(self)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that is left: where it lives, and what would come of it."""
+
+    what: str
+    where: str
+    why: str
+    forget: Callable[[Leftovers], None]
+
+
+def _gather_buffers(_: Leftovers) -> None:
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
+def _schedule(left: Leftovers) -> None:
+    config = model_config(left.loop)
+    for name, function in left.functions.items():
+        setattr(config, name, function)
+
+
+def _virtual_stage(_: Leftovers) -> None:
+    if parallel_state.get_virtual_pipeline_model_parallel_world_size() is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(0)
+
+
+def _timers(left: Leftovers) -> None:
+    # An evaluation takes them out of the config of the model.
+    inner = (getattr(one, "config", None) for one in inner_optimizers(left.loop.optimizer))
+    for config in (model_config(left.loop), *inner):
+        for timer in getattr(getattr(config, "timers", None), "_timers", {}).values():
+            if timer._started:
+                timer.reset()
+
+
+def _rerun(left: Leftovers) -> None:
+    machine = rerun_state_machine._GLOBAL_RERUN_STATE_MACHINE
+    if machine is not None:
+        machine.state = rerun_state_machine.RerunState.NOT_RUNNING_YET
+        machine.set_mode(left.rerun_mode)
+
+
+def _logits(left: Leftovers) -> None:
+    for chunk in left.loop.model_chunks:
+        for module in chunk.modules():
+            if getattr(module, "current_max_attn_logits", None) is not None:
+                module.current_max_attn_logits = None
+
+
+def _buckets(left: Leftovers) -> None:
+    for bucket_group in bucket_groups(left.loop):
+        bucket_group.grad_reduce_handle = None
+        bucket_group.param_gather_handle = None
+        bucket_group.param_gather_dispatched = False
+        bucket_group.per_param_grad_ready_counts = {}
+        bucket_group.golden_per_param_grad_ready_counts = {}
+        bucket_group.is_first_batch = True
+        bucket_group.is_last_microbatch = True
+
+
+def _gathers_ahead(left: Leftovers) -> None:
+    for chunk, gathers_ahead in zip(left.loop.model_chunks, left.gathers_ahead, strict=True):
+        if gathers_ahead and not _forward_hooks(chunk):
+            chunk.enable_forward_pre_hook()
+
+
+def _gradients(left: Leftovers) -> None:
+    for chunk in left.loop.model_chunks:
+        chunk.zero_grad_buffer()
+        chunk.force_all_reduce = False
+    left.loop.optimizer.zero_grad()
+
+
+def _training_mode(left: Leftovers) -> None:
+    for chunk in left.loop.model_chunks:
+        chunk.train()
+
+
+def _fp8(left: Leftovers) -> None:
+    fp8_state.reset_in_flight(left.loop.model_chunks)
+
+
+TABLE = (
+    Row(
+        "gathered activations",
+        "global memory buffer of parallel_state",
+        "an abandoned operation may have half-written them",
+        _gather_buffers,
+    ),
+    Row(
+        "functions of the schedule",
+        "config of the model",
+        "the interleaved schedule replaces them and puts them back only when no exception passes",
+        _schedule,
+    ),
+    Row(
+        "virtual stage",
+        "parallel_state",
+        "the next step would begin in the middle of the model",
+        _virtual_stage,
+    ),
+    Row(
+        "started timers",
+        "configs of model and optimizers",
+        "they cannot be started again",
+        _timers,
+    ),
+    Row(
+        "a run in the middle, and the mode of an evaluation",
+        "rerun state machine",
+        "it would take the next run for done: an update without any forward and backward pass",
+        _rerun,
+    ),
+    Row(
+        "largest logits",
+        "attention modules, current_max_attn_logits",
+        "QK-clip would take them for those of the next step",
+        _logits,
+    ),
+    Row(
+        "handles, ready counts, the order of the first batch",
+        "bucket groups of the chunks and of the distributed optimizers",
+        "a newcomer reduces at the end of its first backward pass, later ones within: all roles"
+        " must do so in the same order",
+        _buckets,
+    ),
+    Row(
+        "gathers ahead of the forward pass",
+        "forward pre-hooks of the chunks",
+        "loops take them off for an evaluation or a save, and put them on at its end",
+        _gathers_ahead,
+    ),
+    Row(
+        "gradients",
+        "buffers of the chunks, parameters",
+        "they would be added to",
+        _gradients,
+    ),
+    Row(
+        "evaluation mode",
+        "modules of the model",
+        "dropout would be off",
+        _training_mode,
+    ),
+    Row(
+        "depth of regions, recomputations, cached weights",
+        "Transformer Engine's process-wide FP8 state",
+        "scaling factors of another micro-batch, and other numbers of reductions",
+        _fp8,
+    ),
+)
+
+
+def bucket_groups(loop: ProtectedLoop) -> Iterator[Any]:
+    """Those of the DDP chunks and, made a second time, those of the distributed optimizers."""
+    for chunk in loop.model_chunks:
+        yield from chunk.bucket_groups
+        yield from chunk.expert_parallel_bucket_groups
+    for inner in inner_optimizers(loop.optimizer):
+        for groups in getattr(inner, "per_model_bucket_groups", {}).values():
+            yield from groups
+
+
+def _forward_hooks(chunk: Any) -> Any:
+    """The hooks with which a chunk gathers parameters just before it needs them."""
+    return getattr(chunk, "remove_forward_pre_hook_handles", {})
+
+
+def forget_frames(error: BaseException) -> None:
+    """Drop the frames of an exception and of all that led to it. They hold tensors, and sockets.
+
+    To be called when nothing can write into that memory any more. Frames that are still running
+    (the caller's own) stay.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        # A cause need not be the context: somebody may have kept an older exception.
+        waiting += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            waiting += one.exceptions
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None

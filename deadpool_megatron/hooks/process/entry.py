@@ -1,0 +1,387 @@
+"""Entering an epoch on Megatron: build, connect, restore, synchronise, verify one role."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from deadpool_megatron.cluster.member.link import MemberLink
+from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
+from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
+from deadpool_megatron.hooks.dimensions.data import DataHook
+from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
+from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
+from deadpool_megatron.hooks.dimensions.tensor import TensorHook
+from deadpool_megatron.hooks.generations import extras as megatron_extras
+from deadpool_megatron.hooks.generations.layouts import role_layout
+from deadpool_megatron.hooks.generations.memory import admit
+from deadpool_megatron.hooks.generations.optimizer import (
+    ShardState,
+    StepHooks,
+    complete_state,
+    refuse_unknown_state,
+    statistics_span_the_world,
+)
+from deadpool_megatron.hooks.generations.protection import Protection
+from deadpool_megatron.hooks.generations.recomputing import ReplayRefused, load_shards
+from deadpool_megatron.hooks.generations.replay import refuse_what_cannot_be_replayed
+from deadpool_megatron.hooks.generations.steps import StepKeeper
+from deadpool_megatron.hooks.leftovers import Leftovers
+from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
+from deadpool_megatron.layout.replaying import REPLAY
+from deadpool_megatron.layout.schemes import may_recompute, recomputes
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.recovery.sequence import Stages
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.member.client import VaultClient
+
+# A device gets at least this long to show that it is idle, however late it is asked.
+_LEAST_SYNCHRONISE_SECONDS = 0.1
+
+
+class RestoreFailed(RuntimeError):
+    """The generation of the record cannot be had; ``part`` is the one that is missing, or empty."""
+
+    def __init__(self, part: str, text: str) -> None:
+        super().__init__(text)
+        self.part = part
+
+
+class EpochEntry(Stages):
+    """Holds what is built for the current role; implements the stages of a recovery on it."""
+
+    def __init__(
+        self,
+        program: Program,
+        link: MemberLink,
+        settings: Settings,
+        communicators: Communicators,
+        reports: Reports,
+    ) -> None:
+        self.program = program
+        self.role = -1
+        self.generation = Generation(0, 0)
+        self.boundary = "step"
+        self._link = link
+        self._settings = settings
+        self._communicators = communicators
+        self._reports = reports
+        self._platform = select_platform()
+        self._vault = VaultClient(
+            os.environ["DEADPOOL_VAULT_SOCKET"],
+            Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
+            link.seat,
+            connect_seconds=settings.connect_seconds,
+            memory_bytes=settings.memory_bytes,
+            memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
+        )
+        self._loop: ProtectedLoop | None = None
+        self._protection: Protection | None = None
+        self._shard: ShardState | None = None
+        self._dimensions: tuple[DimensionHook, ...] = ()
+        self._leftovers: Leftovers | None = None
+        self._late: dict[str, object] = {}
+        self._pristine = b""
+
+    @property
+    def loop(self) -> ProtectedLoop:
+        """The live training loop; only after a build."""
+        assert self._loop is not None
+        return self._loop
+
+    @property
+    def protection(self) -> Protection:
+        """The role's protection; only after a build."""
+        assert self._protection is not None
+        return self._protection
+
+    @property
+    def _shard_state(self) -> ShardState:
+        assert self._shard is not None
+        return self._shard
+
+    def build_detached(self, role: int, world_size: int) -> None:
+        """Make groups and loop for ``role`` without peers, dropping those of another role."""
+        self._make_groups(role, world_size)
+        self._make_loop()
+
+    @property
+    def is_built(self) -> bool:
+        """Whether there are groups and a loop for :attr:`role`."""
+        return self._loop is not None
+
+    def warm_up(self) -> None:
+        """One iteration without peers, so that kernels, allocator and schedules are warm.
+
+        Its results mean nothing; whatever it changes is replaced by a restore before it is used.
+        """
+        self.loop.warm_up()
+        assert self._leftovers is not None
+        self._leftovers.forget()
+
+    # Stages.
+
+    def adopt(self, record: EpochRecord, role: int) -> None:
+        """Be built for ``role``. A fresh start builds with peers instead, in :meth:`rebuild`."""
+        world_size = len(record.seats)
+        built_for = self.role if self._loop is not None else -1
+        if record.restore.kind == "initial":
+            self._make_groups(role, world_size)
+        elif self._loop is None or (self.role != role and not self._renumber(role)):
+            self.build_detached(role, world_size)
+            if built_for >= 0:
+                print(f"built for role {built_for}, built anew for role {role}", flush=True)
+        elif built_for != role:
+            print(f"built for role {built_for}, takes role {role} in place", flush=True)
+
+    def rebuild(self, record: EpochRecord, role: int) -> None:
+        """Connect every group of the epoch."""
+        limit = self._settings.rebuild_seconds
+        store = EpochStore(self._link.store, record.epoch, limit)
+        self._communicators.attach(record.epoch, store, role, deadline_seconds=limit)
+        if record.restore.kind == "initial":
+            self._make_loop()
+
+    def restore(self, record: EpochRecord, role: int) -> None:
+        """Bring the state of the record's generation into the live objects."""
+        restore = record.restore
+        self._admit(record)
+        plan = record.protection
+        # Without the gradients of every iteration there is nothing to replay.
+        with_steps = recomputes(plan) and plan.every == 1
+        self.protection.enter(record.epoch, plan.every, with_steps=with_steps)
+        self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
+        assert self._leftovers is not None
+        self._leftovers.forget()
+        self.boundary = restore.boundary
+        if restore.kind in ("memory", "dump"):
+            self.generation = restore.generation
+            self._restore_from_vault(record)
+            self.protection.owe(self.generation, self.boundary)
+            return
+        self._late, self._reports.told = {}, []
+        if restore.kind == "durable":
+            # First as after the build: a checkpoint does not hold all that an interrupted
+            # iteration, or the warm-up of a spare, has changed (traps, A4).
+            pristine = extras_codec.decode(self._pristine)
+            megatron_extras.restore(self.loop, pristine)
+            megatron_extras.restore_last(pristine)
+            self.loop.load_checkpoint(Path(restore.path))
+            self._shard_state.readopt()
+            # By value: resetting the loop changes some of the tensors in place.
+            self._late = extras_codec.decode(self.capture_extras())
+        # A program may have loaded a checkpoint of its own while it was built.
+        self.generation = Generation(record.epoch, self.loop.counters["iteration"])
+
+    def synchronise(self, record: EpochRecord, role: int) -> None:
+        """Parameters from the peers, iterators from the counters, random states last."""
+        for dimension in self._dimensions:
+            dimension.rebuild_from_peers()
+        self.loop.reset_after_interrupt()
+        if self._late:
+            megatron_extras.restore_last(self._late)
+            self._late = {}
+
+    def verify(self, record: EpochRecord, role: int) -> None:
+        """Peers of every dimension hold equal what they must hold equal."""
+        for dimension in self._dimensions:
+            dimension.verify()
+        if record.restore.kind in ("initial", "durable"):
+            # The first generation of a new line; sealed and committed before the first update.
+            # Not before the comparison: a state that is not equal must not become a generation.
+            self.protection.announce(self.generation, first=True)
+            # At the boundary of the checkpoint: what it includes would else be done a second time,
+            # from here, when this generation is restored.
+            self.protection.complete(self.capture_extras(), self.boundary)
+            self.protection.owe(self.generation, self.boundary)
+
+    # Parts of the stages.
+
+    def capture_extras(self) -> bytes:
+        """The encoded extras of the loop as it stands."""
+        return extras_codec.encode(
+            {**megatron_extras.capture(self.loop), "told": self._reports.told}
+        )
+
+    def quiesce(self, deadline_seconds: float) -> bool:
+        """After an interrupt: True when no copy reads the state and the device has nothing to do.
+
+        On a device this is the proof that no kernel of the closed epoch will still write.
+        """
+        limit = time.monotonic() + deadline_seconds
+        quiet = self._protection is None or self._protection.quiesce(deadline_seconds)
+        try:
+            left = limit - time.monotonic()
+            self._platform.synchronize(max(_LEAST_SYNCHRONISE_SECONDS, left))
+        except (TimeoutError, RuntimeError) as error:
+            print(f"this process has to be replaced: {error}", file=sys.stderr, flush=True)
+            return False
+        return quiet
+
+    def close(self) -> None:
+        """End threads and connections; the vault keeps the slots."""
+        if self._protection is not None:
+            self._protection.close()
+        self._vault.close()
+
+    def _restore_from_vault(self, record: EpochRecord) -> None:
+        try:
+            restored = self._vault.restore(
+                self.protection.layout,
+                record.epoch,
+                self.generation,
+                self.boundary,
+                deadline_seconds=self._settings.restore_seconds,
+                interrupted=self._link.interrupt_fd,
+            )
+        except Interrupted as error:
+            raise EpochClosed(record.epoch, "restore") from error
+        except RestoreUnavailable as error:
+            raise RestoreFailed(error.part, str(error)) from error
+        except VaultError as error:
+            raise RestoreFailed("", str(error)) from error
+        try:
+            replayed = load_shards(
+                self.loop.optimizer,
+                self._shard_state,
+                restored,
+                self.generation,
+                self.protection,
+            )
+            values = extras_codec.decode(restored.part(extras_part(self.boundary)))
+        except ReplayRefused as error:
+            raise RestoreFailed(REPLAY, str(error)) from error
+        finally:
+            restored.close()
+        if replayed:
+            self._reports.send_event(Kind.REPLAYED, self.generation.iteration, replayed)
+        megatron_extras.restore(self.loop, values)
+        self._late = values
+        self._reports.tell_again(values["told"])
+
+    def _admit(self, record: EpochRecord) -> None:
+        """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has
+        its slots, and lives with fewer copies rather than end."""
+        if record.restore.kind == "memory" or self._vault.has_segment(self.role):
+            return
+        settings = self._settings
+        directory, roles = self._vault.directory, int(os.environ.get("DEADPOOL_NPROC", "1"))
+        pinned = self._platform.is_cuda
+        nodes = len(record.nodes)
+        for text in admit(
+            self.protection.layout, directory, roles, settings, nodes=nodes, pinned=pinned
+        ):
+            self._warn(text)
+
+    def _warn(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+        if self._link.seat.slot == 0:
+            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
+
+    def _make_groups(self, role: int, world_size: int) -> None:
+        self._drop()
+        os.environ["RANK"] = str(role)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["LOCAL_RANK"] = str(self._link.seat.slot)
+        self._communicators.detach()
+        self.program.make_groups()
+        self.role = role
+
+    def _renumber(self, role: int) -> bool:
+        """Take ``role`` with what was built for another one of its class; False if that is none."""
+        loop = self.loop
+        if not self.program.serves(loop, role):
+            return False
+        try:
+            self._communicators.renumber(role)
+        except ValueError:
+            return False
+        self.protection.close()
+        self._protection, self._shard, self._dimensions, self._leftovers = None, None, (), None
+        os.environ["RANK"] = str(role)
+        self.role = role
+        with self._communicators.found_again():
+            self._protect(self.program.renumber(loop, self._reports.emit))
+        return True
+
+    def _make_loop(self) -> None:
+        self._protect(self.program.make_loop(self._reports.emit))
+
+    def _protect(self, loop: ProtectedLoop) -> None:
+        self._loop = loop
+        optimizer, config = loop.optimizer, model_config(loop)
+        refuse_unknown_state(optimizer, config)
+        complete_state(optimizer)
+        self._shard = ShardState(optimizer)
+        parts = self._shard.parts
+        lag = self._settings.max_lag
+        slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # Renumbered, the model is one that was warmed up: what it was when it was new is kept.
+        self._pristine = self._pristine or self.capture_extras()
+        steps = None
+        if may_recompute(self._settings):
+            refuse_what_cannot_be_replayed(optimizer, config)
+            steps = StepKeeper(
+                optimizer, self._shard, self._platform, self._vault, self._reports.report_rehearsal
+            )
+        layout = role_layout(
+            self.role,
+            parts,
+            len(self._pristine),
+            list(dist.get_process_group_ranks(group)),
+            slots,
+            self._loop.stage_class(),
+            () if steps is None else steps.layout_parts(self.role),
+        )
+        leave_skeleton(make_skeleton(loop, parts, layout), self._settings)
+        self._protection = Protection(
+            vault=self._vault,
+            platform=self._platform,
+            settings=self._settings,
+            parts=parts,
+            layout=layout,
+            interrupt_fd=self._link.interrupt_fd,
+            closed_epoch=lambda: self._link.closed_epoch,
+            report_wait=self._reports.report_wait,
+            steps=steps,
+        )
+        protection = self._protection
+        # QK-clip changes the weights after the update; their copies then start with the rest.
+        updated = protection.updated if not getattr(config, "qk_clip", False) else _later
+        StepHooks(optimizer, protection.gate, protection.using, updated)
+        self._leftovers = Leftovers(loop)
+        self._dimensions = (
+            TensorHook(self._loop),
+            PipelineHook(self._loop),
+            DataHook(self._loop),
+        )
+
+    def _drop(self) -> None:
+        """Let go of the objects of another role before the new ones take memory."""
+        if self.role < 0:
+            return
+        if self._protection is not None:
+            self._protection.close()
+        if self._loop is not None:
+            self._loop.close()
+        self._loop, self._protection = None, None
+        self._shard, self._dimensions, self._leftovers = None, (), None
+        self._late, self._pristine = {}, b""
+        self.program.drop_groups()
+        gc.collect()
+
+
+def _later(index: int) -> None:
+    """In place of :meth:`Protection.updated`: copied by :meth:`Protection.complete`."""

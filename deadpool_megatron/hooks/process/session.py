@@ -1,0 +1,392 @@
+"""One process of a protected run: takes roles, trains, leaves closed epochs, takes roles again.
+
+A training program calls ``Session.join().run(program)`` and never sees a failure. The same process
+may wait as a spare, adopt a role, lose its peers many times and finish; there is one path for all::
+
+    record of epoch e -> seated?  no:  build in a provisional role, detached, and wait
+                                  yes: adopt, rebuild, restore, sync, verify -> train -> done
+    epoch closed      -> leave: drain, forget what was in flight, say so, wait for the next record
+
+What ends an epoch for this process, and how that is told from a failure of its own:
+
+* EpochClosed: somebody failed. The close is known already, or it is on its way.
+* a failed communication, vault or restore: reported; the coordinator closes the epoch.
+* any other exception: after a close, or soon before one, it is the close's doing (a peer died in
+  the middle of something, an aborted operation left junk) and counts as one (rule 11). When no
+  close comes it is the program's own and ends the process, with its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
+from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
+from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
+from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.leftovers import forget_frames
+from deadpool_megatron.hooks.loop import Program
+from deadpool_megatron.hooks.process.course import EpochCourse
+from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
+from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
+from deadpool_megatron.hooks.process.pause_point import PausePoint
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.platform import select_platform
+from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.wire.readiness import readable
+
+# The process cannot prove that no abandoned operation still writes into its memory: it is replaced.
+EXIT_UNCLEAN = 71
+# As for any bad input: another process would find no more memory than this one did.
+EXIT_NO_ROOM = 2
+_LOOK_SECONDS = 0.05
+
+
+class Session:
+    """See the module text. All methods but the link's handlers run on the main thread."""
+
+    def __init__(self, link: MemberLink, settings: Settings, run_directory: Path) -> None:
+        self._link = link
+        self._settings = settings
+        self._run_directory = run_directory
+        self._world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
+        # What the coordinator expects this process to be needed for.
+        wanted = int(os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot))
+        self._provisional_role = wanted % self._world_size
+        self._communicators = Communicators(
+            kind=_communicator_kind(settings),
+            operation_timeout_seconds=settings.operation_timeout_seconds,
+            close_wait_seconds=settings.close_seconds,
+            drain_seconds=settings.drain_seconds,
+            on_fault=self._on_fault,
+            address=settings.interface,
+        )
+        self._reports = Reports(link, self._check)
+        self._entry: EpochEntry | None = None
+        # Guards who answers a close: the watcher for a member outside of an epoch, else the main
+        # thread. Whoever answers holds it, so that no answer overtakes a newer one.
+        self._engagement = threading.Lock()
+        self._engaged_epoch = 0
+        self._drained_epoch = 0
+        self._pause = PausePoint()
+        self._own_time = OwnTimeMeter(self._waited_seconds)
+        self._saves = DurableSaves(
+            self._reports, self._check, link.interrupt_fd, settings.restore_seconds
+        )
+
+    @staticmethod
+    def join() -> Session:
+        """The session of this process, from the environment that its agent made.
+
+        Raises RuntimeError outside of ``deadpool run`` or ``deadpool agent``.
+        """
+        link = MemberLink.from_environment()
+        return Session(link, link.settings, Path(os.environ["DEADPOOL_RUN_DIR"]))
+
+    def run(self, program: Program) -> None:
+        """Play whatever role the records give this process, until the run is over."""
+        failpoints.load()
+        failpoints.set_context(run_dir=str(self._run_directory), node=self._link.seat.node)
+        failpoints.set_context(slot=self._link.seat.slot)
+        select_platform().install()
+        self._communicators.install()
+        self._entry = EpochEntry(
+            program=program,
+            link=self._link,
+            settings=self._settings,
+            communicators=self._communicators,
+            reports=self._reports,
+        )
+        self._link.start(
+            Handlers(
+                on_close=self._on_close,
+                on_record=lambda record: None,
+                on_stop=lambda reason: None,
+                on_pause=self._on_pause,
+                status=self._status,
+                on_durable=self._saves.done,
+            )
+        )
+        try:
+            self._follow_records()
+        except StopOrder:
+            pass
+        finally:
+            self._entry.close()
+            self._link.close()
+
+    # The main thread's way through epochs.
+
+    @property
+    def _built(self) -> EpochEntry:
+        assert self._entry is not None
+        return self._entry
+
+    def _follow_records(self) -> None:
+        # Waits for records have no deadline here: how long a job may wait for a spare or for other
+        # nodes is the coordinator's to decide, and the end of the agent ends this process.
+        record = self._link.wait_record(0)
+        while True:
+            role = next((r for r, seat in record.seats.items() if seat == self._link.seat), None)
+            if role is None:
+                self._stand_by(record)
+            else:
+                self._take_seat(record, role)
+            record = self._link.wait_record(record.epoch)
+
+    def _stand_by(self, record: EpochRecord) -> None:
+        """Be warm: build in a provisional role, with no peers; then only wait.
+
+        Once built it stays as it is over any number of epochs, or it would be building whenever it
+        is needed.
+        """
+        reports, entry = self._reports, self._built
+        reports.record = None
+        started = time.monotonic()
+        if not entry.is_built:
+            if not self._await_turn(record):
+                return
+            reports.section = "build"
+            role = self._provisional_role
+            if not self._is_restarted_in(record):
+                role = entry.program.provisional_role(role)
+            entry.build_detached(role, self._world_size)
+            entry.warm_up()
+        reports.section = "parked"
+        self._link.send(
+            {
+                "t": "warm",
+                "stage_class": entry.loop.stage_class(),
+                "provisional_role": entry.role,
+                "seconds": time.monotonic() - started,
+            }
+        )
+        failpoints.hit("member.warm")
+
+    def _is_restarted_in(self, record: EpochRecord) -> bool:
+        """Whether this process follows one that played a role: it will be given that role."""
+        place = self._link.seat.node, self._link.seat.slot
+        return any((seat.node, seat.slot) == place for seat in record.seats.values())
+
+    def _await_turn(self, record: EpochRecord) -> bool:
+        """Wait until the program lets spares build; False when the epoch is over before."""
+        self._reports.section = "parked"
+        while not self._built.program.spares_may_build():
+            if self._link.stopped:
+                raise StopOrder("the run is over")
+            if self._link.closed_epoch >= record.epoch:
+                return False
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        return True
+
+    def _take_seat(self, record: EpochRecord, role: int) -> None:
+        """Play ``role`` until the epoch is closed, unless it is closed already."""
+        reports = self._reports
+        reports.record, reports.role = record, role
+        # While a newcomer builds, the watcher answers a close: there is nothing to leave yet.
+        adopt_role(self._built, record, role, reports)
+        if not self._engage(record.epoch):
+            reports.section = "parked"
+            return
+        try:
+            self._play(record, role)
+        except (EpochClosed, Exception) as error:
+            if isinstance(error, StopOrder):
+                raise
+            self._await_close(record.epoch, error)
+            ended: BaseException = error
+        self._leave(record.epoch, ended)
+
+    def _engage(self, epoch: int) -> bool:
+        with self._engagement:
+            if self._link.closed_epoch >= epoch:
+                return False
+            self._engaged_epoch = epoch
+            # Spares hear of pauses, too; an order of an older epoch must not stop this one.
+            self._pause.reset()
+            return True
+
+    def _play(self, record: EpochRecord, role: int) -> NoReturn:
+        """Enter the epoch in ``role`` and train in it; ends by an exception."""
+        enter_epoch(self._built, record, role, self._reports)
+        generation = self._built.generation.to_list()
+        self._reports.say("restored", generation=generation, hash="")
+        self._train(record)
+        self._finish(record, role)
+
+    def _await_close(self, epoch: int, error: BaseException) -> None:
+        """Return when ``epoch`` is closed, having done what leads to it; see the module text.
+
+        Raises ``error`` when it turns out to be the program's own, StopOrder at the end of the run.
+        """
+        if self._link.closed_epoch < epoch and not self._link.stopped:
+            if isinstance(error, RestoreFailed):
+                self._reports.say("restore-failed", part=error.part, text=str(error))
+            elif isinstance(error, PeerMismatch):
+                self._reports.say("restore-failed", part="", text=str(error))
+            elif isinstance(error, CommunicatorFault):
+                self._on_fault(error.group, error.operation, error.cause)
+            elif isinstance(error, NoRoom):
+                print(error, file=sys.stderr, flush=True)
+                sys.exit(EXIT_NO_ROOM)
+            elif isinstance(error, VaultError):
+                self._on_fault("vault", self._reports.section, str(error))
+            elif isinstance(error, EpochClosed):
+                self._on_fault("member", error.operation, "interrupted without a close")
+            else:
+                self._await_close_or_raise(epoch, error)
+        try:
+            self._wait_closed(epoch)
+        except EpochClosed:
+            pass
+        if not isinstance(error, EpochClosed):
+            # For whoever reads the log; nothing of the interrupted step is used.
+            text = "".join(traceback.format_exception_only(error)).strip()
+            print(f"epoch {epoch} ends here with {text}", file=sys.stderr, flush=True)
+
+    def _await_close_or_raise(self, epoch: int, error: BaseException) -> None:
+        """The first word of a peer's death may be an exception of our own: give the close time."""
+        limit = time.monotonic() + self._settings.close_seconds
+        while time.monotonic() < limit:
+            if self._link.closed_epoch >= epoch or self._link.stopped:
+                return
+            readable(self._link.interrupt_fd, _LOOK_SECONDS)
+        raise error
+
+    def _train(self, record: EpochRecord) -> None:
+        built = self._built
+        course = EpochCourse(
+            record,
+            built,
+            self._communicators,
+            self._reports,
+            self._pause,
+            self._saves,
+            self._run_directory / "checkpoints",
+            self._check,
+            self._link.interrupt_fd,
+            self._settings.hash_interval,
+            self._own_time,
+        )
+        built.loop.train(course)
+        self._reports.section = "finish"
+        built.protection.settle()
+
+    def _finish(self, record: EpochRecord, role: int) -> NoReturn:
+        """Report the end and stay available: a late failure may need this role again."""
+        loop = self._built.loop
+        failpoints.hit("finish")
+        state_hash = loop.state_hash()
+        self._check(record.epoch)
+        self._reports.say(
+            "done",
+            role=role,
+            state_hash=state_hash,
+            samples=loop.counters.get("consumed_train_samples", 0),
+            extra={"stall_seconds": self._built.protection.stall_seconds},
+        )
+        self._reports.section = "done"
+        self._wait_closed(record.epoch)
+
+    def _leave(self, epoch: int, ended: BaseException) -> None:
+        """After a close: nothing may still read or write this process's state; then say so."""
+        self._reports.section = "drain"
+        started = time.monotonic()
+        failpoints.set_context(section="drain")
+        failpoints.hit("recovery.drain")
+        # The watcher may not have come to it yet; a drain of an open epoch would do nothing.
+        self._communicators.interrupt(epoch)
+        clean = self._communicators.drain()
+        # On a device only now: it cannot finish while an operation waits for a dead peer.
+        clean = self._built.quiesce(self._settings.drain_seconds) and clean
+        if clean:
+            forget_frames(ended)
+        self._reports.end_phase("drain", time.monotonic() - started)
+        with self._engagement:
+            if clean:  # else it ends, and must not be called clean meanwhile
+                self._engaged_epoch = 0
+            self._say_drained(max(epoch, self._link.closed_epoch), clean)
+        if not clean:
+            self._link.flush(self._settings.drain_seconds)
+            os._exit(EXIT_UNCLEAN)
+        self._reports.section = "parked"
+
+    def _say_drained(self, epoch: int, clean: bool) -> None:
+        """Once for an epoch: the main thread may have left before the watcher comes to it. The
+        engagement lock is held."""
+        if epoch > self._drained_epoch:
+            self._drained_epoch = epoch
+            self._link.send({"t": "drained", "epoch": epoch, "clean": clean})
+
+    def _wait_closed(self, epoch: int) -> NoReturn:
+        """Wait for the close of ``epoch`` (EpochClosed) or the end of the run (StopOrder)."""
+        while True:
+            self._check(epoch)
+            # The coordinator has the deadline; the agent's death ends this process.
+            readable(self._link.interrupt_fd, self._settings.close_seconds)
+
+    def _check(self, epoch: int) -> None:
+        if self._link.stopped:
+            raise StopOrder("the run is over")
+        if self._link.closed_epoch >= epoch:
+            raise EpochClosed(epoch, f"section {self._reports.section}")
+
+    # Called on other threads than the main one.
+
+    def _on_close(self, epoch: int, cause: str) -> None:
+        with self._engagement:
+            engaged = 0 < self._engaged_epoch <= epoch
+            if not engaged:
+                self._say_drained(epoch, clean=True)
+        if engaged:
+            # A thread of its own: to abort NCCL may take long, and a member that sends no beats
+            # meanwhile is taken for frozen.
+            threading.Thread(
+                target=self._communicators.interrupt,
+                args=(epoch,),
+                name="deadpool-interrupt",
+                daemon=True,
+            ).start()
+
+    def _on_pause(self, iteration: int) -> None:
+        started = self._pause.order(iteration)
+        if started is not None:
+            epoch = self._engaged_epoch
+            self._link.send({"t": "pause-refused", "epoch": epoch, "iteration": started})
+
+    def _on_fault(self, group: str, operation: str, text: str) -> None:
+        message = {"t": "fault", "group": group, "operation": operation, "text": text}
+        self._link.send({**message, "epoch": self._engaged_epoch})
+
+    def _waited_seconds(self) -> float:
+        protection = 0.0 if self._entry is None else self._entry.protection.stall_seconds
+        return self._communicators.waited_seconds() + protection
+
+    def _status(self) -> Mapping[str, Any]:
+        waiting = self._communicators.waiting_for()
+        return {
+            "section": self._reports.section,
+            "iteration": self._reports.iteration,
+            "waiting": list(waiting) if waiting else None,
+            "progress": self._communicators.progress(),
+            "own": list(self._own_time.sample),
+        }
+
+
+def _communicator_kind(settings: Settings) -> str:
+    if settings.communicator != "auto":
+        return settings.communicator
+    return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,0 +1,1 @@
+"""A role's parts as whole copies on other nodes: sent, and taken in."""

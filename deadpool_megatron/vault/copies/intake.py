@@ -1,0 +1,71 @@
+"""Taking the parts of a put from a channel straight into their slot, and sealing each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.net.transport import Channel
+from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.wire.framing import ConnectionClosed
+
+# Name, bytes, checksum.
+Offered = tuple[str, int, int]
+
+
+class Intake:
+    """Of one connection and its one thread."""
+
+    def __init__(self, state: VaultState, channel: Channel) -> None:
+        self._state = state
+        self._channel = channel
+
+    def take(self, segment: Segment, slot: int, needed: Sequence[Offered], epoch: int) -> list[str]:
+        """Take parts; returns the names of those sealed, which damaged ones are not. Raises
+        ConnectionClosed at a close.
+        """
+        taken: list[str] = []
+        for name, size, digest in needed:
+            if not self._state.open_part(segment, slot, name, epoch):
+                raise ConnectionClosed("the epoch was closed")
+            if self._is_whole(segment, slot, name, size, digest):
+                self._seal(segment, slot, name, size, digest, epoch)
+                taken.append(name)
+        return taken
+
+    def _is_whole(self, segment: Segment, slot: int, name: str, nbytes: int, expected: int) -> bool:
+        """Take the bytes of one part; False when they are damaged."""
+        state = self._state
+        chunk_bytes = state.settings.chunk_bytes
+        found = receive_part(self._channel, segment, slot, name, nbytes, chunk_bytes)
+        if found != expected:
+            generation = segment.generation(slot)
+            state.counters["corruption"] += 1
+            state.emit_corruption(segment.layout.role, generation, name, "wire", expected, found)
+            return False
+        state.counters["bytes received"] += nbytes
+        return True
+
+    def _seal(
+        self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
+    ) -> None:
+        state = self._state
+        if not state.seal_copy(segment, slot, name, nbytes, digest, epoch):
+            state.refuse("stale", role=segment.layout.role, epoch=epoch)
+            raise ConnectionClosed("the epoch was closed")
+        state.fail_point_corrupt("vault.received", segment, slot, [name])
+
+
+def receive_part(
+    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
+) -> int:
+    """Receive a part's bytes straight into its slot; returns their checksum."""
+    view = segment.data(slot, name, nbytes)
+    digest = xxhash.xxh3_64()
+    for start in range(0, nbytes, chunk_bytes):
+        chunk = view[start : start + chunk_bytes]
+        channel.receive_bulk(chunk)
+        digest.update(chunk)
+    return digest.intdigest()

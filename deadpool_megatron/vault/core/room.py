@@ -1,0 +1,125 @@
+"""Memory for copies and blocks; where there is none left, that of what nobody is owed any more.
+
+With another plan, or other nodes, a vault holds what it kept by the record before until something
+newer has taken its place. Both together may be more than the limit, and what is new would wait for
+room that is only given back once it is there. So the old is given back as soon as it may be:
+
+* parts that are not sealed, in slots nobody writes to: at once;
+* sealed parts that no role of the open epoch owes to this node: those older than the generation
+  that the epoch began with at once, that generation itself when what is offered here proves that
+  all roles have committed it anew. With 2+N slots any newer one does: a collective keeps all roles
+  at the gate that waits for it. With 3+N it is the second one after it (design, section 4).
+
+Of roles seated here only what is older goes, for what they have fetched for themselves is theirs
+until their slots hold newer ones. Chains of steps are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from deadpool_megatron.layout.cadence import successors_by
+from deadpool_megatron.layout.places.parity import is_parity_role
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.replaying import keeps_steps
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+
+
+def ensure_copy(state: VaultState, layout: RoleLayout, generation: Generation) -> Segment:
+    """See :meth:`VaultState.ensure_copy`; for ``generation``, which is offered here."""
+    try:
+        return state.ensure_copy(layout)
+    except NoRoom:
+        if not give_back(state, generation):
+            raise
+    return state.ensure_copy(layout)
+
+
+def reserve(
+    state: VaultState,
+    segment: Segment,
+    names: Collection[str],
+    slot: int,
+    generation: Generation,
+) -> None:
+    """Have memory behind parts of a claimed slot, for ``generation``. Raises NoRoom."""
+    try:
+        segment.reserve(names, [slot])
+    except NoRoom:
+        if not give_back(state, generation):
+            raise
+        segment.reserve(names, [slot])
+
+
+def before_roles_come(state: VaultState) -> None:
+    """Right after an epoch was opened: members whose roles are new here make slots for them, and
+    cannot ask for room. Only where memory is limited: else nothing is given up before it must be.
+    """
+    if own_come_first(state) and state.record is not None:
+        give_back(state, state.record.restore.generation)
+
+
+def own_come_first(state: VaultState) -> bool:
+    """Whether memory is limited, and a member has yet to make its slots: it ends if there is no
+    room for them, while a copy that comes too early comes again."""
+    with state.lock:
+        return bool(state.settings.memory_bytes) and any(
+            state.table.own(role, seat) is None for role, seat in state.own_roles().items()
+        )
+
+
+def give_back(state: VaultState, offered: Generation) -> bool:
+    """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
+    table, chosen = state.table, list[tuple[Segment, int, list[str]]]()
+    with state.lock:
+        if state.record is None or not state.open_epoch:
+            return False
+        restored = state.record.restore.generation
+        later = successors_by(state.record, offered)(restored)
+        for segment in table.segments.values():
+            if segment.seat is not None or keeps_steps(segment.layout):
+                continue
+            owed, is_own = _owed(state, segment.layout), segment.layout.role in state.own_roles()
+            for slot in range(segment.slots):
+                key = segment.path.name, slot
+                if key in table.writers or table.pins[key]:
+                    continue
+                found = segment.generation(slot)
+                enough = 1 if segment.layout.slots <= 2 + state.settings.max_lag else 2
+                has_passed = found == restored and later >= enough and not is_own
+                is_old = found < restored or has_passed
+                if names := _unneeded(segment, slot, owed, is_old=is_old):
+                    chosen.append((segment, slot, names))
+                    table.writers.add(key)
+    # Gigabytes take a while, and a close does not wait for them: nobody takes the slots meanwhile.
+    given = [segment.give_back(names, slot) for segment, slot, names in chosen]
+    for segment, slot, _ in chosen:
+        state.release(segment, slot)
+    return any(given)
+
+
+def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
+    """Parts of a role that are owed to this node, to which its own roles owe nothing."""
+    ledger = state.ledger
+    if ledger is None:
+        return {part.name for part in layout.parts}
+    if layout.role in state.own_roles():
+        return ()
+    if is_parity_role(layout.role):
+        return {part.name for part in layout.parts} if ledger.keeps(layout, state.node) else ()
+    return {name for name, nodes in ledger.owed(layout).items() if state.node in nodes}
+
+
+def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:
+    """Parts of one slot that nobody needs; they do not count any more."""
+    names = []
+    for part in segment.layout.parts:
+        entry = segment.entry(slot, part.name)
+        is_sealed = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+        if part.name in owed or (is_sealed and not is_old):
+            continue
+        segment.invalidate_part(slot, part.name, PartState.ABSENT)
+        names.append(part.name)
+    return names

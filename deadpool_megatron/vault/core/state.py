@@ -1,0 +1,448 @@
+"""What the threads of a vault share: the epoch gate, the table, the ledger, counters and events.
+
+Closing is atomic with respect to sealing because both happen under one lock: a seal checks the
+epoch, writes the header and enters the ledger without letting go of it. The lock is never held over
+a checksum, a socket call or the reservation of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.cadence import successors_by
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    RoleLayout,
+    Seat,
+)
+from deadpool_megatron.layout.replaying import copy_slots
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.commit import Ledger
+from deadpool_megatron.vault.core.steps import Steps, check_same
+from deadpool_megatron.vault.core.traffic import Traffic
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
+from deadpool_megatron.vault.shm.table import Place, Table
+
+log = logging.getLogger(__name__)
+# Strangers must not be able to flood the event log: one event a second for each reason.
+_REFUSAL_EVENT_SECONDS = 1.0
+_MOST_REASONS = 200
+_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
+
+
+class Verdict(StrEnum):
+    """What the epoch gate says to an epoch number."""
+
+    OPEN = "open"
+    STALE = "stale"  # closed or older: never again
+    EARLY = "early"  # the record of it has not arrived here yet: try again
+
+
+class VaultState:
+    """Shared by all threads. ``lock`` guards every field that changes; methods take it themselves.
+
+    ``changed`` is notified whenever a wait of a worker may be over. ``on_committed(role,
+    generation, boundary, released)`` and ``on_bad(role, generation, part)`` are called without
+    waiting for anybody and tell the member.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        directory: Path,
+        settings: Settings,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.node = node
+        self.settings = settings
+        self.table = Table(directory, Budget(directory, settings.memory_bytes))
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.record: EpochRecord | None = None
+        self.ledger: Ledger | None = None
+        self.steps = Steps()
+        self.open_epoch = 0
+        self.closed_epoch = 0
+        self.counters: Counter[str] = Counter()
+        self.committed: dict[int, tuple[Generation, str]] = {}
+        self.on_committed: Callable[[int, Generation, str, bool], None] = lambda *_: None
+        self.on_bad: Callable[[int, Generation, str], None] = lambda *_: None
+        self.emit = emit
+        self._reported: dict[str, float] = {}
+        self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
+        # Bytes shipped since the last commit, of roles of which a copy was missing.
+        self._shipped: dict[int, int] = {}
+        self._closed_at = 0.0
+        self._newest = Generation(0, 0)
+        self._making: dict[int, threading.Lock] = {}
+
+    # The epoch gate.
+
+    def judge(self, epoch: int) -> Verdict:
+        """Where ``epoch`` stands now."""
+        with self.lock:
+            if epoch == self.open_epoch:
+                return Verdict.OPEN
+            newest = max(self.open_epoch, self.closed_epoch)
+            return Verdict.EARLY if epoch > newest else Verdict.STALE
+
+    def is_open(self, epoch: int) -> bool:
+        """True while things of this epoch may be sealed."""
+        return self.open_epoch == epoch
+
+    def close(self, epoch: int) -> None:
+        """After this returns nothing of ``epoch`` (or older) is ever sealed on this node."""
+        with self.changed:
+            if epoch < self.open_epoch:
+                return
+            self.closed_epoch = max(self.closed_epoch, epoch)
+            self.open_epoch = 0
+            self._closed_at = time.monotonic()
+            self.table.freeze()
+            self.changed.notify_all()
+
+    def inventory(self) -> Inventory:
+        """What this node can produce. Raises VaultError unless the epoch has been closed."""
+        with self.lock:
+            if self.open_epoch or not self.closed_epoch:
+                raise VaultError("an inventory is only stable after the epoch has been closed")
+            return Inventory(
+                self.node, self.closed_epoch, self.table.holdings(), self.table.layouts()
+            )
+
+    def adopt(self, record: EpochRecord) -> bool:
+        """Drop what the record abandons and open its epoch; False when it is open already.
+
+        Raises VaultError for the record of a closed epoch.
+        """
+        with self.changed:
+            if record.epoch == self.open_epoch:
+                return False
+            if self.judge(record.epoch) is Verdict.STALE:
+                raise VaultError(f"epoch {record.epoch} is over on node {self.node}")
+            restore = record.restore
+            self.table.adopt(restore.generation, restore.boundary, record.epoch, record.seats)
+            self.record, self.ledger = record, Ledger(record, self.steps)
+            self.committed = {}
+            self._newest = restore.generation
+            self.traffic.begin()
+            self._remove_unneeded_at_adopt(record)
+            since = self._closed_at or time.monotonic()
+            restored = restore.kind in ("memory", "dump")
+            self._unprotected = dict.fromkeys(self.own_roles(), since) if restored else {}
+            self._shipped = {}
+            self.open_epoch = record.epoch
+            for role in self.own_roles():  # a role that owes nobody a copy gets no other occasion
+                self._advance(role)
+            self.changed.notify_all()
+            return True
+
+    def own_roles(self) -> dict[int, Seat]:
+        """Roles seated on this node in the current record."""
+        if self.record is None:
+            return {}
+        return {r: seat for r, seat in self.record.seats.items() if seat.node == self.node}
+
+    def address(self, node: int) -> NodeAddress | None:
+        """Where the vault of a live node listens."""
+        return self.record.nodes.get(node) if self.record is not None else None
+
+    # Segments.
+
+    def attach(self, name: str) -> Segment:
+        """Map a segment that a member has made."""
+        with self.lock:
+            segment = self.table.attach(name)
+            if self.open_epoch and segment.seat == self.own_roles().get(segment.layout.role):
+                segment.freeze(False)
+            return segment
+
+    def ensure_copy(self, layout: RoleLayout) -> Segment:
+        """The segment for copies of a role; slots get their memory when they are first used.
+
+        Raises VaultError when there is no room or the layouts differ.
+        """
+        slots = copy_slots(layout, self.settings.full_every)
+        with self.lock:
+            making = self._making.setdefault(layout.role, threading.Lock())
+        with making:
+            with self.lock:
+                segment = self.table.copy(layout.role)
+            if segment is None:
+                path = self.table.directory / copy_name(layout.role)
+                segment = Segment.create(path, layout, None, (), slots, self.table.budget)
+                with self.lock:
+                    self.table.segments[path.name] = segment
+            else:
+                check_same(segment, layout, slots, self.node)
+            return segment
+
+    # Sealing: every way for bytes to become restorable goes through one of these three.
+
+    def seal_own(
+        self,
+        segment: Segment,
+        slot: int,
+        generation: Generation,
+        epoch: int,
+        digests: Mapping[str, int],
+    ) -> bool:
+        """Seal the FILLED parts of a member's slot that were check-summed; False when too late."""
+        role = segment.layout.role
+        with self.changed:
+            seat = self.own_roles().get(role)
+            if not self.is_open(epoch) or seat != segment.seat:
+                self.refuse("seal of a closed epoch", role=role, epoch=epoch)
+                return False
+            state = segment.state(slot)
+            if state not in (SlotState.FILLED, SlotState.SEALED):
+                return False
+            if segment.generation(slot) != generation:
+                return False
+            for name, digest in digests.items():
+                entry = segment.entry(slot, name)
+                segment.seal_part(slot, name, entry.nbytes, digest, epoch)
+            self.fail_point_corrupt("vault.sealed", segment, slot, digests)
+            self.steps.sealed(segment, slot, digests)
+            if state is SlotState.FILLED:  # a SEALED one may be taken by its member at any time
+                segment.set_state(slot, SlotState.SEALED)
+                self.traffic.sealed(role, generation)
+            self._after_seal(role, generation)
+            facts = {"lineage": generation.lineage, "parts": sorted(digests)}
+            self._emit(Kind.SEALED, role, generation, facts)
+        return True
+
+    def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> bool:
+        """Invalidate a part of a claimed slot before its bytes arrive; False when too late."""
+        with self.lock:
+            if not self.is_open(epoch):
+                return False
+            segment.invalidate_part(slot, name, PartState.ABSENT)
+            return True
+
+    def seal_copy(
+        self, segment: Segment, slot: int, name: str, nbytes: int, digest: int, epoch: int
+    ) -> bool:
+        """Seal a part whose last byte has arrived and whose checksum matched; False when late."""
+        with self.changed:
+            if not self.is_open(epoch):
+                return False
+            segment.seal_part(slot, name, nbytes, digest, epoch)
+            self._after_seal(segment.layout.role, segment.generation(slot))
+        return True
+
+    def claim(
+        self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
+    ) -> int | None:
+        """See :meth:`Table.claim`; None also when the epoch is not open."""
+        with self.lock:
+            if not self.is_open(epoch):
+                return None
+            return self.table.claim(segment, generation, epoch, anew=anew)
+
+    def release(self, segment: Segment, slot: int) -> None:
+        """End of :meth:`claim`."""
+        with self.lock:
+            self.table.release(segment, slot)
+
+    def mark_bad(self, place: Place, found: int) -> None:
+        """A checksum did not match the bytes in this node's memory."""
+        role, generation = place.segment.layout.role, place.segment.generation(place.slot)
+        with self.changed:
+            entry = place.segment.entry(place.slot, place.name)
+            if (entry.state, entry.checksum) != (PartState.SEALED, place.checksum):
+                return  # overwritten while it was read; it is another generation's slot now
+            self.table.mark_bad(place)
+            self.changed.notify_all()
+        self.counters["corruption"] += 1
+        self.emit_corruption(
+            role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
+        )
+        # Of an older generation the lost part is fetched again; a new one can only be recomputed.
+        if place.segment.seat is not None and generation.lineage == self.open_epoch:
+            self.on_bad(role, generation, place.name)
+
+    def emit_corruption(
+        self, role: int, generation: Generation, name: str, where: str, expected: int, found: int
+    ) -> None:
+        """Report bytes that are not what they should be."""
+        log.warning("corruption: role %d %s part %s in %s", role, generation, name, where)
+        self.emit(
+            Event(
+                Kind.CORRUPTION,
+                epoch=self.open_epoch,
+                node=self.node,
+                role=role,
+                iteration=generation.iteration,
+                data={
+                    "part": name,
+                    "where": where,
+                    "expected": f"{expected:016x}",
+                    "found": f"{found:016x}",
+                },
+            )
+        )
+
+    def refuse(self, why: str, **facts: object) -> None:
+        """Count something that was not accepted, and report it at most once a second."""
+        now, reason = time.monotonic(), _NUMBERS.sub("N", why)
+        with self.lock:
+            if reason not in self._reported and len(self._reported) >= _MOST_REASONS:
+                reason = "another reason"
+            self.counters[f"refused: {reason}"] += 1
+            if now - self._reported.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
+                return
+            self._reported[reason] = now
+        log.warning("refused: %s %s", why, facts)
+        data = {"why": why, **{key: str(value) for key, value in facts.items()}}
+        self.emit(Event(Kind.REFUSED, epoch=self.open_epoch, node=self.node, data=data))
+
+    def fail_point_corrupt(
+        self, point: str, segment: Segment, slot: int, names: Collection[str]
+    ) -> None:
+        """Let a test damage one byte of a slot at an exact moment."""
+        if not failpoints.ACTIVE:
+            return
+        role, generation = segment.layout.role, segment.generation(slot)
+        if failpoints.hit(point, role=role, iteration=generation.iteration) is None:
+            return
+        view = next(v for name in names if len(v := segment.data(slot, name)))
+        view[0] ^= 0xFF
+
+    # Commit.
+
+    def tracked(self, role: int) -> list[Generation]:
+        """Generations of a role that are shipped in this epoch, oldest first."""
+        if self.record is None:
+            return []
+        restored = self.record.restore.generation
+        found = {slot.generation for slot in self.table.sealed(role) if slot.parts}
+        return sorted(g for g in found if g == restored or g.lineage == self.open_epoch)
+
+    def shipment(
+        self, layout: RoleLayout, node: int, epoch: int, *, coded: bool = False
+    ) -> tuple[Generation, list[Place]] | None:
+        """The oldest generation of which ``node`` is owed parts that it has not acknowledged;
+        ``coded``: as in :meth:`Ledger.missing`."""
+        with self.lock:
+            if not self.is_open(epoch) or self.ledger is None:
+                return None
+            for generation in self.tracked(layout.role):
+                sealed = self.table.parts(layout.role, generation)
+                missing = self.ledger.missing(layout, generation, sealed, node, coded=coded)
+                # Its member may have begun to overwrite the slot since: what a vault that was
+                # restarted has yet to learn to be committed is free to be overwritten.
+                found = (self.table.find(layout.role, generation, name) for name in missing)
+                if places := [there[0] for there in found if there]:
+                    return generation, places
+            return None
+
+    def acknowledge(
+        self,
+        layout: RoleLayout,
+        generation: Generation,
+        node: int,
+        names: list[str],
+        epoch: int,
+        shipped_bytes: int,
+    ) -> None:
+        """A buddy has these parts; ``shipped_bytes`` is 0 when it had them all before."""
+        with self.changed:
+            if self.is_open(epoch) and self.ledger is not None:
+                if shipped_bytes:
+                    self._shipped[layout.role] = self._shipped.get(layout.role, 0) + shipped_bytes
+                self.ledger.acknowledge(layout.role, generation, node, names)
+                self._advance(layout.role)
+
+    def _after_seal(self, role: int, generation: Generation) -> None:
+        self._newest = max(self._newest, generation)
+        self._advance(role)
+        self._remove_unneeded()
+        self.changed.notify_all()
+
+    def _advance(self, role: int) -> None:
+        """Report what has become committed; called under the lock."""
+        layout = self.table.layout(role)
+        if layout is None or self.ledger is None or role not in self.own_roles():
+            return
+        tracked = self.tracked(role)
+        if tracked:
+            self.ledger.forget_before(role, tracked[0])
+        for generation in tracked:
+            sealed = self.table.parts(role, generation)
+            boundary = self.ledger.boundary(layout, generation, sealed)
+            if boundary is None or (generation, boundary) == self.committed.get(role):
+                continue
+            if role in self.committed and generation < self.committed[role][0]:
+                continue
+            self.committed[role] = generation, boundary
+            released = self.ledger.released(layout)
+            self._report_commit(role, generation, boundary, released)
+        self.changed.notify_all()
+
+    def _report_commit(
+        self, role: int, generation: Generation, boundary: str, released: bool
+    ) -> None:
+        self.on_committed(role, generation, boundary, released)
+        shipped_bytes = self._shipped.pop(role, 0)
+        facts = {"lineage": generation.lineage, "boundary": boundary, "released": released}
+        fit = self.traffic.committed(role, generation).to_dict()
+        self._emit(Kind.COMMITTED, role, generation, {**facts, "bytes": shipped_bytes, **fit})
+        if released or role not in self._unprotected:
+            return
+        seconds = time.monotonic() - self._unprotected.pop(role)
+        if shipped_bytes:
+            self._emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
+
+    def _emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
+        self.emit(
+            Event(
+                kind,
+                epoch=self.open_epoch,
+                node=self.node,
+                role=role,
+                iteration=generation.iteration,
+                data=data,
+            )
+        )
+
+    # Memory that is not needed any more.
+
+    def _active(self, segment: Segment, record: EpochRecord) -> bool:
+        """True when the segment goes on being written in this epoch."""
+        role = segment.layout.role
+        if segment.seat is not None:
+            return record.seats.get(role) == segment.seat
+        if self.ledger is None or role in self.own_roles():
+            return False
+        return self.ledger.keeps(segment.layout, self.node)
+
+    def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
+        kept = record.restore.generation
+        for segment in list(self.table.segments.values()):
+            if not self.table.serves(segment, kept) and not self._active(segment, record):
+                self.table.remove(segment)
+
+    def _remove_unneeded(self) -> None:
+        if self.record is None:
+            return
+        later = successors_by(self.record, self._newest)
+        for segment in list(self.table.segments.values()):
+            if not self._active(segment, self.record) and self.table.unneeded(segment, later):
+                self.table.remove(segment)

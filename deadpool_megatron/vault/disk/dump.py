@@ -1,0 +1,180 @@
+"""Generations on disk: what vaults write when a run has to end, in the format of the slots.
+
+``dump-<role>-<node>.seg`` is a segment whose first slot holds the parts which the vault of that
+node could give; files of several nodes complete each other. Where the node has a shard part only as
+a chain (layout.replaying), further slots hold what leads to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
+from deadpool_megatron.layout.replaying import (
+    SUMS_PART,
+    UPDATE_PART,
+    gradients_part,
+    predecessor,
+)
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
+from deadpool_megatron.vault.memory.limits import free_bytes
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, dump_name
+from deadpool_megatron.vault.shm.table import Place, Table
+
+log = logging.getLogger(__name__)
+
+
+def dump_files(directory: Path, role: int) -> Iterator[Segment]:
+    """The readable dump files of a role, in order of the node that wrote them."""
+    for path in sorted(directory.glob(f"dump-{role}-*.seg")):
+        try:
+            dumped = Segment.open(path, writable=False)
+        except (SegmentError, OSError) as error:
+            log.warning("dump: %s", error)
+            continue
+        if dumped.state(0) is SlotState.SEALED:
+            yield dumped
+
+
+def dump(
+    state: VaultState,
+    directory: Path,
+    generation: Generation,
+    boundary: str | None,
+    roles: Iterable[int] | None,
+) -> list[str]:
+    """Write what this node holds of a generation, one file for each role; answers the paths.
+    ``boundary``: the one whose extras are written, None for all of them.
+
+    A part is written only if its bytes match its checksum. A file appears whole or not at all.
+    Raises VaultError with one line when it cannot be written; what was there before still is.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with state.lock:
+        held = {h.role for h in state.table.holdings() if h.generation == generation}
+    written = []
+    for role in sorted(held if roles is None else held & set(roles)):
+        path = _dump_role(state, directory, role, generation, boundary)
+        if path is not None:
+            written.append(str(path))
+    return written
+
+
+def generation_name(generation: Generation) -> str:
+    """Name of the directory with the dump files of a generation."""
+    return f"{generation.lineage}-{generation.iteration}"
+
+
+def dump_held(state: VaultState, base: Path, generations: Iterable[Generation]) -> list[str]:
+    """Write everything this node holds of these generations, the newest first, to directories
+    below ``base``; answers the paths. Raises VaultError, having written what had room.
+    """
+    written: list[str] = []
+    for generation in sorted(generations, reverse=True):
+        try:
+            written += dump(state, base / generation_name(generation), generation, None, None)
+        except (VaultError, OSError) as error:
+            raise VaultError(f"{error}; {len(written)} files were written before") from error
+    return written
+
+
+def _dump_role(
+    state: VaultState, directory: Path, role: int, generation: Generation, boundary: str | None
+) -> Path | None:
+    with state.lock:
+        layout = state.table.layout(role)
+        found: dict[tuple[Generation, str], list[Place]] = {}
+        if layout is not None:
+            names = tuple(p.name for p in layout.parts)
+            if boundary is not None:
+                names = (*layout.shard_parts, extras_part(boundary))
+            wanted = [(generation, name) for name in names]
+            wanted += _led_from(state.table, layout, generation)
+            found = {(g, name): state.table.find(role, g, name) for g, name in wanted}
+            for place in (place for places in found.values() for place in places):
+                state.table.pin(place)
+    if layout is None:
+        return None
+    path = directory / dump_name(role, state.node)
+    try:
+        good = {what: _intact(state, places) for what, places in found.items()}
+        kept = {what: place for what, place in good.items() if place is not None}
+        if any(g == generation for g, _ in kept):
+            _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
+    finally:
+        with state.lock:
+            for place in (place for places in found.values() for place in places):
+                state.table.unpin(place)
+    return path if kept else None
+
+
+def _led_from(
+    table: Table, layout: RoleLayout, generation: Generation
+) -> list[tuple[Generation, str]]:
+    """What is held of the way to shard parts that are not: back to a whole copy, or to a gap."""
+    held: dict[Generation, set[str]] = {}
+    for slot in table.sealed(layout.role):
+        held.setdefault(slot.generation, set()).update(slot.parts)
+    found: list[tuple[Generation, str]] = []
+    for shard in layout.shard_parts:
+        at: Generation | None = generation
+        while at is not None and shard not in held.get(at, ()):
+            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
+            found += [(at, name) for name in steps if name in held.get(at, ())]
+            at = predecessor(held, at)
+        if at is not None and at != generation:
+            found.append((at, shard))
+    return list(dict.fromkeys(found))
+
+
+def _intact(state: VaultState, places: list[Place]) -> Place | None:
+    for place in places:
+        digest = checksum(place.view)
+        if digest == place.checksum:
+            return place
+        state.mark_bad(place, digest)
+    return None
+
+
+def _write_dump(
+    path: Path,
+    layout: RoleLayout,
+    generation: Generation,
+    places: dict[tuple[Generation, str], Place],
+    chunk_bytes: int,
+) -> None:
+    slots = sorted({g for g, _ in places} | {generation}, reverse=True)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        dumped = Segment.create(unfinished, layout, None, (), len(slots))
+        for slot, one in enumerate(slots):
+            names = [name for g, name in places if g == one]
+            dumped.reserve(names, [slot])
+            dumped.open_slot(slot, one, one.lineage)
+            for name in names:
+                place = places[one, name]
+                view = place.view
+                for start in range(0, len(view), chunk_bytes):
+                    dumped.write_from(slot, name, start, view[start : start + chunk_bytes])
+                dumped.seal_part(slot, name, place.nbytes, place.checksum, one.lineage)
+        dumped.flush()
+        unfinished.rename(path)
+    except (NoRoom, OSError) as error:
+        unfinished.unlink(missing_ok=True)
+        why = getattr(error, "strerror", None) or "no room"
+        needed, free = sum(place.nbytes for place in places.values()), free_bytes(path.parent)
+        raise VaultError(
+            f"{path} cannot be written ({why}): {needed} bytes needed, {free} free"
+        ) from error
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,154 @@
+"""What the files of a dump give beyond whole parts: coded blocks and chains, to make parts of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
+from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source, extras_part
+from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, chain, gradients_part
+from deadpool_megatron.vault.disk.dump import dump_files
+from deadpool_megatron.vault.disk.taken import Taken
+from deadpool_megatron.vault.errors import SegmentError, VaultError
+from deadpool_megatron.vault.parity.blocks import FileSupply, Supplier
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, dump_name, parse_name
+
+log = logging.getLogger(__name__)
+
+
+def supplier(directory: Path) -> Supplier:
+    """Blocks from the files in ``directory``; the node of a source is the one that wrote it."""
+    return lambda source, part: FileSupply(directory / dump_name(source.role, source.node), part)
+
+
+def dumped_decodings(directory: Path, role: int, part: str, iteration: int) -> list[Decoding]:
+    """How a part can be computed from the files, the way with the most blocks first.
+
+    The generation may have had another lineage in the run that wrote them. Reads descriptions and
+    headers only: whether the bytes are intact turns out when they are used.
+    """
+    found: dict[tuple[tuple[int, ...], int, tuple[str, ...]], dict[int, tuple[Source, ...]]] = {}
+    for dumped in _parity_files(directory, role):
+        if _holds(dumped, part, iteration) and _holds(dumped, MEMBERS, iteration):
+            layout = dumped.layout
+            number, parities = parity_numbers(layout)
+            key = layout.peers, parities, tuple(one.name for one in layout.parts)
+            places = found.setdefault(key, {})
+            block = len(layout.peers) + number
+            places[block] = (*places.get(block, ()), _source(dumped))
+    decodings = []
+    for (group, parities, _), places in found.items():
+        for number, other in enumerate(group):
+            files = list(dump_files(directory, other)) if other != role else []
+            held = tuple(_source(one) for one in files if _holds(one, part, iteration))
+            if held or any(part not in one.layout.shard_parts for one in files):
+                places[number] = held
+        if len(places) >= len(group):
+            decodings.append(Decoding(group, parities, dict(sorted(places.items()))))
+    return sorted(decodings, key=lambda one: (-len(one.blocks), one.group))
+
+
+def dumped_parts(directory: Path, role: int, generation: Generation) -> dict[Generation, set[str]]:
+    """Generation -> parts that the files of a role hold, up to the iteration of ``generation``.
+
+    The run that wrote them gave them other lineages; all have that of ``generation`` here.
+    """
+    found: dict[Generation, set[str]] = {}
+    for dumped in dump_files(directory, role):
+        for slot, one in slots_of(dumped, generation):
+            sealed = {
+                part.name
+                for part in dumped.layout.parts
+                if dumped.entry(slot, part.name).state is PartState.SEALED
+            }
+            found.setdefault(one, set()).update(sealed)
+    return found
+
+
+def taken_of_dump(directory: Path, role: int, generation: Generation, boundary: str) -> Taken:
+    """Where each byte of a role lies in the files of a dump, for an export of it.
+
+    Reads descriptions and headers only. Raises VaultError for a part of which there are no bytes,
+    but parity blocks or gradients to compute them from.
+    """
+    files = [one for one in dump_files(directory, role) if one.generation(0) == generation]
+    if not files:
+        raise VaultError(f"there is nothing of role {role} in {directory}")
+    layout = files[0].layout
+    replicas = {part.name: (part.nbytes, part.replicas) for part in layout.parts}
+    parts: dict[str, tuple[int, int, int]] = {}
+    elsewhere: dict[str, str] = {}
+    for name in (*layout.shard_parts, extras_part(boundary)):
+        nbytes, same = replicas[name]
+        found = [one for one in files if one.layout.layout_hash == layout.layout_hash]
+        for other in sorted(set(same) - {role}):
+            others = dump_files(directory, other)
+            found += (one for one in others if part_bytes(one.layout, name) == nbytes)
+        held = next((one for one in found if _holds(one, name, generation.iteration)), None)
+        if held is None:
+            raise VaultError(
+                f"part {name} of role {role} does not lie in {directory} as bytes: a run that goes"
+                " on from there computes it"
+            )
+        entry = held.entry(0, name)
+        parts[name] = (held.offset(0, name), entry.nbytes, entry.checksum)
+        if held.path != files[0].path:
+            elsewhere[name] = str(held.path)
+    path = str(files[0].path)
+    return Taken(role, layout.layout_hash, generation, boundary, path, parts, elsewhere)
+
+
+def part_bytes(layout: RoleLayout, name: str) -> int | None:
+    """Most bytes that a part of the layout may have; None for a part that it does not have."""
+    return {part.name: part.nbytes for part in layout.parts}.get(name)
+
+
+def slots_of(dumped: Segment, generation: Generation) -> Iterator[tuple[int, Generation]]:
+    """The slots of a dump file with the lineage of ``generation``; none of another iteration's."""
+    if dumped.generation(0).iteration != generation.iteration:
+        return
+    for slot in range(dumped.slots):
+        if dumped.state(slot) is SlotState.SEALED:
+            yield slot, Generation(generation.lineage, dumped.generation(slot).iteration)
+
+
+def recomputed_from(
+    held: dict[Generation, set[str]], generation: Generation, layout: RoleLayout
+) -> dict[str, list[tuple[Generation, str]]]:
+    """Shard parts that the files of a dump hold as chains only -> what leads to each."""
+    found: dict[str, list[tuple[Generation, str]]] = {}
+    for shard in layout.shard_parts:
+        line = chain(held, generation, shard)
+        if len(line) > 1:
+            steps = (gradients_part(shard), UPDATE_PART, SUMS_PART)
+            found[shard] = [(line[0], shard), *((g, name) for g in line[1:] for name in steps)]
+    return found
+
+
+def _parity_files(directory: Path, role: int) -> list[Segment]:
+    """Readable files of parity blocks of any group of ``role``."""
+    found = []
+    for path in sorted(directory.glob("dump-*-*.seg")):
+        try:
+            if is_parity_role(parse_name(path.name)[0]):
+                dumped = Segment.open(path, writable=False)
+                if role in dumped.layout.peers:
+                    found.append(dumped)
+        except (SegmentError, OSError) as error:
+            log.warning("dump: %s", error)
+    return found
+
+
+def _holds(dumped: Segment, part: str, iteration: int) -> bool:
+    names = {one.name for one in dumped.layout.parts}
+    return (
+        part in names
+        and dumped.generation(0).iteration == iteration
+        and dumped.entry(0, part).state is PartState.SEALED
+    )
+
+
+def _source(dumped: Segment) -> Source:
+    return Source(int(dumped.path.stem.rsplit("-", 1)[1]), dumped.layout.role)

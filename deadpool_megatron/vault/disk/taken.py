@@ -1,0 +1,245 @@
+"""A generation set aside for an export: whole copies of the own roles' parts, beside the slots.
+
+Slots are overwritten as training goes on, and an export takes far longer than an iteration. So the
+vault copies the sealed parts once, into memory that it reserves before: where there is no room the
+export is refused, and training knows nothing of it. What has been copied is proven by its checksum,
+as its member does not wait either and may have begun to overwrite the slot.
+
+An own slot holds every role's state whole, whatever the scheme of protection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
+from deadpool_megatron.vault.shm.segment import checksum
+from deadpool_megatron.vault.shm.table import Place, SealedSlot
+
+_PREFIX = "taken-"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A role's generation in a file: ``parts`` maps names to (offset, bytes, checksum); the extras
+    are those of ``boundary``, the last moment before the next iteration. ``elsewhere``: the files
+    of parts that do not lie in ``path``."""
+
+    role: int
+    layout_hash: str
+    generation: Generation
+    boundary: str
+    path: str
+    parts: Mapping[str, tuple[int, int, int]]
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "role": self.role,
+            "layout_hash": self.layout_hash,
+            "generation": self.generation.to_list(),
+            "boundary": self.boundary,
+            "path": self.path,
+            "parts": {name: list(place) for name, place in self.parts.items()},
+            "elsewhere": dict(self.elsewhere),
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Taken:
+        """Inverse of :meth:`to_dict`."""
+        return Taken(
+            int(values["role"]),
+            str(values["layout_hash"]),
+            Generation.from_list(values["generation"]),
+            str(values["boundary"]),
+            str(values["path"]),
+            {str(name): (int(a), int(b), int(c)) for name, (a, b, c) in values["parts"].items()},
+            {str(name): str(path) for name, path in values["elsewhere"].items()},
+        )
+
+
+def drop_taken(directory: Path, name: str = "") -> None:
+    """Give back the memory of what was taken under a name, or of everything. Who is still taking
+    it notices that its file is gone."""
+    for path in directory.glob(f"{_PREFIX}{name}-*" if name else f"{_PREFIX}*"):
+        path.unlink(missing_ok=True)
+
+
+def taken_bytes(directory: Path) -> dict[str, int]:
+    """Memory of each file that was set aside."""
+    found = {}
+    for path in directory.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(FileNotFoundError):  # dropped just now, by the agent
+            found[path.name] = path.stat().st_size
+    return found
+
+
+def take(state: VaultState, name: str, iteration: int, deadline_seconds: float) -> list[Taken]:
+    """Copy the generation of ``iteration``, computed in the open epoch, for all roles seated here.
+
+    Returns once it is committed for each of them and the next one is sealed, so that all extras
+    captured after it are there. Raises TooLate, or VaultError: no room, epoch closed, or not in
+    time.
+    Blocks; threads of their own only.
+    """
+    limit = time.monotonic() + deadline_seconds
+    with state.lock:
+        epoch, roles = state.open_epoch, sorted(state.own_roles())
+    if not epoch:
+        raise VaultError("no epoch is open")
+    takers = [_Taker(state, name, Generation(epoch, iteration), role) for role in roles]
+    try:
+        for taker in takers:
+            taker.reserve(taker.await_layout(limit))
+        for taker in takers:
+            taker.copy_shard(limit)
+        return [taker.finish(limit) for taker in takers]
+    except BaseException:
+        for taker in takers:
+            taker.path.unlink(missing_ok=True)
+        raise
+    finally:
+        for taker in takers:
+            taker.close()
+
+
+class _Taker:
+    """The work for one role."""
+
+    def __init__(self, state: VaultState, name: str, generation: Generation, role: int) -> None:
+        self._state = state
+        self._generation = generation
+        self._role = role
+        self._layout: RoleLayout | None = None
+        self._file = -1
+        self._parts: dict[str, tuple[int, int, int]] = {}
+        self._end = 0
+        self.path = state.table.directory / f"{_PREFIX}{name}-{role}"
+
+    def await_layout(self, limit: float) -> RoleLayout:
+        """The layout of the role, as soon as its member has made its segment."""
+        state = self._state
+        with state.changed:
+            while (layout := state.table.layout(self._role)) is None:
+                self._wait(limit, "the layout")
+        self._layout = layout
+        return layout
+
+    def reserve(self, layout: RoleLayout) -> None:
+        """Have memory for the shard parts and one extras part. Raises VaultError without room."""
+        names = (*layout.shard_parts, extras_part("step"))
+        needed = sum(part.nbytes for part in layout.parts if part.name in names)
+        self.path.unlink(missing_ok=True)  # of an order that was given before
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self.path, flags, 0o600)
+        try:
+            os.ftruncate(self._file, max(1, needed))
+            if failpoints.ACTIVE and failpoints.hit("persist.reserve", role=self._role):
+                raise NoRoom(f"{needed} bytes needed on {self.path.parent}, as a test wants it")
+            self._state.table.budget.allocate(self._file, self.path, [(0, max(1, needed))])
+        except NoRoom as error:
+            text = f"no room to set the state of role {self._role} aside: {error}"
+            raise VaultError(text) from error
+
+    def copy_shard(self, limit: float) -> None:
+        """Copy the shard parts as soon as they are sealed."""
+        assert self._layout is not None
+        for name in self._layout.shard_parts:
+            self._copy(self._sealed(name, limit))
+
+    def finish(self, limit: float) -> Taken:
+        """Copy the last extras of the generation; wait until it is committed."""
+        state, wanted = self._state, self._generation
+        assert self._layout is not None
+        with state.changed:
+            while not self._followed():
+                self._wait(limit, f"iteration {wanted.iteration + 1}")
+        boundary = self._boundary()
+        self._copy(self._sealed(extras_part(boundary), limit))
+        with state.changed:
+            while state.committed.get(self._role, (Generation(0, 0), ""))[0] < wanted:
+                self._wait(limit, f"the commit of iteration {wanted.iteration}")
+        os.ftruncate(self._file, max(1, self._end))
+        return Taken(
+            self._role,
+            self._layout.layout_hash,
+            wanted,
+            boundary,
+            str(self.path),
+            dict(self._parts),
+        )
+
+    def close(self) -> None:
+        """Let go of the file; it stays."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _slots(self) -> list[SealedSlot]:
+        return [slot for slot in self._state.table.sealed(self._role) if slot.parts]
+
+    def _followed(self) -> bool:
+        return any(slot.generation > self._generation for slot in self._slots())
+
+    def _boundary(self) -> str:
+        with self._state.lock:
+            held = self._state.table.parts(self._role, self._generation)
+        found = [boundary for boundary in BOUNDARIES if extras_part(boundary) in held]
+        if not found:
+            raise self._too_late()
+        return found[-1]
+
+    def _sealed(self, name: str, limit: float) -> Place:
+        """The place of a part, as soon as there is one; nothing keeps it from being overwritten."""
+        state, wanted = self._state, self._generation
+        with state.changed:
+            while True:
+                found = state.table.find(self._role, wanted, name)
+                if found:
+                    return found[0]
+                newer = [slot.generation for slot in self._slots() if slot.generation > wanted]
+                if newer:
+                    raise self._too_late()
+                self._wait(limit, f"iteration {wanted.iteration}")
+
+    def _copy(self, place: Place) -> None:
+        """Append the bytes of a part, and prove that it is them."""
+        failpoints.hit("persist.take", role=self._role, iteration=self._generation.iteration)
+        view, done = place.view, 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], self._end + done)
+        # What was written counts, whatever the member has done to the slot meanwhile.
+        if done:
+            written = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
+            view = written[self._end : self._end + done]
+        if checksum(view) != place.checksum:
+            raise self._too_late()
+        self._parts[place.name] = (self._end, place.nbytes, place.checksum)
+        # Aligned, so that tensors of any dtype can lie in the mapped file.
+        self._end += -(-place.nbytes // 64) * 64
+
+    def _too_late(self) -> TooLate:
+        iteration = self._generation.iteration
+        return TooLate(f"the slot of iteration {iteration} of role {self._role} was overwritten")
+
+    def _wait(self, limit: float, what: str) -> None:
+        """Wait for a change; the lock is held. Raises VaultError at a close, or in the end."""
+        if not self._state.is_open(self._generation.lineage):
+            raise VaultError(f"epoch {self._generation.lineage} was closed")
+        if self._file >= 0 and not self.path.exists():
+            raise VaultError("it was dropped")
+        left = limit - time.monotonic()
+        if left <= 0:
+            raise VaultError(f"role {self._role}: waited too long for {what}")
+        self._state.changed.wait(min(left, 1.0))

@@ -1,0 +1,438 @@
+"""The member's side of its vault: fill slots, learn what is committed, get state back.
+
+No torch: buffers are memoryviews of shared memory. There is no thread of its own; all of it is used
+from the member's main thread, except that a SlotWriter may be filled by another one. The vault may
+die and come back at any time: what the member has written stays in its segment, and the next call
+connects and registers again.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
+from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
+from deadpool_megatron.vault.member.slot_choice import free_slot, slot_of
+from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.shm.affinity import memory_near
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.wire import framing
+
+__all__ = ["RestoredParts", "SlotWriter", "VaultClient", "Verdict"]
+
+Verdict = Literal["committed", "interrupted", "released"]
+# A vault that was stopped may not hold up the training thread for longer than this.
+_SEND_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+# Another thread may have connected anew since the wait began; look again this often.
+_LOOK_SECONDS = 0.5
+
+
+class VaultClient:
+    """See the module text. ``connect_seconds`` bounds register, which waits for the vault.
+
+    ``memory_bytes``: what all files of the node may occupy (0: no limit); ``memory_node``: NUMA
+    node that the slots are to lie on.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        segment_dir: Path,
+        seat: Seat,
+        *,
+        connect_seconds: float,
+        memory_bytes: int = 0,
+        memory_node: int | None = None,
+    ) -> None:
+        self._path = socket_path
+        self.directory = Path(segment_dir)
+        self._budget = Budget(self.directory, memory_bytes)
+        self._seat = seat
+        self._connect_seconds = connect_seconds
+        self._memory_node = memory_node
+        self._lock = threading.RLock()  # the connection; never held while waiting for the vault
+        self._link: socket.socket | None = None
+        self._buffer = framing.FrameBuffer()
+        self._layout: RoleLayout | None = None
+        self._segment: Segment | None = None
+        self._epoch = 0
+        self._restored: Generation | None = None
+        self._commit: tuple[int, Generation, str, bool] | None = None  # epoch, ..., released
+        self._bad: str | None = None
+        self._reply: dict[str, Any] | None = None
+        self._pending: dict[tuple[Generation, str], tuple[int, bytes]] = {}
+        self._rehearsed = False
+
+    # Registration.
+
+    def has_segment(self, role: int) -> bool:
+        """Whether the slots of this incarnation for ``role`` have been made."""
+        return (self.directory / own_name(role, self._seat)).exists()
+
+    def register(self, layout: RoleLayout, epoch: int) -> None:
+        """Make this incarnation's segment for the role, or take it up again; tell the vault.
+
+        Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
+        of an existing segment, or the vault does not answer within ``connect_seconds``.
+        """
+        path = self.directory / own_name(layout.role, self._seat)
+        if self._segment is None or self._segment.path != path:
+            self._rehearsed = False  # another role updates other parameters
+            if path.exists():
+                self._segment = Segment.open(path, budget=self._budget)
+            else:
+                names = [part.name for part in layout.parts]
+                with memory_near(self._memory_node):
+                    self._segment = Segment.create(
+                        path, layout, self._seat, names, budget=self._budget
+                    )
+        if self._segment.layout.layout_hash != layout.layout_hash:
+            raise VaultError(
+                f"layout {layout.layout_hash} of role {layout.role} differs from the"
+                f" {self._segment.layout.layout_hash} of {path.name}"
+            )
+        self._layout = layout
+        self._enter(epoch)
+        self._disconnect()
+        deadline = time.monotonic() + self._connect_seconds
+        answer = self._ask(None, deadline, None, "register")
+        if answer["t"] != "registered":
+            raise VaultError(f"vault: {answer.get('text', answer['t'])}")
+
+    def _enter(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            self._epoch, self._restored, self._bad = epoch, None, None
+            self._pending.clear()
+
+    # Writing.
+
+    def rehearsed(self, matched: bool) -> None:
+        """Tell the vault whether a replay of an update gave the same bytes as the update."""
+        self._rehearsed = matched
+        self.tell({"t": "rehearsed", "matched": matched})
+
+    def sealed_part(self, generation: Generation, name: str) -> memoryview | None:
+        """Bytes of a part in this member's own segment, None unless they are sealed there.
+
+        They stay as they are until the role has passed the next gate.
+        """
+        segment = self._own()
+        for slot in range(segment.slots):
+            entry = segment.entry(slot, name)
+            whole = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+            if whole and segment.generation(slot) == generation:
+                return segment.data(slot, name, entry.nbytes)
+        return None
+
+    def begin(self, generation: Generation, epoch: int) -> SlotWriter:
+        """Take a slot for a new generation, which must be computed in ``epoch`` (its lineage) or be
+        the one that the epoch begins with, recomputed.
+
+        Never the slot with the newest sealed generation, nor one whose successor this role has not
+        committed in this epoch; among the others the one with the oldest. Where a slot holds some
+        of the generation that the epoch begins with, it is that slot, for the parts that it lacks.
+        Raises Frozen while the epoch is closed, VaultError when no slot may be overwritten (a gate
+        was left out).
+        """
+        if generation.lineage != epoch and generation != self._restored:
+            raise VaultError(f"{generation} was not computed in epoch {epoch}")
+        if epoch < self._epoch:
+            raise Frozen(f"epoch {epoch} is over")
+        self._enter(epoch)
+        self._pump()
+        segment = self._own()
+        if segment.is_frozen():
+            raise Frozen(f"epoch {epoch} has been closed")
+        if (held := slot_of(segment, generation)) is not None and generation == self._restored:
+            return PartsWriter(self.tell, segment, held, generation, epoch)
+        slot = self._choose(segment, epoch)
+        before = segment.mark_writing(slot)
+        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py).
+        if segment.is_frozen():
+            segment.back_out(slot, before)
+            raise Frozen(f"epoch {epoch} has been closed")
+        segment.begin(slot, generation, epoch)
+        return SlotWriter(self.tell, segment, slot, generation, epoch)
+
+    def _choose(self, segment: Segment, epoch: int) -> int:
+        newest_committed = self.newest_committed
+        known = [newest_committed[0] if newest_committed else None, self._restored]
+        floor = max((g for g in known if g is not None), default=None)
+        return free_slot(segment, epoch, floor)
+
+    def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
+        """Add an extras part to a generation that is sealed or being sealed.
+
+        Where the own segment does not hold the generation (it was fetched for this member) the
+        bytes go to the vault, which stores them with the rest of it.
+        """
+        segment = self._own()
+        if len(payload) > segment.capacity(part_name):
+            raise VaultError(
+                f"{part_name} of {len(payload)} bytes exceeds its capacity of"
+                f" {segment.capacity(part_name)}"
+            )
+        if segment.is_frozen():
+            raise Frozen(f"epoch {self._epoch} has been closed")
+        for slot in range(segment.slots):
+            state = segment.state(slot)
+            held = state in (SlotState.FILLED, SlotState.SEALED)
+            if held and segment.generation(slot) == generation:
+                if segment.entry(slot, part_name).state is not PartState.ABSENT:
+                    raise VaultError(f"{part_name} of {generation} has been appended already")
+                segment.data(slot, part_name)[: len(payload)] = payload
+                segment.fill_part(slot, part_name, len(payload), self._epoch)
+                self.tell({"t": "filled"})
+                return
+        with self._lock:
+            self._pending[generation, part_name] = self._epoch, bytes(payload)
+            if self._link is None:
+                self._reconnect()
+            else:
+                self._send_pending(generation, part_name)
+
+    # Waiting.
+
+    @property
+    def newest_committed(self) -> tuple[Generation, str] | None:
+        """Newest committed generation of this role in the current epoch, and its boundary."""
+        if self._commit is None or self._commit[0] != self._epoch:
+            return None
+        return self._commit[1], self._commit[2]
+
+    def wait_committed(
+        self,
+        generation: Generation,
+        boundary: str,
+        *,
+        deadline_seconds: float,
+        interrupted: int,
+        on_wait: Callable[[float], None],
+        report_every_seconds: float,
+    ) -> Verdict:
+        """The commit gate: until the generation is committed, or ``interrupted`` is readable.
+
+        ``on_wait(seconds so far)`` is called every ``report_every_seconds`` and at the deadline,
+        which is for reports only: the gate never opens by itself. ``released`` is the answer when
+        the record lets this role pass with fewer copies. Raises VaultError when the vault has found
+        the slot damaged, so that it can never be committed.
+        """
+        known = self._known(generation, boundary)
+        if known is not None:
+            return known
+        # Whatever spreads this generation over the iteration has to let it go now.
+        self.tell({"t": "waiting", "epoch": self._epoch, "generation": generation.to_list()})
+        started = time.monotonic()
+        reports = [started + deadline_seconds, started + report_every_seconds]
+        while True:
+            self._pump()
+            known = self._known(generation, boundary)
+            if known is not None:
+                return known
+            if self._bad is not None:
+                raise VaultError(self._bad)
+            now = time.monotonic()
+            if now >= min(reports):
+                on_wait(now - started)
+                reports = [due for due in reports if due > now]
+                reports.append(now + report_every_seconds)
+            if self._link is None:
+                self._reconnect()
+            if self._poll(interrupted, min(reports) - time.monotonic()):
+                return "interrupted"
+
+    def _known(self, generation: Generation, boundary: str) -> Verdict | None:
+        newest = self.newest_committed
+        if newest is None or self._commit is None:
+            return None
+        order = newest[0], BOUNDARIES.index(newest[1])
+        if order < (generation, BOUNDARIES.index(boundary)):
+            return None
+        return "released" if self._commit[3] else "committed"
+
+    # Restoring.
+
+    def restore(
+        self,
+        layout: RoleLayout,
+        epoch: int,
+        generation: Generation,
+        boundary: str,
+        *,
+        deadline_seconds: float,
+        interrupted: int,
+    ) -> RestoredParts:
+        """All shard parts and the extras of the generation that ``epoch`` starts from, checked.
+
+        Protects that generation from being overwritten. Raises RestoreUnavailable when a part
+        cannot be produced from any source, Interrupted, or VaultError (deadline, epoch over).
+        """
+        if self._layout is None or self._layout.role != layout.role:
+            self.register(layout, epoch)
+        self._enter(epoch)
+        self._restored = generation
+        wish = {
+            "t": "restore",
+            "epoch": epoch,
+            "generation": generation.to_list(),
+            "boundary": boundary,
+        }
+        answer = self._ask(wish, time.monotonic() + deadline_seconds, interrupted, "restore")
+        if answer["t"] == "unavailable":
+            tried = tuple((int(n), int(r), str(why)) for n, r, why in answer["tried"])
+            raise RestoreUnavailable(str(answer["part"]), tried)
+        if answer["t"] != "restored":
+            raise VaultError(f"vault: {answer.get('text', answer['t'])}")
+        return RestoredParts(self.tell, self.directory, answer["parts"])
+
+    def close(self) -> None:
+        """Close the connection; the segment stays."""
+        self._disconnect()
+        self._segment = None
+
+    # The connection.
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Send if the vault is there; what matters is in shared memory and found again."""
+        with self._lock:
+            if self._link is None:
+                self._reconnect()
+                return
+            try:
+                self._link.settimeout(_SEND_SECONDS)
+                framing.send(self._link, message)
+            except OSError:
+                self._reconnect()
+
+    def _own(self) -> Segment:
+        if self._segment is None:
+            raise VaultError("the member has not registered with its vault")
+        return self._segment
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
+            self._link = None
+            self._buffer = framing.FrameBuffer()
+            self._reply = None
+
+    def _reconnect(self) -> None:
+        """Connect and register without waiting for the answer; stays unconnected on failure."""
+        with self._lock:
+            self._disconnect()
+            if self._layout is None:
+                return
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            link.settimeout(_SEND_SECONDS)
+            seat, layout = self._seat.to_list(), self._layout.to_dict()
+            try:
+                link.connect(self._path)
+                hello = {"seat": seat, "layout": layout, "rehearsed": self._rehearsed}
+                framing.send(link, {"t": "member", **hello})
+            except OSError:
+                link.close()
+                return
+            self._link = link
+            for generation, part_name in list(self._pending):
+                self._send_pending(generation, part_name)
+
+    def _send_pending(self, generation: Generation, part_name: str) -> None:
+        epoch, payload = self._pending[generation, part_name]
+        if self._link is None:
+            return
+        message = {
+            "t": "append",
+            "generation": generation.to_list(),
+            "part": part_name,
+            "epoch": epoch,
+            "nbytes": len(payload),
+        }
+        try:
+            self._link.settimeout(_SEND_SECONDS)
+            framing.send(self._link, message)
+            self._link.sendall(payload)
+        except OSError:
+            self._disconnect()
+
+    def _ask(
+        self,
+        message: Mapping[str, Any] | None,
+        deadline: float,
+        interrupted: int | None,
+        what: str,
+    ) -> dict[str, Any]:
+        """Send a request (None: the registration itself) until it is answered."""
+        sent_on: socket.socket | None = None
+        while True:
+            if self._link is None:
+                self._reconnect()
+            if self._link is not None and self._link is not sent_on:
+                self._reply = None
+                sent_on = self._link
+                if message is not None:
+                    self.tell(message)
+            self._pump()
+            reply, self._reply = self._reply, None
+            if reply is not None and (message is None or reply["t"] != "registered"):
+                return reply
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise VaultError(f"vault: no answer to {what} on {self._path} in time")
+            if self._poll(interrupted, left):
+                raise Interrupted(f"interrupted while waiting for {what}")
+
+    def _poll(self, interrupted: int | None, seconds: float) -> bool:
+        """Wait a while for the vault or the interrupt; True for the interrupt."""
+        poll = select.poll()
+        if interrupted is not None:
+            poll.register(interrupted, select.POLLIN)
+        with self._lock:
+            if self._link is not None:
+                poll.register(self._link, select.POLLIN)
+            seconds = min(seconds, _LOOK_SECONDS if self._link is not None else _RETRY_SECONDS)
+        ready = poll.poll(max(0.0, seconds) * 1000)
+        return any(descriptor == interrupted for descriptor, _ in ready)
+
+    def _pump(self) -> None:
+        """Take in everything that has arrived, without waiting."""
+        with self._lock:
+            while self._link is not None:
+                try:
+                    self._link.settimeout(0)
+                    piece = self._link.recv(65536)
+                    if not piece:
+                        self._disconnect()
+                        return
+                    for message in self._buffer.feed(piece):
+                        self._take(message)
+                except BlockingIOError:
+                    return
+                except (OSError, framing.WireError):
+                    self._disconnect()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        kind = message["t"]
+        if kind == "committed":
+            news = int(message["epoch"]), Generation.from_list(message["generation"])
+            # A vault that was restarted finds out about older ones first.
+            if self._commit is None or news >= self._commit[:2]:
+                self._commit = (*news, message["boundary"], message["released"])
+        elif kind == "bad":
+            self._bad = (
+                f"part {message['part']} of generation {message['generation']} was damaged in the"
+                " member's own slot"
+            )
+        elif kind == "stored":
+            key = Generation.from_list(message["generation"]), message["part"]
+            self._pending.pop(key, None)
+        elif message.get("epoch", self._epoch) == self._epoch:
+            self._reply = message  # to a request of this epoch; older ones were given up

@@ -1,0 +1,1 @@
+"""How much memory generations may take, take, and would take."""

@@ -1,0 +1,217 @@
+"""How vaults reach each other: a small seam, and authenticated TCP behind it.
+
+A channel carries frames (JSON objects) and, between them, raw bytes whose number both sides know.
+Every call ends within the channel's deadline or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.wire import auth, framing
+from deadpool_megatron.wire.door import defer_accept
+from deadpool_megatron.wire.records import RecordSocket, send_bulk
+from deadpool_megatron.wire.tls import Tls
+
+# No single step of a stranger's handshake may take longer than this.
+HANDSHAKE_SECONDS = 5.0
+# TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
+# when nothing of the default priority waits. It does not leave the machine.
+_BULK = 2
+# struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (4.10).
+_TCP_INFO_BYTES = 256
+_BUSY_AT = 168
+_BUSY = struct.Struct("=Q")
+_KNOWN_BYTES = _BUSY_AT + _BUSY.size
+
+
+def realm_of(run_id: str) -> str:
+    """What the handshake between vaults is about; not the coordinator's."""
+    return f"{run_id}/vault"
+
+
+class Channel(ABC):
+    """One connection. One thread at a time per direction; :meth:`shutdown` from any thread."""
+
+    @abstractmethod
+    def authenticate(self) -> None:
+        """Accepting side, before anything else. Raises WireError or OSError for a stranger."""
+
+    @abstractmethod
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a frame. Raises OSError (TimeoutError after the deadline)."""
+
+    @abstractmethod
+    def receive(self) -> dict[str, Any]:
+        """Receive a frame. Raises WireError or OSError."""
+
+    @abstractmethod
+    def send_bulk(self, view: memoryview) -> None:
+        """Send raw bytes without copying them."""
+
+    @abstractmethod
+    def receive_bulk(self, target: memoryview) -> None:
+        """Fill ``target`` with raw bytes."""
+
+    @abstractmethod
+    def readable(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for a frame or the end of the stream."""
+
+    @abstractmethod
+    def give_way(self, dscp: int) -> None:
+        """From now on this side's bytes come after those of training: see docs/streaming.md."""
+
+    @abstractmethod
+    def busy_seconds(self) -> float:
+        """How long bytes of this side have been on their way, in all; 0 where nobody counts."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Make every call of both sides fail at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the resources back."""
+
+
+class Transport(ABC):
+    """Opens channels to other vaults and takes theirs. Thread-safe."""
+
+    @abstractmethod
+    def connect(self, host: str, port: int) -> Channel:
+        """An authenticated channel. Raises OSError or WireError."""
+
+    @abstractmethod
+    def accept(self, seconds: float) -> Channel | None:
+        """The next channel, not yet authenticated, or None when nobody came in time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Take no more channels."""
+
+
+class SocketChannel(Channel):
+    """A channel over a connected stream socket, under TLS perhaps; ``secret`` None leaves
+    authentication out.
+    """
+
+    def __init__(
+        self, connection: socket.socket, deadline_seconds: float, secret: bytes | None, realm: str
+    ) -> None:
+        self._socket = connection
+        self._deadline_seconds = deadline_seconds
+        self._secret = secret
+        self._realm = realm
+        connection.settimeout(deadline_seconds)
+
+    def authenticate(self) -> None:
+        if self._secret is not None:
+            self._socket.settimeout(min(HANDSHAKE_SECONDS, self._deadline_seconds))
+            if isinstance(self._socket, ssl.SSLSocket):
+                self._socket.do_handshake()
+            self._socket = auth.accept(self._socket, self._secret, self._realm)
+            self._socket.settimeout(self._deadline_seconds)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        framing.send(self._socket, message)
+
+    def receive(self) -> dict[str, Any]:
+        return framing.receive(self._socket)
+
+    def send_bulk(self, view: memoryview) -> None:
+        send_bulk(self._socket, view)
+
+    def receive_bulk(self, target: memoryview) -> None:
+        framing.receive_into(self._socket, target)
+
+    def readable(self, seconds: float) -> bool:
+        if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():
+            return True  # taken already: the descriptor knows nothing of it
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLIN)
+        except ValueError as error:  # closed by another thread
+            raise framing.ConnectionClosed("channel is closed") from error
+        return bool(poll.poll(seconds * 1000))
+
+    def give_way(self, dscp: int) -> None:
+        if self._socket.family == socket.AF_UNIX:
+            return
+        if self._socket.family == socket.AF_INET6:
+            self._socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, dscp << 2)
+        else:
+            self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
+        # After the class, which sets one of its own.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+
+    def busy_seconds(self) -> float:
+        if self._socket.family == socket.AF_UNIX:
+            return 0.0
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:  # cut just now
+            return 0.0
+        return (
+            float(_BUSY.unpack_from(info, _BUSY_AT)[0]) / 1e6 if len(info) >= _KNOWN_BYTES else 0.0
+        )
+
+    def shutdown(self) -> None:
+        # Not that of an SSLSocket: it would go on in plain text in the thread that reads.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TcpTransport(Transport):
+    """TCP, or TLS over it, with the handshake of :mod:`deadpool_megatron.wire.auth`.
+
+    The listening socket is made by the agent and inherited, so the address and the backlog of
+    connections survive a restart of the vault.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        run_id: str,
+        deadline_seconds: float,
+        tls: Tls | None = None,
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._realm = realm_of(run_id)
+        self._deadline_seconds = deadline_seconds
+        self._tls = tls
+        defer_accept(listener, HANDSHAKE_SECONDS)
+
+    def connect(self, host: str, port: int) -> Channel:
+        connection = auth.connect(
+            (host, port), self._secret, self._realm, self._deadline_seconds, self._tls
+        )
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
+
+    def accept(self, seconds: float) -> Channel | None:
+        self._listener.settimeout(seconds)
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return None
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if self._tls is not None:
+            connection = self._tls.wrap(connection, accepted=True)
+        else:
+            connection = RecordSocket.of(connection)
+        return SocketChannel(connection, self._deadline_seconds, self._secret, self._realm)
+
+    def close(self) -> None:
+        self._listener.close()

@@ -1,0 +1,277 @@
+"""The vault's side of the dialogue with a member: register, look again, append, restore."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.vault.core.state import VaultState, Verdict
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.net.links import Link
+from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.shm.segment import checksum, own_name
+from deadpool_megatron.vault.shm.table import Place, SealedSlot
+from deadpool_megatron.wire.framing import WireError
+
+log = logging.getLogger(__name__)
+
+
+class Members:
+    """All members that are connected, by role. Thread-safe."""
+
+    def __init__(self, state: VaultState) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        self._dialogues: dict[int, MemberDialogue] = {}
+        self._workers: dict[int, RoleWorker] = {}
+        state.on_committed = self._committed
+        state.on_bad = self._bad
+
+    def set_workers(self, workers: dict[int, RoleWorker]) -> None:
+        """The workers of a newly opened epoch; waiting members are handed to them."""
+        with self._lock:
+            self._workers = workers
+            dialogues = list(self._dialogues.values())
+        for dialogue in dialogues:
+            dialogue.resume()
+
+    def worker(self, role: int) -> RoleWorker | None:
+        """The worker of a role seated here."""
+        with self._lock:
+            return self._workers.get(role)
+
+    def enter(self, dialogue: MemberDialogue) -> None:
+        """A member has registered; the newest connection of a role counts."""
+        with self._lock:
+            self._dialogues[dialogue.role] = dialogue
+
+    def leave(self, dialogue: MemberDialogue) -> None:
+        """Its connection has ended."""
+        with self._lock:
+            if self._dialogues.get(dialogue.role) is dialogue:
+                del self._dialogues[dialogue.role]
+
+    def _committed(self, role: int, generation: Generation, boundary: str, released: bool) -> None:
+        with self._lock:
+            dialogue = self._dialogues.get(role)
+        if dialogue is not None:
+            dialogue.push_committed(generation, boundary, released)
+
+    def _bad(self, role: int, generation: Generation, part: str) -> None:
+        with self._lock:
+            dialogue = self._dialogues.get(role)
+        if dialogue is not None:
+            dialogue.link.send({"t": "bad", "generation": generation.to_list(), "part": part})
+
+
+class MemberDialogue:
+    """One connection of one member, from its ``member`` message on."""
+
+    def __init__(
+        self, state: VaultState, members: Members, link: Link, hello: Mapping[str, Any]
+    ) -> None:
+        self._state = state
+        self._members = members
+        self.link = link
+        self.layout = RoleLayout.from_dict(hello["layout"])
+        self.role = self.layout.role
+        self._seat = Seat.from_list(hello["seat"])
+        self._trusted = bool(hello["rehearsed"])
+        self._wish: Mapping[str, Any] | None = None
+        self._pinned: list[Place] = []
+        self._over = False
+        self._lock = threading.Lock()
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until the member closes. Raises WireError or OSError at the end of the stream."""
+        self._members.enter(self)
+        self._trust(self._trusted)
+        try:
+            if self._attach():
+                self._registered()
+            while (message := self.link.receive(stopping)) is not None:
+                self._handle(message)
+        finally:
+            self._members.leave(self)
+            with self._lock:
+                self._over = True
+            self._unpin()
+
+    def push_committed(self, generation: Generation, boundary: str, released: bool) -> None:
+        """Tell the member how far its newest generation is committed."""
+        self.link.send(
+            {
+                "t": "committed",
+                "epoch": self._state.open_epoch,
+                "generation": generation.to_list(),
+                "boundary": boundary,
+                "released": released,
+            }
+        )
+
+    def _attach(self) -> bool:
+        """Map the segment that the member has made, if it has made one yet."""
+        try:
+            self._state.attach(own_name(self.role, self._seat))
+        except (VaultError, OSError) as error:
+            text = f"segment of role {self.role}: {error}"
+            self.link.send({"t": "unregistered", "text": text})
+            return False
+        return True
+
+    def _registered(self) -> None:
+        self.link.send({"t": "registered"})
+        state = self._state
+        with state.lock:
+            if state.own_roles().get(self.role) != self._seat or not state.open_epoch:
+                return
+            committed = state.committed.get(self.role)
+            if committed is not None and state.ledger is not None:
+                self.push_committed(*committed, state.ledger.released(self.layout))
+        self._poke()
+
+    def _trust(self, matched: bool) -> None:
+        """Whether a replay by this very process has given the bytes of its own update."""
+        with self._state.lock:
+            self._state.steps.trust(self.role, matched)
+
+    def _poke(self) -> None:
+        worker = self._members.worker(self.role)
+        if worker is not None:
+            worker.poke()
+
+    def _handle(self, message: Mapping[str, Any]) -> None:
+        kind = message.get("t")
+        if kind == "filled":
+            self._poke()
+        elif kind == "append":
+            self._append(message)
+        elif kind == "restore":
+            self._wish = message
+            self.resume()
+        elif kind == "waiting":
+            if self._state.is_open(int(message["epoch"])):
+                self._state.traffic.waits(self.role, Generation.from_list(message["generation"]))
+        elif kind == "release":
+            self._unpin()
+        elif kind == "rehearsed":
+            self._trust(bool(message["matched"]))
+        else:
+            raise WireError(f"unknown message {kind!r} from the member of role {self.role}")
+
+    # Extras for a generation that the member's own segment does not hold.
+
+    def _append(self, message: Mapping[str, Any]) -> None:
+        generation = Generation.from_list(message["generation"])
+        name, nbytes, epoch = str(message["part"]), int(message["nbytes"]), int(message["epoch"])
+        if not 0 <= nbytes <= {part.name: part.nbytes for part in self.layout.parts}[name]:
+            raise WireError(f"extras of {nbytes} bytes do not fit into part {name}")
+        payload = bytearray(nbytes)
+        self.link.receive_bulk(memoryview(payload))
+        why = self._store(generation, name, memoryview(payload), epoch)
+        if why is not None:
+            self._state.refuse(f"append: {why}", role=self.role, generation=generation)
+        self.link.send({"t": "stored", "generation": generation.to_list(), "part": name})
+
+    def _store(
+        self, generation: Generation, name: str, payload: memoryview, epoch: int
+    ) -> str | None:
+        state = self._state
+        with state.lock:
+            if state.own_roles().get(self.role) != self._seat or not state.is_open(epoch):
+                return "epoch is not open"
+            holder = self._holder(generation)
+        if holder is None:
+            return "generation is not held"
+        try:
+            holder.segment.reserve([name], [holder.slot])
+        except VaultError as error:
+            # The member would say it again on every new connection, for ever. Without these extras
+            # a restore goes to the boundary before, and the segment after it is run again.
+            return str(error)
+        if not state.open_part(holder.segment, holder.slot, name, epoch):
+            return "epoch is not open"
+        holder.segment.data(holder.slot, name, len(payload))[:] = payload
+        digest = checksum(payload)
+        if not state.seal_copy(holder.segment, holder.slot, name, len(payload), digest, epoch):
+            return "epoch is not open"
+        return None
+
+    def _holder(self, generation: Generation) -> SealedSlot | None:
+        held = [
+            slot
+            for slot in self._state.table.sealed(self.role)
+            if slot.generation == generation and slot.parts
+        ]
+        return max(held, key=lambda slot: len(slot.parts), default=None)
+
+    # Restoring.
+
+    def resume(self) -> None:
+        """Hand the member's wish to the worker of its epoch, or keep it until there is one."""
+        worker = self._members.worker(self.role)
+        with self._lock:
+            wish = self._wish
+            if wish is None:
+                return
+            epoch = int(wish["epoch"])
+            verdict = self._state.judge(epoch)
+            ready = worker is not None and worker.epoch == epoch
+            if verdict is Verdict.EARLY or (verdict is Verdict.OPEN and not ready):
+                return
+            self._wish = None
+        if verdict is Verdict.STALE or worker is None:
+            self._answer(epoch, VaultError(f"epoch {epoch} is over"))
+        else:
+            record = self._state.record
+            asked = Generation.from_list(wish["generation"]), wish["boundary"]
+            if record is None or asked != (record.restore.generation, record.restore.boundary):
+                self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
+            elif record.restore.kind not in ("memory", "dump"):
+                self._answer(epoch, VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
+            else:
+                worker.want(self.layout, functools.partial(self._answer, epoch))
+
+    def _answer(self, epoch: int, outcome: dict[str, Place] | VaultError) -> None:
+        """Answer a wish of ``epoch``; the member may have gone on to a newer one meanwhile."""
+        about: dict[str, Any] = {"epoch": epoch}
+        if isinstance(outcome, RestoreUnavailable):
+            about |= {"t": "unavailable", "part": outcome.part, "tried": outcome.tried}
+            self.link.send(about)
+        elif isinstance(outcome, VaultError):
+            self.link.send(about | {"t": "failed", "text": str(outcome)})
+        else:
+            with self._state.lock:
+                for place in outcome.values():
+                    self._state.table.pin(place)
+            with self._lock:
+                self._pinned += outcome.values()
+                over = self._over
+            if over:  # its member has died while this was fetched: nobody will ever release it
+                self._unpin()
+                return
+            self.link.send(
+                {
+                    "t": "restored",
+                    "epoch": epoch,
+                    "parts": {
+                        name: [
+                            place.segment.path.name,
+                            place.segment.offset(place.slot, place.name),
+                            place.nbytes,
+                        ]
+                        for name, place in outcome.items()
+                    },
+                }
+            )
+
+    def _unpin(self) -> None:
+        with self._lock:
+            pinned, self._pinned = self._pinned, []
+        with self._state.lock:
+            for place in pinned:
+                self._state.table.unpin(place)

@@ -1,0 +1,387 @@
+"""Producing every part of the generation an epoch starts from, each byte checked.
+
+For each part the sources of the record are tried in order. A source that lacks the part or gives
+damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
+asked again until the deadline. After the last one the part is decoded (parity/decoder.py), if the
+record says from what. For parts that the member recomputes it is the parts of a chain instead
+(layout.replaying). What is fetched lies in ``copy-<role>.seg`` of the own node and counts as the
+role's own holding from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    RoleLayout,
+    Source,
+    extras_part,
+)
+from deadpool_megatron.layout.replaying import key
+from deadpool_megatron.vault.copies.intake import receive_part
+from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump_files
+from deadpool_megatron.vault.disk.dump_contents import (
+    dumped_decodings,
+    dumped_parts,
+    part_bytes,
+    recomputed_from,
+    slots_of,
+    supplier,
+)
+from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.net.transport import Channel, Transport
+from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
+from deadpool_megatron.vault.parity.decoder import Decoder
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.wire.framing import WireError
+
+log = logging.getLogger(__name__)
+_PAUSE_SECONDS = 0.05
+_UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
+
+
+class _Hopeless(Exception):
+    """This source cannot give the part, now or later."""
+
+
+class _Wanted(NamedTuple):
+    """One part of one generation, and where it is."""
+
+    generation: Generation
+    name: str
+    sources: tuple[Source, ...]
+
+
+class Obtainer:
+    """Gets the parts of one role for one epoch. One thread."""
+
+    def __init__(
+        self, state: VaultState, transport: Transport, record: EpochRecord, role: int
+    ) -> None:
+        self._state = state
+        self._transport = transport
+        self._record = record
+        self._role = role
+        self._channels: dict[int, Channel] = {}
+        self._silent: set[int] = set()
+        self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
+
+    def describe(self) -> RoleLayout | None:
+        """Ask the sources what the role consists of, so that fetching need not wait for it."""
+        found = [*self._record.restore.sources.get(self._role, {}).values()]
+        for parts in self._replay_sources.values():
+            found += parts.values()
+        nodes = {s.node for listed in found for s in listed if s.role == self._role}
+        for node in sorted(nodes - {self._state.node}):
+            try:
+                channel = self._channel(node)
+                channel.send({"t": "describe", "role": self._role})
+                layout = channel.receive()["layout"]
+                if layout is not None:
+                    return RoleLayout.from_dict(layout)
+            except _UNREACHABLE as error:
+                log.info("describe role %d by node %d: %s", self._role, node, error)
+                self._forget(node)
+        return None
+
+    def obtain(self, layout: RoleLayout) -> dict[str, Place]:
+        """A verified place in this node's memory for each shard part and the extras.
+
+        Instead of a part that has to be recomputed there are those of its chain, by
+        :func:`replaying.key`. Raises RestoreUnavailable, or VaultError when there is no room or the
+        epoch was closed.
+        """
+        deadline = time.monotonic() + self._state.settings.restore_seconds
+        if self._record.restore.kind == "dump":
+            wanted = self._wanted_of_dump(layout)
+        else:
+            wanted = self._wanted(layout)
+        try:
+            return {
+                text: self._obtain_part(layout, one, deadline, text) for text, one in wanted.items()
+            }
+        finally:
+            self.close()
+
+    def _wanted(self, layout: RoleLayout) -> dict[str, _Wanted]:
+        restore, recomputed = self._record.restore, frozenset[str]()
+        recipe = restore.recipes.get(self._role)
+        if recipe is not None and recipe.replay is not None:
+            recomputed = frozenset(recipe.replay.sources[recipe.replay.base])
+        sources = restore.sources.get(self._role, {})
+        wanted = {
+            name: _Wanted(restore.generation, name, sources.get(name, ()))
+            for name in self._names(layout)
+            if name not in recomputed
+        }
+        for generation, parts in self._replay_sources.items():
+            for name, found in parts.items():
+                wanted[key(generation, name)] = _Wanted(generation, name, found)
+        return wanted
+
+    def _wanted_of_dump(self, layout: RoleLayout) -> dict[str, _Wanted]:
+        restore = self._record.restore
+        held = dumped_parts(Path(restore.path), self._role, restore.generation)
+        chains = recomputed_from(held, restore.generation, layout)
+        wanted = {
+            name: _Wanted(restore.generation, name, ())
+            for name in self._names(layout)
+            if name not in chains
+        }
+        for generation, name in (one for line in chains.values() for one in line):
+            wanted[key(generation, name)] = _Wanted(generation, name, ())
+        return wanted
+
+    def _names(self, layout: RoleLayout) -> tuple[str, ...]:
+        return (*layout.shard_parts, extras_part(self._record.restore.boundary))
+
+    @property
+    def _replay_sources(self) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
+        """Generation -> part -> places, of what has to be recomputed from."""
+        recipe = self._record.restore.recipes.get(self._role)
+        return {} if recipe is None or recipe.replay is None else recipe.replay.sources
+
+    def cut(self) -> None:
+        """Break all connections, from any thread: the epoch is over."""
+        for channel in list(self._channels.values()):
+            channel.shutdown()
+        self._decoder.cut()
+
+    def close(self) -> None:
+        """Close connections."""
+        for node in list(self._channels):
+            self._forget(node)
+
+    def _obtain_part(
+        self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
+    ) -> Place:
+        tried: list[tuple[int, int, str]] = []
+        place = self._local(layout, wanted)
+        if place is not None:
+            return place
+        restore = self._record.restore
+        if restore.kind == "dump":
+            return self._load(layout, wanted, deadline, text)
+        sources = list(wanted.sources)
+        while sources:
+            # A node that has kept us waiting for one part is asked last for the next.
+            for source in sorted(sources, key=lambda source: source.node in self._silent):
+                if not self._state.is_open(self._record.epoch):
+                    raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+                try:
+                    return self._fetch(layout, wanted, source)
+                except _Hopeless as error:
+                    sources.remove(source)
+                    tried.append((source.node, source.role, str(error)))
+                except _UNREACHABLE as error:
+                    self._forget(source.node)
+                    self._silent.add(source.node)
+                    if time.monotonic() > deadline:
+                        sources.remove(source)
+                        tried.append((source.node, source.role, f"unreachable: {error}"))
+            with self._state.changed:
+                self._state.changed.wait_for(
+                    lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
+                )
+        recipe = restore.recipes.get(self._role)
+        decoding = recipe.decodings.get(text) if recipe is not None else None
+        if decoding is None:
+            raise RestoreUnavailable(text, tuple(tried))
+        return self._decoder.obtain(layout, text, decoding, tried, deadline)
+
+    def _local(self, layout: RoleLayout, wanted: _Wanted) -> Place | None:
+        """Checked bytes that this node holds for the role itself, laid out as it wants them."""
+        with self._state.lock:
+            places = self._state.table.find(self._role, wanted.generation, wanted.name)
+        for place in places:
+            if place.segment.layout.layout_hash != layout.layout_hash:
+                continue
+            found = checksum(place.view)
+            if found == place.checksum:
+                return place
+            self._state.mark_bad(place, found)
+        return None
+
+    def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
+        if source == Source(self._state.node, self._role):
+            raise _Hopeless("not held intact here")
+        channel = self._channel(source.node)
+        state, record = self._state, self._record
+        generation, name = wanted.generation, wanted.name
+        channel.send(
+            {
+                "t": "fetch",
+                "epoch": record.epoch,
+                "node": state.node,
+                "role": source.role,
+                "generation": generation.to_list(),
+                "part": name,
+            }
+        )
+        answer = channel.receive()
+        if answer["t"] == "refused":
+            if answer["why"] == "early":
+                raise ConnectionError("has not adopted the epoch yet")
+            raise _Hopeless(str(answer["why"]))
+        nbytes, expected = int(answer["nbytes"]), int(answer["checksum"])
+        # Memory is taken for what is on its way, not for what a source may turn out to lack.
+        with self._target(layout, wanted) as (segment, slot):
+            return self._receive(channel, source, segment, slot, wanted, nbytes, expected)
+
+    def _receive(
+        self,
+        channel: Channel,
+        source: Source,
+        segment: Segment,
+        slot: int,
+        wanted: _Wanted,
+        nbytes: int,
+        expected: int,
+    ) -> Place:
+        state, record = self._state, self._record
+        generation, name = wanted.generation, wanted.name
+        if not 0 <= nbytes <= segment.capacity(name):
+            self._forget(source.node)
+            raise _Hopeless(f"part of {nbytes} bytes does not fit")
+        if not state.open_part(segment, slot, name, record.epoch):
+            raise VaultError(f"epoch {record.epoch} was closed during the restore")
+        found = receive_part(channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        if found != expected:
+            where = f"from node {source.node}"
+            state.emit_corruption(self._role, generation, name, where, expected, found)
+            raise _Hopeless("checksum does not match")
+        return self._seal(segment, slot, name, nbytes, expected)
+
+    def _load(self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str) -> Place:
+        """Read a part from the files of a dump: of the role, else of one with the same bytes; or
+        decode it from them."""
+        tried: list[tuple[int, int, str]] = []
+        directory, restored = Path(self._record.restore.path), self._record.restore.generation
+        same = {part.name: part.replicas for part in layout.parts}.get(wanted.name, ())
+        for role in (self._role, *(other for other in same if other != self._role)):
+            for dumped in dump_files(directory, role):
+                source, why = self._slot_of(dumped, layout, wanted)
+                if source is not None:
+                    try:
+                        with self._target(layout, wanted) as (segment, slot):
+                            place = self._read(dumped, source, segment, slot, wanted.name)
+                    except OSError as error:  # its disk fails: on to the next place
+                        place, why = None, f"{type(error).__name__}: {error}"
+                    if place is not None:
+                        return place
+                node = int(dumped.path.stem.rsplit("-", 1)[1])
+                tried.append((node, role, why))
+        if wanted.generation != restored:
+            raise RestoreUnavailable(text, tuple(tried))
+        for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
+            decoder = Decoder(
+                self._state,
+                self._record,
+                self._role,
+                supplier(directory),
+                self._target,
+                self._seal,
+            )
+            with contextlib.suppress(RestoreUnavailable):
+                return decoder.obtain(layout, wanted.name, decoding, tried, deadline)
+        raise RestoreUnavailable(text, tuple(tried))
+
+    def _slot_of(
+        self, dumped: Segment, layout: RoleLayout, wanted: _Wanted
+    ) -> tuple[int | None, str]:
+        """The slot of a file that has the part, and what is wrong if it has none, or if its bytes
+        turn out to be damaged."""
+        if dumped.layout.role == layout.role:
+            if dumped.layout.layout_hash != layout.layout_hash:
+                return None, "other layout"
+        elif part_bytes(dumped.layout, wanted.name) != part_bytes(layout, wanted.name):
+            return None, "other size"
+        for slot, generation in slots_of(dumped, self._record.restore.generation):
+            entry = dumped.entry(slot, wanted.name)
+            if generation == wanted.generation and entry.state is PartState.SEALED:
+                return slot, "checksum does not match"
+        return None, "not in the file"
+
+    def _read(
+        self, dumped: Segment, source: int, segment: Segment, slot: int, name: str
+    ) -> Place | None:
+        """Read a part into the slot; None when its bytes are damaged."""
+        state, entry = self._state, dumped.entry(source, name)
+        if not state.open_part(segment, slot, name, self._record.epoch):
+            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+        digest = xxhash.xxh3_64()
+        view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
+        for start in range(0, entry.nbytes, size):
+            dumped.read_into(source, name, start, view[start : start + size])
+            digest.update(view[start : start + size])
+        found = digest.intdigest()
+        if found == entry.checksum:
+            return self._seal(segment, slot, name, entry.nbytes, entry.checksum)
+        where = str(dumped.path)
+        generation = dumped.generation(source)
+        state.emit_corruption(self._role, generation, name, where, entry.checksum, found)
+        return None
+
+    def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
+        if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
+            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+        return Place(segment, slot, name, nbytes, digest)
+
+    @contextlib.contextmanager
+    def _target(
+        self, layout: RoleLayout, wanted: _Wanted | None = None
+    ) -> Iterator[tuple[Segment, int]]:
+        """The slot for the generation in ``copy-<role>.seg``, held while bytes arrive only: a
+        thread of a closed epoch that still waits for some connection must not keep it."""
+        names, generation = self._names(layout), self._record.restore.generation
+        if wanted is not None:
+            names, generation = (wanted.name,), wanted.generation
+        segment = room.ensure_copy(self._state, layout, generation)
+        slot = self._state.claim(segment, generation, self._record.epoch)
+        if slot is None:
+            # Of an earlier time as a buddy: a chain that nothing is computed from any more.
+            with self._state.lock:
+                self._state.table.forget_before(segment, min(self._replay_sources, default=None))
+            raise ConnectionError("no slot is free yet")
+        try:
+            room.reserve(self._state, segment, names, slot, generation)
+            yield segment, slot
+        finally:
+            self._state.release(segment, slot)
+
+    def _supply(self, source: Source, part: str) -> Supply:
+        return VaultSupply(self._state, self._record, self._dial, source, part)
+
+    def _dial(self, node: int) -> Channel:
+        """A new connection. Raises OSError, WireError, or VaultError for a node that is gone."""
+        address = self._state.address(node)
+        if address is None:
+            raise VaultError("not a live node")
+        return self._transport.connect(address.host, address.vault_port)
+
+    def _channel(self, node: int) -> Channel:
+        if node not in self._channels:
+            try:
+                self._channels[node] = self._dial(node)
+            except VaultError as error:
+                raise _Hopeless(str(error)) from error
+            if not self._state.is_open(self._record.epoch):
+                raise ConnectionError("the epoch was closed while connecting")
+        return self._channels[node]
+
+    def _forget(self, node: int) -> None:
+        channel = self._channels.pop(node, None)
+        if channel is not None:
+            channel.close()

@@ -1,0 +1,237 @@
+"""The work for one role seated on this node in one epoch: restore, seal, have it shipped.
+
+Driven by what the slots say, not by messages: a message of the member only says "look again", so
+nothing is lost when the vault or the member dies between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
+from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
+from deadpool_megatron.vault.copies.shipper import Shipper
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.core.steps import write_sums
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.parity.contributor import Contributor
+from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.shm.barriers import settle
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.table import Place
+
+log = logging.getLogger(__name__)
+# Answers a member that waits for its state: the places, or why there are none.
+RestoreAnswer = Callable[[dict[str, Place] | VaultError], None]
+
+
+class RoleWorker(threading.Thread):
+    """Thread of one role and epoch; ends when the epoch is closed."""
+
+    def __init__(
+        self, state: VaultState, transport: Transport, record: EpochRecord, role: int, seat: Seat
+    ) -> None:
+        super().__init__(name=f"role-{role}", daemon=True)
+        self._state = state
+        self._transport = transport
+        self._record = record
+        self._role = role
+        self._seat = seat
+        self._wake = threading.Event()
+        self._lock = threading.Lock()
+        self._waiting: list[RestoreAnswer] = []
+        self._layout: RoleLayout | None = None
+        self._outcome: dict[str, Place] | VaultError | None = None
+        self._shippers: list[Shipper | Contributor] = []
+        self._refused: set[tuple[int, Generation]] = set()
+        self._obtainer = Obtainer(state, transport, record, role)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch this worker belongs to."""
+        return self._record.epoch
+
+    def poke(self) -> None:
+        """Look at the slots again; from any thread."""
+        self._wake.set()
+
+    def want(self, layout: RoleLayout, answer: RestoreAnswer) -> None:
+        """The member waits for its parts; ``answer`` is called from this thread, once."""
+        with self._lock:
+            self._layout = layout
+            self._waiting.append(answer)
+        self.poke()
+
+    def cut(self) -> None:
+        """The epoch was closed: break connections and end soon."""
+        for shipper in self._shippers:
+            shipper.cut()
+        self._obtainer.cut()
+        self.poke()
+
+    def run(self) -> None:
+        """Until the epoch is closed."""
+        while self._state.is_open(self.epoch):
+            self._wake.clear()
+            layout = self._known_layout()
+            if layout is not None:
+                self._start_shippers(layout)
+                if self._record.restore.kind in ("memory", "dump"):
+                    self._restore(layout)
+            self._seal()
+            # The time limit bounds what a lost wake-up could cost.
+            self._wake.wait(timeout=1.0)
+        self.cut()
+        self._answer(VaultError(f"epoch {self.epoch} is over"))
+
+    def _known_layout(self) -> RoleLayout | None:
+        if self._layout is None:
+            with self._state.lock:
+                self._layout = self._state.table.layout(self._role)
+        if self._layout is None and self._record.restore.kind == "memory":
+            self._layout = self._obtainer.describe()
+        return self._layout
+
+    def _start_shippers(self, layout: RoleLayout) -> None:
+        if self._shippers:
+            return
+        with self._state.lock:
+            if not self._state.is_open(self.epoch) or self._state.ledger is None:
+                return
+            nodes = self._state.ledger.buddies(layout)
+            blocks = self._state.ledger.holders(self._role)
+        self._shippers = [
+            *(Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes),
+            *(
+                Contributor(self._state, self._transport, layout, block, node, self.epoch)
+                for block, node in blocks.items()
+            ),
+        ]
+        for shipper in self._shippers:
+            shipper.start()
+
+    # Restoring.
+
+    def _restore(self, layout: RoleLayout) -> None:
+        with self._lock:
+            wanted = bool(self._waiting)
+        if self._outcome is None and not wanted and self._is_past():
+            return  # a vault that was restarted: what the epoch began with is behind its member
+        if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
+            try:
+                self._outcome = self._obtainer.obtain(layout)
+            except VaultError as error:
+                log.warning("role %d: %s", self._role, error)
+                self._outcome = error
+        self._answer(self._outcome)
+
+    def _is_past(self) -> bool:
+        """Whether the member has finished a generation of this epoch."""
+        with self._state.lock:
+            segment = self._state.table.own(self._role, self._seat)
+            return segment is not None and any(
+                segment.state(slot) in (SlotState.FILLED, SlotState.SEALED)
+                and segment.generation(slot).lineage == self.epoch
+                for slot in range(segment.slots)
+            )
+
+    def _answer(self, outcome: dict[str, Place] | VaultError) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for answer in waiting:
+            answer(outcome)
+
+    # Sealing.
+
+    def _seal(self) -> None:
+        with self._state.lock:
+            segment = self._state.table.own(self._role, self._seat)
+        if segment is None:
+            return
+        for slot in sorted(range(segment.slots), key=segment.generation):
+            names = self._filled(segment, slot)
+            if names and self._state.is_open(self.epoch):
+                generation = segment.generation(slot)
+                failpoints.hit("vault.seal", role=self._role, iteration=generation.iteration)
+                settle()
+                digests = {
+                    name: checksum(segment.data(slot, name, segment.entry(slot, name).nbytes))
+                    for name in names
+                }
+                with self._state.lock:
+                    # Not after a close: the slot may be that of the next epoch's worker by now.
+                    if not self._state.is_open(self.epoch):
+                        return
+                    if generation == self._record.restore.generation:
+                        if not self._is_replayed_well(segment, slot, digests):
+                            continue
+                    else:
+                        write_sums(segment, slot, digests, self.epoch)
+                self._state.seal_own(segment, slot, generation, self.epoch, digests)
+
+    @property
+    def _replays(self) -> bool:
+        """Whether the member of this role recomputes the generation that the epoch begins with."""
+        recipe = self._record.restore.recipes.get(self._role)
+        return recipe is not None and recipe.replay is not None
+
+    def _is_replayed_well(self, segment: Segment, slot: int, digests: dict[str, int]) -> bool:
+        """Whether what the member has recomputed is what the owner had; else it is given up.
+
+        The member has compared before; nothing is sealed on its word alone (rule 4).
+        """
+        whole = segment.state(slot) is SlotState.FILLED
+        shards = {n: d for n, d in digests.items() if n in segment.layout.shard_parts}
+        if not whole and not shards:
+            return True  # extras that were appended
+        generation = self._record.restore.generation
+        outcome = self._outcome if isinstance(self._outcome, dict) else {}
+        place = outcome.get(key(generation, SUMS_PART))
+        if place is None:  # nothing was recomputed, or what it has to be like is not here yet
+            return not self._replays
+        sums = unpack_sums(place.view)
+        checked = digests if whole else shards
+        wrong = [name for name, digest in checked.items() if sums.get(name, (0, -1))[1] != digest]
+        if wrong:
+            if whole:
+                segment.set_state(slot, SlotState.EMPTY)
+            for name in () if whole else wrong:
+                segment.invalidate_part(slot, name, PartState.BAD)
+            self._state.refuse("a replay with other bytes", role=self._role, part=wrong[0])
+            self._state.on_bad(self._role, generation, wrong[0])
+        return not wrong
+
+    def _filled(self, segment: Segment, slot: int) -> list[str]:
+        """Parts that the member has finished in this epoch and nobody has sealed yet."""
+        state, generation = segment.state(slot), segment.generation(slot)
+        if state is SlotState.FILLED:
+            # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
+            ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
+            # What the member has recomputed is of an older line than the epoch.
+            replayed = self._replays and generation == self._record.restore.generation
+            if segment.epoch(slot) != self.epoch or not (
+                replayed or generation.lineage == self.epoch
+            ):
+                if (slot, generation) not in self._refused:
+                    self._refused.add((slot, generation))
+                    about = {"role": self._role, "generation": generation}
+                    self._state.refuse("slot of another epoch", **about)
+                return []
+        elif state is SlotState.SEALED:
+            ready = (PartState.FILLED,)
+        else:
+            return []
+        names = []
+        for part in segment.layout.parts:
+            entry = segment.entry(slot, part.name)
+            if entry.state is PartState.FILLED and entry.checksum:
+                # Of another generation: the header is damaged, if it has not just been taken anew.
+                if segment.entry(slot, part.name) == entry:
+                    self._state.on_bad(self._role, generation, part.name)
+            elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
+                names.append(part.name)
+        return names

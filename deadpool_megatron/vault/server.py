@@ -1,0 +1,377 @@
+"""What other vaults may ask of this one: keep a copy, hand out a part, describe a role.
+
+One named thread for each connection. The epoch is judged before the first byte and, under the lock
+that closing takes, again after the last; bytes arrive directly in the slot and are check-summed as
+they come. Refused messages are counted and reported, never answered with anything but the reason.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.replaying import NO_BASE
+from deadpool_megatron.vault.copies.intake import Intake
+from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.state import VaultState, Verdict
+from deadpool_megatron.vault.core.steps import give_back_other_kind, lacks_base
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.net import probe
+from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
+from deadpool_megatron.vault.parity.combiner import Combiner
+from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+
+log = logging.getLogger(__name__)
+# Of vaults. Where many nodes have few to choose from, more of them send to one: it takes them in
+# turn, and each of them finds its way back.
+_MOST_CONNECTIONS = 256
+# Who has not proved yet to know the run secret: so many at once, each for so long. In a crowd the
+# next one waits in the kernel's queue until somebody has proved it, or had his shorter time.
+_MOST_STRANGERS = 64
+_STRANGER_SECONDS = HANDSHAKE_SECONDS
+_CROWDED_SECONDS = 0.5
+_PAUSE_SECONDS = 0.02
+# What comes of values of the wrong type or size; an infinite "integer" overflows.
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, struct.error)
+
+
+class Server:
+    """Takes connections of other vaults."""
+
+    def __init__(self, state: VaultState, transport: Transport) -> None:
+        self._state = state
+        self._transport = transport
+        self._combiner = Combiner(state, transport)
+        self._stopping = threading.Event()
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._strangers: dict[Channel, float] = {}  # since when, in order of arrival
+        self._idle: dict[Channel, None] = {}  # between two messages, the longest so first
+        self._thread = threading.Thread(target=self._accept, name="accept-vaults", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cut everything and accept no more."""
+        self._stopping.set()
+        self.cut()
+        self._thread.join(timeout=2.0)
+
+    def cut(self) -> None:
+        """End every connection: the epoch they belong to has been closed."""
+        with self._lock:
+            for channel in self._channels:
+                channel.shutdown()
+        self._combiner.drop()
+
+    def _accept(self) -> None:
+        while not self._stopping.is_set():
+            if not self._has_room():
+                self._stopping.wait(_PAUSE_SECONDS)
+                continue
+            try:
+                channel = self._transport.accept(0.5)
+            except OSError as error:  # no file descriptor left, for one
+                log.warning("accept: %s", error)
+                self._stopping.wait(0.1)
+                continue
+            if channel is None:
+                continue
+            with self._lock:
+                self._channels.add(channel)
+                self._strangers[channel] = time.monotonic()
+            name = f"serve-{next(self._numbers)}"
+            threading.Thread(target=self._serve, args=(channel,), name=name, daemon=True).start()
+
+    def _has_room(self) -> bool:
+        """Put out strangers who have had their time; False: too many of them are left."""
+        with self._lock:
+            crowded = len(self._strangers) >= _MOST_STRANGERS
+            limit = _CROWDED_SECONDS if crowded else _STRANGER_SECONDS
+            late = [c for c, since in self._strangers.items() if time.monotonic() - since > limit]
+            for channel in late:
+                del self._strangers[channel]
+                channel.shutdown()  # its thread counts it
+            return len(self._strangers) < _MOST_STRANGERS
+
+    def _authenticate(self, channel: Channel) -> bool:
+        try:
+            channel.authenticate()
+        except (OSError, WireError) as error:
+            self._state.refuse("connection", why_exactly=error)
+            return False
+        finally:
+            with self._lock:
+                self._strangers.pop(channel, None)
+        return True
+
+    def _admit(self, channel: Channel) -> bool:
+        """Make room for a vault at the cost of the one that has been silent for longest; False when
+        none is."""
+        with self._lock:
+            if len(self._channels) - len(self._strangers) > _MOST_CONNECTIONS:
+                silent = next(iter(self._idle), None)
+                if silent is None:
+                    return False
+                del self._idle[silent]
+                self._channels.discard(silent)
+                silent.shutdown()
+            self._idle[channel] = None
+            return True
+
+    def _receive(self, channel: Channel) -> Mapping[str, Any] | None:
+        """The next message; None when the connection has made room for another one."""
+        with self._lock:
+            if channel not in self._idle:
+                return None
+            del self._idle[channel]
+        return channel.receive()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            if not self._authenticate(channel):
+                return
+            if not self._admit(channel):
+                self._state.refuse("too many connections")
+                return
+            connection = _Connection(self._state, channel, self._combiner)
+            while not self._stopping.is_set():
+                if not channel.readable(1.0):
+                    continue
+                if (message := self._receive(channel)) is None:
+                    return
+                connection.handle(message)
+                with self._lock:
+                    self._idle[channel] = None
+        except ConnectionClosed:
+            pass
+        except WireError as error:
+            self._state.refuse("connection", why_exactly=error)
+        except _MALFORMED as error:
+            self._state.refuse("malformed message", why_exactly=repr(error))
+        except (OSError, VaultError) as error:
+            log.info("%s: %s", threading.current_thread().name, error)
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
+                self._idle.pop(channel, None)
+            channel.close()
+
+
+class _Connection:
+    """The dialogue with one authenticated vault."""
+
+    def __init__(self, state: VaultState, channel: Channel, combiner: Combiner) -> None:
+        self._state = state
+        self._channel = channel
+        self._combiner = combiner
+        self._layout: RoleLayout | None = None
+        self._intake = Intake(state, channel)
+
+    def handle(self, message: Mapping[str, Any]) -> None:
+        """Answer one message. Raises WireError for an unknown type."""
+        kind = message.get("t")
+        if kind == "offer":
+            self._channel.give_way(self._state.settings.dscp)
+            self._layout = RoleLayout.from_dict(message["layout"])
+        elif kind == "put":
+            self._put(message)
+        elif kind == "contribute":
+            self._contribute(message)
+        elif kind == "again":
+            self._forget(message)
+        elif kind == "fetch":
+            self._fetch(message)
+        elif kind == "describe":
+            with self._state.lock:
+                layout = self._state.table.layout(int(message["role"]))
+            self._channel.send({"t": "layout", "layout": layout.to_dict() if layout else None})
+        elif kind == "probe":
+            probe.answer(self._channel, self._state.node, message)
+        else:
+            raise WireError(f"unknown message {kind!r}")
+
+    def _refuse(self, why: str, **facts: object) -> None:
+        """Say no; `early` and `waited` are no offence and not counted."""
+        if why not in ("early", "waited"):
+            self._state.refuse(why, **facts)
+        self._channel.send({"t": "refused", "why": why})
+
+    # Keeping a copy.
+
+    def _put(self, message: Mapping[str, Any]) -> None:
+        epoch, role = int(message["epoch"]), int(message["role"])
+        generation = Generation.from_list(message["generation"])
+        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
+        why = self._objection(message, epoch, role, generation, offered)
+        layout = self._layout
+        if why is not None or layout is None:
+            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
+            return
+        state = self._state
+        names = [name for name, _, _ in offered]
+        with state.lock:
+            if lacks_base(state.table.sealed(role), message.get("follows"), names):
+                self._channel.send({"t": "refused", "why": NO_BASE})
+                return
+            needed = [
+                (name, size, digest)
+                for name, size, digest in offered
+                if not any(
+                    (place.nbytes, place.checksum) == (size, digest)
+                    for place in state.table.find(role, generation, name)
+                )
+            ]
+        have = [name for name, _, _ in offered if name not in {n for n, _, _ in needed}]
+        if not needed:
+            self._channel.send({"t": "need", "parts": []})
+            self._acknowledge(epoch, role, have)
+            return
+        if room.own_come_first(state):
+            self._refuse("early")
+            return
+        try:
+            segment = room.ensure_copy(state, layout, generation)
+        except VaultError as error:
+            self._refuse(f"no copy possible: {error}", role=role)
+            return
+        slot = state.claim(segment, generation, epoch)
+        if slot is None:
+            self._refuse("superseded" if self._superseded(segment, generation) else "early")
+            return
+        try:
+            try:
+                wanted = [name for name, _, _ in needed]
+                give_back_other_kind(segment, slot, wanted)
+                room.reserve(state, segment, wanted, slot, generation)
+            except VaultError as error:
+                self._refuse(f"no copy possible: {error}", role=role)
+                return
+            self._channel.send({"t": "need", "parts": wanted})
+            have += self._intake.take(segment, slot, needed, epoch)
+        finally:
+            state.release(segment, slot)
+        self._acknowledge(epoch, role, have)
+
+    def _contribute(self, message: Mapping[str, Any]) -> None:
+        """Take a role's share of a parity block that this node holds."""
+        epoch, role, number = int(message["epoch"]), int(message["role"]), int(message["block"])
+        generation = Generation.from_list(message["generation"])
+        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
+        why = self._objection(message, epoch, role, generation, offered)
+        layout = self._layout
+        if why is not None or layout is None:
+            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
+            return
+        parts = {name: (size, digest) for name, size, digest in offered}
+        answer = self._combiner.receive(self._channel, layout, number, generation, epoch, parts)
+        if answer["t"] == "refused":
+            self._refuse(answer["why"], role=role, epoch=epoch)
+        else:
+            self._channel.send(answer)
+
+    def _forget(self, message: Mapping[str, Any]) -> None:
+        """A holder lacks contributions to a parity block that we take for sealed."""
+        epoch, role, node = (int(message[key]) for key in ("epoch", "role", "node"))
+        generation = Generation.from_list(message["generation"])
+        state = self._state
+        with state.changed:
+            if state.is_open(epoch) and state.ledger is not None:
+                state.ledger.forget(role, generation, node, message["parts"])
+                state.changed.notify_all()
+        self._channel.send({"t": "again"})
+
+    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
+        if self._state.is_open(epoch):
+            self._channel.send({"t": "sealed", "parts": have})
+        else:
+            self._refuse("stale", role=role, epoch=epoch)
+
+    def _superseded(self, segment: Segment, generation: Generation) -> bool:
+        with self._state.lock:
+            return self._state.table.superseded(segment, generation)
+
+    def _objection(
+        self,
+        message: Mapping[str, Any],
+        epoch: int,
+        role: int,
+        generation: Generation,
+        offered: list[tuple[str, int, int]],
+    ) -> str | None:
+        """Why a put is not accepted, or None."""
+        verdict = self._state.judge(epoch)
+        if verdict is not Verdict.OPEN:
+            return str(verdict)
+        with self._state.lock:
+            record = self._state.record
+            if record is None or record.epoch != epoch:
+                return "early"
+        seat = record.seats.get(role)
+        if seat is None or seat.node != int(message["node"]):
+            return "sender has no such role"
+        if not 0 <= generation.iteration < 1 << 63:
+            return "impossible iteration"
+        if generation.lineage != epoch and generation != record.restore.generation:
+            return "abandoned lineage"
+        layout = self._layout
+        if layout is None or layout.role != role or layout.layout_hash != message["layout_hash"]:
+            return "layout"
+        capacities = {part.name: part.nbytes for part in layout.parts}
+        if any(not 0 <= size <= capacities.get(name, -1) for name, size, _ in offered):
+            return "unknown or oversized part"
+        return None
+
+    # Handing out.
+
+    def _fetch(self, message: Mapping[str, Any]) -> None:
+        epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
+        generation = Generation.from_list(message["generation"])
+        verdict = self._state.judge(epoch)
+        if verdict is not Verdict.OPEN:
+            self._refuse(str(verdict), sender=message["node"], role=role, epoch=epoch)
+            return
+        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
+        with self._state.lock:
+            places = self._state.table.find(role, generation, name)
+            if places:
+                self._state.table.pin(places[0])
+        if not places:
+            self._channel.send({"t": "refused", "why": "not held"})
+            return
+        try:
+            self._send(places[0], generation)
+        finally:
+            with self._state.lock:
+                self._state.table.unpin(places[0])
+
+    def _send(self, place: Place, generation: Generation) -> None:
+        """Send a part and check it on the way, so that a damaged slot is found at its home."""
+        role = place.segment.layout.role
+        self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})
+        digest = xxhash.xxh3_64()
+        view, size = place.view, self._state.settings.chunk_bytes
+        for start in range(0, len(view), size):
+            chunk = view[start : start + size]
+            digest.update(chunk)
+            chunk = failpoints.perhaps_damaged(
+                chunk, "vault.chunk", role=role, iteration=generation.iteration, part=place.name
+            )
+            self._channel.send_bulk(chunk)
+        self._state.counters["bytes fetched from here"] += place.nbytes
+        if digest.intdigest() != place.checksum:
+            self._state.mark_bad(place, digest.intdigest())

@@ -1,0 +1,1 @@
+"""Slots in shared memory: files, what they hold, in which order they are written and read."""

@@ -1,0 +1,427 @@
+"""One file of slots in shared memory, readable after a kill of its writer at any instruction.
+
+File: words, the description and the slots (:mod:`.geometry`): as many
+as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
+Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
+offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault; a
+``copy-*`` file is written by the vault alone.
+
+Order of stores. Each state is one aligned 8-byte word, stored whole by CPython's memoryview (one
+``mov``/``str``), so no reader sees half of it. A writer invalidates the state word first and
+validates it last. After a *kill* the order is settled: the kernel's context switch is a full
+barrier, so what a dead writer stored before the kill is seen in program order. Between *live*
+processes the reader learns of a change by a socket message (the send and receive calls order the
+stores before it, on x86 and ARM alike), or calls :func:`fence` before it reads. The one place where
+both sides store first and then read the other's word is freezing: the vault stores FROZEN, calls
+:func:`fence`, reads the states; the member stores WRITING and reads FROZEN. The asymmetric barrier
+(membarrier(2)) makes every running thread pass a full barrier between the vault's store and its
+reads, so one of the two must see the other; the member's fast path stays a plain store and load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import xxhash
+
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.memory.budget import BLOCK_BYTES, Budget
+from deadpool_megatron.vault.shm.geometry import (
+    ENTRIES,
+    ENTRY_WORDS,
+    FIRST_BYTES,
+    MAGIC,
+    W_CHECKSUM,
+    W_FROZEN,
+    W_LENGTH,
+    W_MAGIC,
+    Geometry,
+    read_description,
+)
+
+# Words of a slot header, then entries of four words each.
+_W_STATE, _W_LINEAGE, _W_ITERATION, _W_EPOCH = range(4)
+_E_STATE, _E_NBYTES, _E_CHECKSUM, _E_EPOCH = range(4)
+_HASH_BYTES = 16 << 20
+
+
+class SlotState(IntEnum):
+    """What the bytes of a slot are worth."""
+
+    EMPTY = 0
+    WRITING = 1  # set before the first byte changes
+    FILLED = 2  # own segments: the member has finished
+    SEALED = 3  # the generation words hold; parts count as their entries say
+
+
+class PartState(IntEnum):
+    """What the bytes of one part are worth."""
+
+    ABSENT = 0
+    FILLED = 1  # the member has finished; no checksum yet
+    SEALED = 2
+    BAD = 3  # the checksum did not match when it was read again
+
+
+# What the words mean. Anything else was stored by nobody of ours, and vouches for nothing.
+_SLOT_STATES: Mapping[int, SlotState] = {state.value: state for state in SlotState}
+_PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartState}
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """One entry of a slot header; ``epoch`` is the one in which it was filled or sealed, the
+    ``checksum`` of a FILLED one 0: anything else says that the header names another generation."""
+
+    state: PartState
+    nbytes: int
+    checksum: int
+    epoch: int
+
+
+def checksum_of(view: memoryview) -> xxhash.xxh3_64:
+    """xxh3_64 in pieces, to go on with; the interpreter lock is free while a piece is hashed."""
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(view), _HASH_BYTES):
+        digest.update(view[start : start + _HASH_BYTES])
+    return digest
+
+
+def checksum(view: memoryview) -> int:
+    """The value that vouches for sealed bytes."""
+    return int(checksum_of(view).intdigest())
+
+
+def own_name(role: int, seat: Seat) -> str:
+    """File name of the segment that one member incarnation writes."""
+    return f"own-{role}-{seat.node}.{seat.slot}.{seat.incarnation}.seg"
+
+
+def copy_name(role: int) -> str:
+    """File name of the segment in which a vault keeps copies of a role that is seated elsewhere."""
+    return f"copy-{role}.seg"
+
+
+def dump_name(role: int, node: int) -> str:
+    """File name of what the vault of ``node`` dumped of a role."""
+    return f"dump-{role}-{node}.seg"
+
+
+_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|copy-(\d+)|dump-(\d+)-\d+)\.seg")
+
+
+def parse_name(name: str) -> tuple[int, Seat | None]:
+    """``(role, seat)``; no seat for a copy. Raises SegmentError for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise SegmentError(f"{name!r} is not the name of a segment")
+    if match[1] is None:
+        return int(match[5] or match[6]), None
+    return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
+
+
+class Segment:
+    """A mapped segment file. Not thread-safe: the vault's lock or the member's one thread guards
+    the header; bytes of parts are touched by whoever owns the slot at that time."""
+
+    def __init__(
+        self,
+        path: Path,
+        layout: RoleLayout,
+        seat: Seat | None,
+        file: int,
+        geometry: Geometry,
+        writable: bool = True,
+        budget: Budget | None = None,
+    ) -> None:
+        self.path = path
+        self._budget = budget or Budget(path.parent)
+        self.layout = layout
+        self.seat = seat
+        self.slots = geometry.slots
+        self._file = file
+        self._index = {part.name: i for i, part in enumerate(layout.parts)}
+        self._geometry = geometry
+        self.nbytes = geometry.nbytes
+        self._reserved: set[tuple[int, str]] = set()
+        try:
+            size = os.fstat(file).st_size
+            if size < self.nbytes:
+                raise SegmentError(f"{path} has {size} bytes instead of {self.nbytes}")
+            access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+            self._map = mmap.mmap(file, self.nbytes, access=access)
+        except BaseException:
+            os.close(file)
+            raise
+        self._bytes = memoryview(self._map)
+        self._words = self._bytes[:FIRST_BYTES].cast("Q")
+        self._slots = [
+            self._bytes[start : start + geometry.header].cast("Q")
+            for start in (geometry.first + i * geometry.stride for i in range(geometry.slots))
+        ]
+
+    @staticmethod
+    def create(
+        path: Path,
+        layout: RoleLayout,
+        seat: Seat | None,
+        reserve: Collection[str],
+        slots: int | None = None,
+        budget: Budget | None = None,
+        page_bytes: int = PAGE_BYTES,
+    ) -> Segment:
+        """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
+
+        ``slots``: how many, if not as many as the layout says. ``budget``: the limit for all files
+        there; none for a dump on disk. Raises NoRoom, naming where and the bytes needed.
+        """
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        slots = layout.slots if slots is None else slots
+        geometry = Geometry(layout, seat, slots, page_bytes)
+        description = geometry.description
+        budget = budget or Budget(path.parent)
+        temporary.unlink(missing_ok=True)  # of a process of this number that was killed
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(temporary, flags, 0o600)
+        try:
+            os.ftruncate(file, geometry.nbytes)
+            headers = [
+                (geometry.first + slot * geometry.stride, geometry.header) for slot in range(slots)
+            ]
+            budget.allocate(file, path, [(0, geometry.first), *headers])
+        except BaseException:
+            os.close(file)
+            temporary.unlink(missing_ok=True)
+            raise
+        try:
+            segment = Segment(path, layout, seat, file, geometry, budget=budget)
+            segment.reserve(reserve)
+            words = segment._words
+            words[W_LENGTH] = len(description)
+            words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
+            segment._bytes[FIRST_BYTES : FIRST_BYTES + len(description)] = description
+            words[W_MAGIC] = MAGIC
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        return segment
+
+    @staticmethod
+    def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
+        """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
+        role, seat = parse_name(path.name)
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        file = os.open(path, flags)
+        try:
+            layout, geometry = read_description(file, path, seat)
+        except BaseException:
+            os.close(file)
+            raise
+        if layout.role != role:
+            os.close(file)
+            raise SegmentError(f"{path} holds role {layout.role}")
+        return Segment(path, layout, seat, file, geometry, writable, budget)
+
+    def __del__(self) -> None:
+        # The mapping goes with its last memoryview. Then the memory, if the file has no name any
+        # more: with the file, as os.close() does not hold the interpreter lock.
+        if getattr(self, "_bytes", None) is not None:
+            del self._words, self._slots, self._bytes, self._map
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+
+    def unlink(self) -> None:
+        """Take the file away; mappings (ours and others') stay readable until dropped."""
+        self.path.unlink(missing_ok=True)
+
+    def reserve(self, names: Collection[str], slots: Collection[int] | None = None) -> None:
+        """Have memory behind the named parts of all or some slots, once.
+
+        Raises NoRoom. A copy reserves what is shipped, when it comes.
+        """
+        wanted = {
+            (slot, name)
+            for slot in (range(self.slots) if slots is None else slots)
+            for name in names
+        } - self._reserved
+        pages = self._geometry.pages
+        ranges = [(self.offset(slot, n), pages(self.capacity(n))) for slot, n in sorted(wanted)]
+        self._budget.allocate(self._file, self.path, ranges)
+        self._reserved |= wanted
+
+    def give_back(self, names: Collection[str], slot: int) -> int:
+        """Let go of the memory behind parts of a slot, which nobody may read any more; answers how
+        many bytes that were. A file system that cannot do that keeps it.
+        """
+        before = os.fstat(self._file).st_blocks
+        for name in names:
+            size = self._geometry.pages(self.capacity(name))
+            if size:
+                with contextlib.suppress(OSError):
+                    self._map.madvise(mmap.MADV_REMOVE, self.offset(slot, name), size)
+            self._reserved.discard((slot, name))
+        return max(0, before - os.fstat(self._file).st_blocks) * BLOCK_BYTES
+
+    def capacity(self, name: str) -> int:
+        """Most bytes the part may have. Raises KeyError for an unknown part."""
+        return self.layout.parts[self._index[name]].nbytes
+
+    # Reading.
+
+    def is_frozen(self) -> bool:
+        """True while the member must not write. Another process changes it at any time."""
+        return bool(self._words[W_FROZEN])
+
+    def freeze(self, value: bool) -> None:
+        """Forbid the member to write, or let it again."""
+        self._store(self._words, W_FROZEN, int(value))
+
+    def state(self, slot: int) -> SlotState:
+        """State word of a slot; EMPTY if it is none."""
+        return _SLOT_STATES.get(self._slots[slot][_W_STATE], SlotState.EMPTY)
+
+    def foreign_words(self) -> Iterator[tuple[int, str, int]]:
+        """Words that are no states: slot, what they are the state of, and the word."""
+        for slot, words in enumerate(self._slots):
+            if (word := words[_W_STATE]) not in _SLOT_STATES:
+                yield slot, "slot", word
+            for name in self._index:
+                if (word := words[self._entry(name) + _E_STATE]) not in _PART_STATES:
+                    yield slot, name, word
+
+    def generation(self, slot: int) -> Generation:
+        """Meaningful unless the slot is EMPTY or was WRITING when its writer was killed."""
+        words = self._slots[slot]
+        return Generation(words[_W_LINEAGE], words[_W_ITERATION])
+
+    def epoch(self, slot: int) -> int:
+        """Epoch in which the slot was last begun."""
+        return int(self._slots[slot][_W_EPOCH])
+
+    def entry(self, slot: int, name: str) -> PartEntry:
+        """Header entry of a part, BAD if its state word is none. Raises KeyError for an unknown
+        part."""
+        words, base = self._slots[slot], self._entry(name)
+        return PartEntry(
+            _PART_STATES.get(words[base + _E_STATE], PartState.BAD),
+            words[base + _E_NBYTES],
+            words[base + _E_CHECKSUM] ^ self._identity(slot, name),
+            words[base + _E_EPOCH],
+        )
+
+    def _identity(self, slot: int, name: str) -> int:
+        """What every checksum is stored with: the bytes are those of this part of this generation
+        of this role, as the header says, or they are not what was sealed.
+        """
+        words = self._slots[slot]
+        text = f"{self.layout.role}/{words[_W_LINEAGE]}/{words[_W_ITERATION]}/{name}"
+        return int(xxhash.xxh3_64_intdigest(text.encode()))
+
+    def offset(self, slot: int, name: str) -> int:
+        """Position of a part in the file, a multiple of the page size."""
+        geometry = self._geometry
+        return geometry.first + slot * geometry.stride + geometry.offsets[name]
+
+    def data(self, slot: int, name: str, nbytes: int | None = None) -> memoryview:
+        """Writable bytes of a part: ``nbytes`` of them, or its capacity."""
+        start = self.offset(slot, name)
+        return self._bytes[start : start + (self.capacity(name) if nbytes is None else nbytes)]
+
+    def read_into(self, slot: int, name: str, start: int, target: memoryview) -> None:
+        """Read file bytes of a part into ``target`` (a dump on disk; page faults would hold the
+        interpreter lock). Raises SegmentError when the file is too short."""
+        position = self.offset(slot, name) + start
+        done = 0
+        while done < len(target):
+            count = os.preadv(self._file, [target[done:]], position + done)
+            if count == 0:
+                raise SegmentError(f"{self.path} ends early")
+            done += count
+
+    def write_from(self, slot: int, name: str, start: int, source: memoryview) -> None:
+        """Write bytes of a part to the file (a dump on disk)."""
+        position = self.offset(slot, name) + start
+        done = 0
+        while done < len(source):
+            done += os.pwrite(self._file, source[done:], position + done)
+
+    def flush(self) -> None:
+        """Have everything on the disk."""
+        self._map.flush()
+        os.fsync(self._file)
+
+    # Writing by the member, own segments only.
+
+    def mark_writing(self, slot: int) -> SlotState:
+        """Invalidate the slot; answers the state before, for :meth:`back_out`."""
+        before = self.state(slot)
+        self._store(self._slots[slot], _W_STATE, SlotState.WRITING)
+        return before
+
+    def back_out(self, slot: int, before: SlotState) -> None:
+        """Undo :meth:`mark_writing`; nothing else has been stored since."""
+        self._store(self._slots[slot], _W_STATE, before)
+
+    def begin(self, slot: int, generation: Generation, epoch: int) -> None:
+        """Name the generation that is written into a slot marked WRITING."""
+        words = self._slots[slot]
+        for name in self._index:
+            self._store(words, self._entry(name) + _E_STATE, PartState.ABSENT)
+        self._store(words, _W_LINEAGE, generation.lineage)
+        self._store(words, _W_ITERATION, generation.iteration)
+        self._store(words, _W_EPOCH, epoch)
+
+    def fill(self, slot: int, parts: Mapping[str, int], epoch: int) -> None:
+        """Declare the bytes of a slot complete."""
+        for name, nbytes in parts.items():
+            self.fill_part(slot, name, nbytes, epoch)
+        self._store(self._slots[slot], _W_STATE, SlotState.FILLED)
+
+    def fill_part(self, slot: int, name: str, nbytes: int, epoch: int) -> None:
+        """Declare the bytes of one part complete."""
+        words, base = self._slots[slot], self._entry(name)
+        self._store(words, base + _E_NBYTES, nbytes)
+        self._store(words, base + _E_CHECKSUM, self._identity(slot, name))
+        self._store(words, base + _E_EPOCH, epoch)
+        self._store(words, base + _E_STATE, PartState.FILLED)
+
+    # Writing by the vault.
+
+    def open_slot(self, slot: int, generation: Generation, epoch: int) -> None:
+        """Give a copy's slot to a generation; it has no parts yet."""
+        self.mark_writing(slot)
+        self.begin(slot, generation, epoch)
+        self._store(self._slots[slot], _W_STATE, SlotState.SEALED)
+
+    def invalidate_part(self, slot: int, name: str, state: PartState) -> None:
+        """ABSENT before its bytes change, BAD when they turned out to be damaged."""
+        self._store(self._slots[slot], self._entry(name) + _E_STATE, state)
+
+    def seal_part(self, slot: int, name: str, nbytes: int, digest: int, epoch: int) -> None:
+        """Vouch for the bytes of a part."""
+        words, base = self._slots[slot], self._entry(name)
+        self._store(words, base + _E_NBYTES, nbytes)
+        self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
+        self._store(words, base + _E_EPOCH, epoch)
+        self._store(words, base + _E_STATE, PartState.SEALED)
+
+    def set_state(self, slot: int, state: SlotState) -> None:
+        """SEALED after the parts of a FILLED slot were sealed; EMPTY to drop a generation."""
+        self._store(self._slots[slot], _W_STATE, state)
+
+    def _entry(self, name: str) -> int:
+        return ENTRIES + ENTRY_WORDS * self._index[name]
+
+    def _store(self, words: memoryview, index: int, value: int) -> None:
+        """The only place where a word of a live segment changes (tests cut off after any)."""
+        words[index] = value

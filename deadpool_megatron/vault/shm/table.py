@@ -1,0 +1,447 @@
+"""Which generations and parts exist on this node, and which slot may be overwritten.
+
+Not thread-safe: every call is made under the vault's lock. While frozen, the table answers from
+what it saw at the moment of freezing: that is the promise of the inventory, and not even a member
+that was stopped just before a store and wakes up now can change it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from deadpool_megatron.layout.records import (
+    BOUNDARIES,
+    Generation,
+    Holding,
+    RoleLayout,
+    Seat,
+    extras_part,
+)
+from deadpool_megatron.layout.replaying import chain, keeps_steps, needed, shard_of
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.shm.barriers import fence
+from deadpool_megatron.vault.shm.geometry import is_torn
+from deadpool_megatron.vault.shm.segment import (
+    PartEntry,
+    PartState,
+    Segment,
+    SlotState,
+    copy_name,
+    own_name,
+)
+
+
+@dataclass(frozen=True)
+class SealedSlot:
+    """A slot whose generation words hold, with its sealed parts."""
+
+    segment: Segment
+    slot: int
+    generation: Generation
+    parts: dict[str, PartEntry]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Sealed bytes of one part in this node's memory."""
+
+    segment: Segment
+    slot: int
+    name: str
+    nbytes: int
+    checksum: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What pins and writers are counted by."""
+        return self.segment.path.name, self.slot
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return self.segment.data(self.slot, self.name, self.nbytes)
+
+
+class Table:
+    """All segments of one node's directory."""
+
+    def __init__(self, directory: Path, budget: Budget | None = None) -> None:
+        self.directory = directory
+        self.budget = budget or Budget(directory)
+        self.segments: dict[str, Segment] = {}
+        self.pins: Counter[tuple[str, int]] = Counter()
+        self.writers: set[tuple[str, int]] = set()
+        self._promised: list[SealedSlot] | None = None
+        self._unread: list[str] = []
+        self.removed: list[Segment] = []
+
+    # Which segments there are.
+
+    def scan(self) -> int:
+        """Map every whole segment file and remove pieces of unfinished ones; answers sealed slots.
+
+        For a vault that was just (re)started; members may be writing meanwhile. A segment that is
+        not understood stays where it is, for whoever does: see :meth:`require_read`.
+        """
+        for path in sorted(self.directory.iterdir()):
+            if path.suffix == ".seg" and not path.name.startswith("."):
+                try:
+                    self.attach(path.name)
+                except SegmentError as error:
+                    if is_torn(path):
+                        path.unlink()
+                    else:
+                        self._unread.append(str(error))
+            elif path.name.startswith(".copy-"):
+                path.unlink(missing_ok=True)
+        for segment in self.segments.values():
+            if segment.seat is None:
+                _settle_twins(segment)
+        return sum(1 for _ in self.sealed())
+
+    def require_read(self) -> None:
+        """Raises SegmentError for segments that could not be read: nobody starts over them."""
+        if self._unread:
+            raise SegmentError(f"{'; '.join(self._unread)}: kept, for the version that wrote it")
+
+    def attach(self, name: str) -> Segment:
+        """The mapped segment of that name. Raises SegmentError or OSError."""
+        segment = self.segments.get(name)
+        if segment is None:
+            segment = self.segments[name] = Segment.open(self.directory / name, budget=self.budget)
+            if self._promised is not None and segment.seat is not None:
+                segment.freeze(True)
+        return segment
+
+    def own(self, role: int, seat: Seat) -> Segment | None:
+        """The segment that the member on ``seat`` writes for ``role``, when it exists."""
+        return self.segments.get(own_name(role, seat))
+
+    def copy(self, role: int) -> Segment | None:
+        """The segment with copies of ``role``, when it exists."""
+        return self.segments.get(copy_name(role))
+
+    def layout(self, role: int) -> RoleLayout | None:
+        """The layout of a role as some segment here describes it."""
+        for segment in self.segments.values():
+            if segment.layout.role == role:
+                return segment.layout
+        return None
+
+    def remove(self, segment: Segment) -> None:
+        """Take a segment away; its memory goes when ``removed`` is cleared, unlocked."""
+        segment.unlink()
+        self.removed.append(segment)
+        del self.segments[segment.path.name]
+        if self._promised is not None:
+            self._promised = [s for s in self._promised if s.segment is not segment]
+
+    # What they hold.
+
+    def sealed(self, role: int | None = None) -> Iterator[SealedSlot]:
+        """Every sealed slot (of one role), as promised while frozen, else as it stands."""
+        if self._promised is not None:
+            yield from (s for s in self._promised if role in (None, s.segment.layout.role))
+            return
+        for segment in self.segments.values():
+            if role in (None, segment.layout.role):
+                yield from _sealed_slots(segment)
+
+    def find(self, role: int, generation: Generation, name: str) -> list[Place]:
+        """All places of one part on this node, the members' own slots first."""
+        found = [
+            Place(slot.segment, slot.slot, name, entry.nbytes, entry.checksum)
+            for slot in self.sealed(role)
+            if slot.generation == generation and (entry := slot.parts.get(name)) is not None
+        ]
+        return sorted(found, key=lambda place: place.segment.seat is None)
+
+    def parts(self, role: int, generation: Generation) -> set[str]:
+        """Names of the parts of a generation that are sealed somewhere on this node."""
+        return {n for s in self.sealed(role) if s.generation == generation for n in s.parts}
+
+    def holdings(self) -> tuple[Holding, ...]:
+        """Everything sealed, one entry for each role and generation."""
+        united: dict[tuple[int, Generation], set[str]] = {}
+        for slot in self.sealed():
+            if slot.parts:
+                key = slot.segment.layout.role, slot.generation
+                united.setdefault(key, set()).update(slot.parts)
+        return tuple(
+            Holding(role, generation, frozenset(united[role, generation]))
+            for role, generation in sorted(united)
+        )
+
+    def layouts(self) -> tuple[RoleLayout, ...]:
+        """One layout for each role that has a segment here, of one that holds something if any."""
+        found = {s.layout.role: s.layout for s in self.segments.values()}
+        found |= {s.segment.layout.role: s.segment.layout for s in self.sealed() if s.parts}
+        return tuple(found[role] for role in sorted(found))
+
+    def remove_empty(self) -> None:
+        """Take away segments without a sealed part; only while no process fills one."""
+        holding = {slot.segment.path for slot in self.sealed() if slot.parts}
+        for segment in [s for s in self.segments.values() if s.path not in holding]:
+            self.remove(segment)
+
+    # Closing and opening an epoch.
+
+    def freeze(self) -> None:
+        """Forbid members to write and fix what is promised. Idempotent."""
+        if self._promised is not None:
+            return
+        for segment in self.segments.values():
+            if segment.seat is not None:
+                segment.freeze(True)
+        fence()
+        self._promised = list(self.sealed())
+
+    def adopt(
+        self, generation: Generation, boundary: str, epoch: int, seats: Mapping[int, Seat]
+    ) -> None:
+        """Begin epoch ``epoch`` from ``generation``: drop what was abandoned, then let members
+        named in ``seats`` (role -> seat) write again.
+
+        Segments of members that have lost their seat stay frozen for ever. A promised slot whose
+        member was killed between WRITING and backing out is whole and gets its state back.
+        """
+        for sealed in self._promised or ():
+            segment, slot = sealed.segment, sealed.slot
+            intact = segment.generation(slot) == sealed.generation
+            if segment.state(slot) is SlotState.WRITING and intact and segment.seat is not None:
+                segment.set_state(slot, SlotState.SEALED)
+        self._promised = None
+        self._drop_after(generation, boundary, epoch)
+        for segment in self.segments.values():
+            if segment.seat is not None:
+                segment.freeze(seats.get(segment.layout.role) != segment.seat)
+
+    def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
+        """Forget everything newer than ``generation`` which was not computed in ``epoch`` itself,
+        its extras captured after ``boundary`` and not in ``epoch``, and what was never sealed."""
+        late = [extras_part(b) for b in BOUNDARIES[BOUNDARIES.index(boundary) + 1 :]]
+        for segment in self.segments.values():
+            for slot in range(segment.slots):
+                state, found = segment.state(slot), segment.generation(slot)
+                if state in (SlotState.FILLED, SlotState.SEALED):
+                    unsealed = state is SlotState.FILLED and segment.epoch(slot) < epoch
+                    if unsealed or (found > generation and found.lineage < epoch):
+                        segment.set_state(slot, SlotState.EMPTY)
+                    elif state is SlotState.SEALED:
+                        _drop_parts(segment, slot, late if found == generation else [], epoch)
+
+    def mark_bad(self, place: Place) -> None:
+        """Never hand out these bytes again."""
+        place.segment.invalidate_part(place.slot, place.name, PartState.BAD)
+        for sealed in self._promised or ():
+            if sealed.segment is place.segment and sealed.slot == place.slot:
+                sealed.parts.pop(place.name, None)
+
+    # Slots of copies.
+
+    def claim(
+        self, segment: Segment, generation: Generation, epoch: int, *, anew: bool = False
+    ) -> int | None:
+        """A slot of a copy for one writer at a time, or None while there is no free one.
+
+        The slot that holds the generation already; else one without sealed parts; else the oldest,
+        never the newest, never a newer one than is offered. That the owner offers k+1 only
+        after k was committed by all roles makes this rule 3 (design section 4).
+
+        Where steps are kept there are more slots than the owner has, and none is given away that
+        something is computed from which may still be asked for.
+
+        ``anew``: not the slot in which parts of the generation are sealed, which stays as it is
+        until :meth:`replace`.
+        """
+        name = segment.path.name
+        free: list[tuple[Generation, int]] = []
+        sealed = [s for s in _sealed_slots(segment) if s.parts]
+        held = {s.slot: s.generation for s in sealed}
+        newest = max(held.values(), default=None)
+        kept: set[Generation] = set()
+        if keeps_steps(segment.layout):
+            oldest = generation.iteration - segment.layout.slots + 1
+            kept = needed({s.generation: s.parts for s in sealed}, oldest)
+        for slot in range(segment.slots):
+            state, found = segment.state(slot), segment.generation(slot)
+            taken = (name, slot) in self.writers
+            if state is SlotState.SEALED and found == generation:
+                if anew and slot in held:
+                    continue
+                if taken:
+                    return None
+                self.writers.add((name, slot))
+                return slot
+            if taken or self.pins[name, slot]:
+                continue
+            if slot not in held:
+                free.append((Generation(-1, -1), slot))
+            elif found != newest and found < generation and found not in kept:
+                free.append((found, slot))
+        if not free:
+            return None
+        old = self._outlived(segment, sealed)
+        slot = min([one for one in free if one[1] in old] or free)[1]
+        segment.open_slot(slot, generation, epoch)
+        self.writers.add((name, slot))
+        return slot
+
+    def _outlived(self, segment: Segment, sealed: Collection[SealedSlot]) -> set[int]:
+        """Slots of a copy to be used again before others get memory: a copy of as many slots as the
+        owner has would hold something newer there by now. The slots beyond these are for steps, and
+        nothing that the newest generations are computed from goes, wherever their base lies.
+        """
+        slots = segment.layout.slots
+        if not keeps_steps(segment.layout) or len(sealed) < slots:
+            return set()
+        newest = sorted(s.generation for s in sealed)[1 - slots :]
+        held: dict[Generation, set[str]] = {}
+        for slot in self.sealed(segment.layout.role):
+            held.setdefault(slot.generation, set()).update(slot.parts)
+        kept = needed(held, newest[0].iteration)
+        return {s.slot for s in sealed if s.generation not in kept}
+
+    def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
+        """Have ``seal`` seal the parts of ``slot``, which was claimed anew, and forget the other
+        slots of the same generation. At every moment, a kill of this process included, one of them
+        counts: see :func:`_settle_twins`.
+        """
+        generation = segment.generation(slot)
+        others = [
+            sealed.slot
+            for sealed in _sealed_slots(segment)
+            if sealed.generation == generation and sealed.slot != slot
+        ]
+        for other in others:
+            segment.set_state(other, SlotState.WRITING)
+        seal()
+        for other in others:
+            segment.set_state(other, SlotState.EMPTY)
+
+    def superseded(self, segment: Segment, generation: Generation) -> bool:
+        """True when every slot of a copy holds something newer than ``generation``."""
+        held = [s.generation for s in _sealed_slots(segment) if s.parts]
+        return len(held) == segment.slots and min(held) > generation
+
+    def forget_before(self, segment: Segment, generation: Generation | None) -> None:
+        """Empty the slots of a copy that hold something older and are not in use."""
+        name = segment.path.name
+        for sealed in list(_sealed_slots(segment)):
+            busy = (name, sealed.slot) in self.writers or self.pins[name, sealed.slot]
+            if generation is not None and sealed.generation < generation and not busy:
+                segment.set_state(sealed.slot, SlotState.EMPTY)
+
+    def release(self, segment: Segment, slot: int) -> None:
+        """End of :meth:`claim`."""
+        self.writers.discard((segment.path.name, slot))
+
+    def pin(self, place: Place) -> None:
+        """Keep a slot from being given to another generation; counted."""
+        self.pins[place.key] += 1
+
+    def unpin(self, place: Place) -> None:
+        """End of one :meth:`pin`."""
+        self.pins[place.key] -= 1
+
+    def serves(self, segment: Segment, generation: Generation) -> bool:
+        """True when a segment holds something of the generation that an epoch begins with, or may
+        hold what that is computed from: the base of a chain may lie elsewhere than its end."""
+        held = [
+            slot.generation
+            for slot in self.sealed(segment.layout.role)
+            if slot.segment is segment and slot.parts
+        ]
+        chained = segment.seat is None and keeps_steps(segment.layout)
+        return generation in held or (chained and bool(held)) or self._leads_on(segment)
+
+    def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
+        """True when nothing in an inactive segment can be asked for any more.
+
+        A member overwrites generation g when it writes the one that comes as many places after it
+        as there are slots; it may, because every role has committed something newer by then (design
+        section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
+        is not needed here either. ``successors(g)``: how many generations after g have certainly
+        been written by then (layout.cadence).
+        """
+        keys = [(segment.path.name, slot) for slot in range(segment.slots)]
+        if any(self.pins[key] or key in self.writers for key in keys):
+            return False
+        held = [
+            slot.generation
+            for slot in self.sealed(segment.layout.role)
+            if slot.segment is segment and slot.parts
+        ]
+        # A segment without any was just made, for bytes that are on their way.
+        outlived = all(successors(generation) >= segment.layout.slots for generation in held)
+        return bool(held) and outlived and not self._leads_on(segment)
+
+    def _leads_on(self, segment: Segment) -> bool:
+        """True when steps elsewhere on this node, which may still be asked for, lead from what only
+        this segment holds: that of a member which sat here before its node became a buddy."""
+        if not keeps_steps(segment.layout):
+            return False
+        held: dict[Generation, set[str]] = {}
+        others: dict[Generation, set[str]] = {}
+        for slot in self.sealed(segment.layout.role):
+            held.setdefault(slot.generation, set()).update(slot.parts)
+            if slot.segment is not segment:
+                others.setdefault(slot.generation, set()).update(slot.parts)
+        newest = max((generation.iteration for generation in others), default=0)
+        return any(
+            chain(held, generation, shard) and not chain(others, generation, shard)
+            for generation, parts in others.items()
+            if generation.iteration > newest - segment.layout.slots
+            for name in parts
+            if (shard := shard_of(name)) is not None
+        )
+
+
+def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:
+    for slot in range(segment.slots):
+        if segment.state(slot) is not SlotState.SEALED:
+            continue
+        generation = segment.generation(slot)
+        parts = {}
+        for part in segment.layout.parts:
+            entry = segment.entry(slot, part.name)
+            if entry.state is PartState.SEALED and entry.nbytes <= part.nbytes:
+                parts[part.name] = entry
+        # Its member may have begun to overwrite the slot while the header was read.
+        if segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation:
+            yield SealedSlot(segment, slot, generation, parts)
+
+
+def _drop_parts(segment: Segment, slot: int, late: list[str], epoch: int) -> None:
+    """Forget parts of an older epoch that were appended too late, or never sealed."""
+    for part in segment.layout.parts:
+        entry = segment.entry(slot, part.name)
+        unwanted = part.name in late or entry.state is PartState.FILLED
+        if unwanted and entry.state is not PartState.ABSENT and entry.epoch < epoch:
+            segment.invalidate_part(slot, part.name, PartState.ABSENT)
+
+
+def _settle_twins(segment: Segment) -> None:
+    """After a kill in :meth:`Table.replace`: the new slot if it has all that the old one has.
+
+    A slot of a copy loses all its sealed parts before it gets another generation, so one that is
+    WRITING and has any is as it was.
+    """
+    for slot in range(segment.slots):
+        if segment.state(slot) is not SlotState.WRITING:
+            continue
+        names = (part.name for part in segment.layout.parts)
+        sealed = {n for n in names if segment.entry(slot, n).state is PartState.SEALED}
+        if not sealed:
+            continue
+        twins = [s for s in _sealed_slots(segment) if s.generation == segment.generation(slot)]
+        if any(sealed <= set(twin.parts) for twin in twins):
+            segment.set_state(slot, SlotState.EMPTY)
+            continue
+        for twin in twins:
+            segment.set_state(twin.slot, SlotState.EMPTY)
+        segment.set_state(slot, SlotState.SEALED)

@@ -1,0 +1,142 @@
+"""Hashing every sealed part of segments and comparing it with its checksum, without disturbing.
+
+Files are mapped read-only. A live member or vault may begin to overwrite a slot while it is being
+hashed; then its header says so afterwards, for it is invalidated before the first byte changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import xxhash
+
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.shm.barriers import fence
+from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
+
+_PIECE_BYTES = 16 << 20
+
+
+class Verdict(StrEnum):
+    """What became of one look."""
+
+    GOOD = "good"
+    BUSY = "busy"  # being written, now or by the time it had been hashed
+    BAD = "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One part (or file). ``generation``: None where it is not known; ``reason``: why not good."""
+
+    path: Path
+    what: str
+    nbytes: int
+    verdict: Verdict
+    reason: str = ""
+    role: int | None = None
+    generation: Generation | None = None
+
+
+Progress = Callable[[int], None]
+
+
+def segment_files(directory: Path) -> list[Path]:
+    """The finished segments in a node's or a dump's directory."""
+    return sorted(p for p in directory.glob("*.seg") if not p.name.startswith("."))
+
+
+def sealed_bytes(path: Path) -> int:
+    """About how much :func:`verify_segment` will hash; 0 for what cannot be read."""
+    try:
+        segment = Segment.open(path, writable=False)
+    except (SegmentError, OSError):
+        return 0
+    return sum(entry.nbytes for slot in _sealed(segment) for _, entry in slot[2])
+
+
+def verify_segment(path: Path, progress: Progress) -> Iterator[Finding]:
+    """One finding for each sealed part; ``progress`` gets the bytes hashed since the last call.
+
+    Nothing for a file that its vault has removed meanwhile.
+    """
+    try:
+        segment = Segment.open(path, writable=False)
+    except FileNotFoundError:
+        return
+    except (SegmentError, OSError) as error:
+        yield Finding(path, "file", 0, Verdict.BAD, str(error))
+        return
+    role = segment.layout.role
+    for slot in range(segment.slots):
+        if segment.state(slot) in (SlotState.WRITING, SlotState.FILLED):
+            yield Finding(path, f"slot {slot}", 0, Verdict.BUSY, "is being written", role)
+    for slot, generation, parts in _sealed(segment):
+        for name, entry in parts:
+            verdict, reason = _verify(segment, slot, generation, name, entry, progress)
+            yield Finding(path, name, entry.nbytes, verdict, reason, role, generation)
+
+
+def _sealed(segment: Segment) -> list[tuple[int, Generation, list[tuple[str, PartEntry]]]]:
+    found = []
+    for slot in range(segment.slots):
+        if segment.state(slot) is not SlotState.SEALED:
+            continue
+        generation = segment.generation(slot)
+        entries = [(part.name, segment.entry(slot, part.name)) for part in segment.layout.parts]
+        shown = (PartState.SEALED, PartState.BAD)
+        parts = [(name, entry) for name, entry in entries if entry.state in shown]
+        if segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation:
+            found.append((slot, generation, parts))
+    return found
+
+
+def _verify(
+    segment: Segment,
+    slot: int,
+    generation: Generation,
+    name: str,
+    entry: PartEntry,
+    progress: Progress,
+) -> tuple[Verdict, str]:
+    if entry.state is PartState.BAD:
+        progress(entry.nbytes)
+        return Verdict.BAD, "its vault has found it damaged and does not use it"
+    if entry.nbytes > segment.capacity(name):
+        progress(entry.nbytes)
+        return Verdict.BAD, f"{entry.nbytes} bytes in a part for {segment.capacity(name)}"
+    digest, view = xxhash.xxh3_64(), segment.data(slot, name, entry.nbytes)
+    for start in range(0, entry.nbytes, _PIECE_BYTES):
+        piece = view[start : start + _PIECE_BYTES]
+        digest.update(piece)
+        progress(len(piece))
+    found = digest.intdigest()
+    if found == entry.checksum:
+        return Verdict.GOOD, ""
+    fence()  # what the writer has stored before the bytes we saw is seen now
+    same = segment.state(slot) is SlotState.SEALED and segment.generation(slot) == generation
+    if not same or segment.entry(slot, name) != entry:
+        return Verdict.BUSY, "was overwritten meanwhile"
+    return Verdict.BAD, f"checksum {found:016x} instead of {entry.checksum:016x}"
+
+
+class Meter:
+    """Adds up progress and tells ``show(done_bytes)`` at most ten times a second."""
+
+    def __init__(self, show: Callable[[int], None]) -> None:
+        self._show = show
+        self._done = 0
+        self._shown = 0.0
+
+    def __call__(self, nbytes: int) -> None:
+        """So many bytes more."""
+        self._done += nbytes
+        now = time.monotonic()
+        if now - self._shown > 0.1:
+            self._shown = now
+            self._show(self._done)

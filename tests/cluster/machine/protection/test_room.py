@@ -1,0 +1,291 @@
+"""``mixed`` and memory: a plan that fits, from the start on, or one line why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from immutables import Map
+
+from deadpool_megatron.cluster.machine import actions as act
+from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.protection import scene_of
+from deadpool_megatron.cluster.machine.state.state import State
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.reckoning import choice
+from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
+from deadpool_megatron.layout.reckoning.demand import memory_needs
+from deadpool_megatron.layout.schemes import Kind as Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from deadpool_megatron.recovery import plan
+from tests.cluster.machine import rig as rig_module
+from tests.cluster.machine.rig import MEGA, Phase, Rig, g, killed, large
+
+
+@pytest.fixture(autouse=True)
+def large_layouts() -> Iterator[None]:
+    with mock.patch.object(rig_module, "layout", large):
+        yield
+
+
+class Room(Rig):
+    """A rig whose nodes say how much memory they have; by node in ``memory``, else ``usual``."""
+
+    def __init__(self, **more: object) -> None:
+        super().__init__(**more)  # type: ignore[arg-type]
+        self.usual = 0
+        self.memory: dict[int, int] = {}
+
+    def join(self, *nodes: int) -> None:
+        self.feed(
+            *(
+                ev.NodeJoined(
+                    n, "host", 1000 + n, f"node{n}", memory_bytes=self.memory.get(n, self.usual)
+                )
+                for n in nodes
+            )
+        )
+
+    def begin(self) -> Room:
+        """Until the first epoch runs, with as many records as it takes."""
+        self.gather()
+        for _ in range(3):
+            if self.state.phase is Phase.DECIDING:
+                self.journal()
+                self.restored()
+                self.closed()
+        return self
+
+    def again(self, iteration: int) -> None:
+        """All that are left promise a generation; what is decided opens, or all is over."""
+        self.closed(g(iteration, self.record.epoch))
+        if self.state.phase is Phase.DECIDING:
+            self.journal()
+            self.restored()
+
+
+def room(usual: int, **more: object) -> Room:
+    rig = Room(**{"protection": "mixed", "nproc": 4, **more})  # type: ignore[arg-type]
+    rig.usual = usual
+    return rig
+
+
+def needs(state: State, plan: ProtectionPlan, rig: Room) -> int:
+    scene = scene_of(state, rig.settings)
+    assert scene is not None
+    return max(memory_needs(plan, scene).values())
+
+
+def sizes(nodes: int = 6, spares: int = 0, replicas: int = 1) -> tuple[int, int]:
+    """Memory of the fullest of these nodes with copies, and with the sparest plan."""
+    rig = Room(nodes=nodes, spares=spares, nproc=4, replicas=replicas).run()
+    groups = [size for size in GROUP_SIZES if size + replicas <= nodes + spares]
+    uniforms = [uniform("parity", rig.settings, 1, size) for size in groups]
+    found = [needs(rig.state, plan, rig) for plan in (ProtectionPlan(), *uniforms)]
+    return found[0], min(found)
+
+
+def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
+    copies, least = sizes()
+    assert least < copies
+    rig = room(copies - 1, nodes=6, spares=0)
+    rig.gather()
+    rig.journal()
+    assert rig.record.protection == ProtectionPlan(), "nobody knows yet what the state is like"
+    rig.restored()
+    assert rig.state.phase is Phase.CLOSING
+    rig.closed()
+    assert rig.pending.epoch == 2
+    assert rig.pending.restore.kind == "initial"
+    assert rig.pending.protection.kinds == {Scheme.PARITY}
+    assert "buddy needs more memory than there is" in rig.pending.cause
+    rig.journal()
+    rig.restored()
+    assert rig.state.phase is Phase.RUNNING
+    (told,) = rig.emitted(Kind.PROTECTION)
+    assert told.data["why"].startswith("for want of memory: parity(2) fits")
+    assert "for copies node 0 would need" in told.data["why"]
+
+
+def test_what_fits_stays() -> None:
+    copies, _ = sizes()
+    rig = room(copies + 6 * MEGA, nodes=6, spares=0).begin()
+    assert (rig.record.epoch, rig.record.protection) == (1, ProtectionPlan())
+
+
+def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
+    """Copies fit, but not beside a generation that has to be fetched; where no plan leaves that
+    much, that counts for less than the safer plan."""
+    copies, least = sizes()
+    rig = room(copies + MEGA, nodes=6, spares=0).begin()
+    assert rig.record.protection.kinds == {Scheme.PARITY}
+    (why,) = [
+        action.data["why"]
+        for action in rig.log
+        if isinstance(action, act.EmitEvent) and action.kind is Kind.PROTECTION
+    ]
+    assert "with room to take over the roles of another node" in why
+    assert room(least + MEGA, nodes=6, spares=0).begin().record.protection.kinds == {Scheme.PARITY}
+    few, _ = sizes(2)
+    assert room(few, nodes=2, spares=0).begin().record.protection == ProtectionPlan()
+
+
+def test_other_schemes_are_what_the_user_has_said() -> None:
+    rig = Room(nodes=6, spares=0)
+    rig.usual = 1
+    assert rig.begin().record.protection == ProtectionPlan()
+
+
+def test_nothing_fits_ends_the_start_with_one_line() -> None:
+    rig = room(2 * MEGA, nodes=4, spares=0).begin()
+    (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
+    assert end.exit_status == 2
+    assert "no scheme fits, parity(3) needs least: node 0 would need" in end.reason
+    assert end.reason.endswith("raise --deadpool-memory-gb or add nodes")
+
+
+def test_blocks_that_nothing_here_can_compute_are_not_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choice, "find_spec", lambda name: None)
+    _, least = sizes(6, replicas=2)
+    rig = room(least, nodes=6, spares=0, replicas=2).begin()
+    (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
+    assert end.exit_status == 2
+    assert "needs the package zfec on all nodes" in end.reason
+
+
+def without_its_spare() -> Room:
+    """Four nodes and a spare with memory for the sparest plan, which need the spare for it; then it
+    is lost."""
+    _, least = sizes(4, 1)
+    assert least < sizes(4, 0)[1]
+    rig = room(least, nodes=4, spares=1).begin()
+    assert rig.state.phase is Phase.RUNNING
+    rig.feed(ev.NodeLost(4, "gone"))
+    rig.closed(g(5, rig.record.epoch))
+    return rig
+
+
+def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() -> None:
+    """No other plan is looked for, though copies are asked for."""
+    rig = without_its_spare()
+    chosen = rig.record.protection
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "a node to join" in rig.emitted(Kind.LOG)[-1].data["text"]
+    rig.join(5)
+    assert rig.state.phase is Phase.DECIDING
+    rig.journal()
+    rig.restored()
+    assert rig.record.protection == chosen
+    assert needs(rig.state, rig.record.protection, rig) <= rig.usual
+
+
+def test_what_was_chosen_is_not_chosen_again() -> None:
+    """Copies would fit once the nodes have more memory; the plan of the start stays."""
+    copies, least = sizes(6, 1)
+    rig = room(least + MEGA, nodes=6, spares=1).begin()
+    chosen = rig.record.protection
+    assert chosen.kinds == {Scheme.PARITY}
+    rig.usual = 9 * copies
+    nodes = {
+        n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.fleet.nodes.items()
+    }
+    rig.alter("fleet", nodes=Map(nodes))
+    rig.warm(6)
+    rig.feed(ev.NodeLost(0, "gone"))
+    rig.again(5)
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.record.protection == chosen
+
+
+def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch() -> None:
+    """Their nodes may have less memory than those of the run before."""
+    copies, least = sizes()
+    rig = room(100 * copies, nodes=6, spares=0).begin()
+    assert rig.record.protection == ProtectionPlan()
+    found = [rig.inventory(node, g(7)).inventory for node in range(6)]
+    rig.config = replace(rig.config, restarted=True)
+    rig.machine = Machine(rig.config, plan)
+    rig.state = rig.machine.resume(rig.record, None, rig.now)
+    for held in found:
+        node, less = held.node, least + MEGA
+        address = ("host", 1000 + node, f"node{node}")
+        rig.feed(ev.NodeJoined(node, *address, found=held, memory_bytes=less))
+    rig.closed(g(7))
+    assert rig.pending.restore.kind == "memory"
+    assert rig.pending.protection.kinds == {Scheme.PARITY}
+
+
+def test_where_nobody_joins_the_state_is_saved() -> None:
+    rig = without_its_spare()
+    rig.tick(rig.settings.spare_timeout_seconds + 1)
+    assert rig.state.phase is Phase.DUMPING
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    nodes=st.integers(3, 7),
+    spares=st.integers(0, 3),
+    nproc=st.integers(1, 2),
+    replicas=st.integers(1, 2),
+    limit=st.integers(2, 40),
+    poor=st.sets(st.integers(0, 9), max_size=2),
+    lost=st.lists(st.integers(0, 9), max_size=4),
+)
+def test_no_epoch_runs_with_a_plan_that_does_not_fit(
+    nodes: int,
+    spares: int,
+    nproc: int,
+    replicas: int,
+    limit: int,
+    poor: set[int],
+    lost: list[int],
+) -> None:
+    """Whoever is lost, and whoever takes over the roles."""
+    with mock.patch.object(rig_module, "layout", large):
+        rig = room(limit * MEGA, nodes=nodes, spares=spares, nproc=nproc, replicas=replicas)
+        rig.memory = dict.fromkeys(poor, (limit - 2) * MEGA)
+        rig.begin()
+        for iteration, node in enumerate(lost, 5):
+            check(rig)
+            if rig.state.phase is Phase.RUNNING and node in rig.state.fleet.nodes:
+                rig.warm(*range(nodes, nodes + spares))
+                rig.steps(iteration)
+                rig.feed(ev.NodeLost(node, "gone"))
+                if rig.state.phase is Phase.CLOSING:
+                    rig.again(iteration)
+        check(rig)
+
+
+def check(rig: Room) -> None:
+    if rig.state.phase is not Phase.RUNNING:
+        if rig.state.record is None or not rig.state.line.ever_ran:
+            (end,) = [action for action in rig.log if isinstance(action, act.Finish)]
+            assert end.exit_status == 2
+        return
+    scene = scene_of(rig.state, rig.settings)
+    assert scene is not None
+    needed = memory_needs(rig.record.protection, scene)
+    for node, known in rig.state.fleet.nodes.items():
+        assert needed[node] <= known.memory_bytes
+
+
+def test_a_coordinator_that_took_over_knows_from_the_slots_what_fits() -> None:
+    """Nobody has registered with it, and a spare that held copies is lost."""
+    rig = room(100 * MEGA, nodes=4, spares=1).begin()
+    rig.alter("memory", layouts=Map())
+    nodes = rig.state.fleet.nodes
+    for node, known in rig.state.fleet.nodes.items():
+        nodes = nodes.set(node, replace(known, memory_bytes=2 * MEGA))
+    rig.alter("fleet", nodes=nodes)
+    rig.feed(killed(rig, 0))
+    rig.hello(0)
+    rig.closed(g(3))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert "buddy: node 0 would need" in rig.emitted(Kind.LOG)[-1].data["text"]

@@ -1,0 +1,334 @@
+"""What the extras hold, what a reset forgets, and what is refused because nobody would save it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.transformer.moe.moe_utils import (
+    get_moe_layer_wise_logging_tracker,
+    save_to_aux_losses_tracker,
+)
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.generations.optimizer import (
+    ShardState,
+    UnsupportedOptimizer,
+    refuse_unknown_state,
+)
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.state.extras import ExtrasError, decode, encode
+
+
+class Model(torch.nn.Module):
+    """A trained weight, a frozen one, a buffer that checkpoints hold and one that they do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        self.frozen = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
+        self.register_buffer("expert_bias", torch.zeros(2))
+        self.register_buffer("local_tokens_per_expert", torch.zeros(2), persistent=False)
+
+
+class Loop:
+    """The parts of a loop that are captured, with an fp16 optimizer."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.model_chunks: list[Any] = [self.model]
+        scaler = DynamicGradScaler(
+            initial_scale=2.0**16,
+            min_scale=1.0,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=2,
+            hysteresis=2,
+        )
+        inner = SimpleNamespace(
+            optimizer=torch.optim.AdamW([self.model.weight], lr=0.5),
+            grad_scaler=scaler,
+            config=SimpleNamespace(),
+        )
+        inner.param_groups = inner.optimizer.param_groups
+        self.optimizer = SimpleNamespace(chained_optimizers=[inner])
+        self.scheduler = SimpleNamespace(num_steps=0)
+        self.counters = {"iteration": 0, "consumed_valid_samples": 0}
+        self.log_sums = {"loss": 0.0}
+
+    @property
+    def scaler(self) -> DynamicGradScaler:
+        return self.optimizer.chained_optimizers[0].grad_scaler
+
+    def extra_state(self) -> dict[str, Any]:
+        return {"answer": [1.5, None]}
+
+    def restore_extra_state(self, values: dict[str, Any]) -> None:
+        self.given_back = values
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """A checkpoint holds what is trained, and what is persistent."""
+        with torch.no_grad():
+            self.model.weight.fill_(7)
+            self.model.expert_bias.fill_(7)
+        self.counters["iteration"] = 6
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    torch.manual_seed(5)
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    yield Loop()
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+
+
+def kept(loop: Loop) -> dict[str, Any]:
+    """Captured, as it comes back from a slot."""
+    return decode(encode(extras.capture(loop)))
+
+
+def put_back(loop: Loop, values: dict[str, Any]) -> None:
+    extras.restore(loop, values)
+    extras.restore_last(values)
+
+
+def test_frozen_weights_and_all_buffers_come_back(loop: Loop) -> None:
+    """Traps, A8: they are in no optimizer and in no gather; the warm-up of a spare moves some."""
+    with torch.no_grad():
+        loop.model.expert_bias.fill_(0.25)
+        loop.model.local_tokens_per_expert.fill_(12)
+    values = kept(loop)
+    spare = Loop()
+    with torch.no_grad():
+        for tensor in (*spare.model.buffers(), spare.model.frozen):
+            tensor.fill_(-1)
+    objects = {name: id(buffer) for name, buffer in spare.model.named_buffers()}
+    put_back(spare, values)
+    assert spare.model.frozen.tolist() == [0, 1, 2, 3]
+    assert spare.model.expert_bias.tolist() == [0.25] * 2
+    assert spare.model.local_tokens_per_expert.tolist() == [12] * 2
+    assert {n: id(b) for n, b in spare.model.named_buffers()} == objects, "in place"
+
+
+def test_a_buffer_comes_back_as_wide_as_it_was(loop: Loop) -> None:
+    """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
+    with torch.no_grad():
+        loop.model.expert_bias.fill_(0.001)
+    values = kept(loop)
+    spare = Loop()
+    bias = spare.model.expert_bias
+    bias.data = bias.data.bfloat16()
+    put_back(spare, values)
+    assert spare.model.expert_bias is bias
+    assert torch.equal(bias, loop.model.expert_bias)
+    assert bias.dtype == torch.float32
+
+
+def test_what_moves_before_the_update_comes_back(loop: Loop) -> None:
+    """Traps, A4 and A5: the scaler and the bias move although the update is skipped."""
+    loop.scaler.update(True)
+    values = kept(loop)
+    wanted = {name: float(value) for name, value in loop.scaler.state_dict().items()}
+    loop.scaler.update(True)
+    loop.model.expert_bias.add_(1)
+    loop.scheduler.num_steps += 8
+    loop.optimizer.chained_optimizers[0].param_groups[0]["lr"] = 0.1
+    loop.counters["iteration"] += 1
+    loop.counters["skipped"] = 1
+    loop.log_sums["loss"] += 0.1
+    put_back(loop, values)
+    assert {name: float(v) for name, v in loop.scaler.state_dict().items()} == wanted
+    assert loop.model.expert_bias.tolist() == [0, 0]
+    assert loop.scheduler.num_steps == 0
+    assert loop.optimizer.chained_optimizers[0].param_groups[0]["lr"] == 0.5
+    assert loop.counters == {"iteration": 0, "consumed_valid_samples": 0}
+    assert loop.log_sums == {"loss": 0.0}
+    # And it goes on as the first time.
+    loop.scaler.update(True)
+    again = float(loop.scaler.scale)
+    put_back(loop, values)
+    loop.scaler.update(True)
+    assert float(loop.scaler.scale) == again
+
+
+def test_an_evaluation_draws_and_counts(loop: Loop) -> None:
+    """Traps, A9: the extras of two boundaries of one iteration differ, and each is exact."""
+    before = kept(loop)
+    jitter = torch.rand(3)
+    loop.counters["consumed_valid_samples"] += 16
+    after = kept(loop)
+    following = torch.rand(3)
+    put_back(loop, before)
+    assert torch.equal(torch.rand(3), jitter)
+    put_back(loop, after)
+    assert torch.equal(torch.rand(3), following)
+    assert loop.counters["consumed_valid_samples"] == 16
+
+
+def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
+    MTPLossLoggingHelper.tracker["values"] = torch.tensor([0.75])
+    values = kept(loop)
+    get_moe_layer_wise_logging_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    # Warm-up of a spare: an entry of its own, of something that was not captured.
+    save_to_aux_losses_tracker("z_loss", torch.tensor(3.0), 1, 4)
+    put_back(loop, values)
+    tracker = get_moe_layer_wise_logging_tracker()
+    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
+    assert tracker["z_loss"]["values"].tolist() == [0, 0, 0, 0]
+    assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.75]
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
+    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 1, 0, 0]
+    put_back(loop, values)
+    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
+
+
+def test_loss_sums_are_summed_over_the_groups_of_the_role(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restored step is logged before any forward pass has set them."""
+    ours, theirs = object(), object()
+    monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", ours)
+    save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=ours)
+    save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
+    values = kept(loop)
+    tracker = get_moe_layer_wise_logging_tracker()
+    own = tracker["of their own"]["avg_group"]
+    # One process has met nothing, another one was built for another role and met more.
+    for before in ({}, {"reduce_group": ours, "avg_group": theirs}):
+        monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", theirs)
+        tracker["load_balancing_loss"] = {"values": torch.zeros(4), **before}
+        tracker["z_loss"] = {"values": torch.zeros(4), **before}
+        put_back(loop, values)
+        assert tracker["load_balancing_loss"]["reduce_group"] is theirs
+        assert tracker["load_balancing_loss"]["avg_group"] is None
+        assert tracker["load_balancing_loss"]["reduce_group_has_dp"] is False
+        assert tracker["z_loss"]["reduce_group"] is None
+        assert tracker["of their own"]["avg_group"] is own
+
+
+def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:
+    values = kept(loop)
+    loop.model.register_buffer("made_later", torch.zeros(1))
+    with pytest.raises(ExtrasError, match=r"buffer\.0\.made_later"):
+        extras.restore(loop, values)
+    with pytest.raises(ExtrasError, match=r"buffer\.0\.made_later"):
+        extras.restore(Loop(), kept(loop))
+
+
+def test_a_durable_restore_begins_with_what_no_checkpoint_holds(loop: Loop) -> None:
+    """Token counts of an interrupted forward would move the expert bias by a wrong step."""
+
+    class Entry(EpochEntry):
+        """With everything around the loop taken away."""
+
+        def __init__(self) -> None:
+            self.role = 0
+            self._vault: Any = SimpleNamespace(has_segment=lambda role: True)
+            self._loop: Any = loop
+            self._protection: Any = SimpleNamespace(
+                enter=lambda epoch, every, **more: None,
+                layout=SimpleNamespace(to_dict=dict, peers=(0,)),
+            )
+            self._link: Any = SimpleNamespace(send=lambda message: None)
+            self._settings = Settings()
+            self._reports: Any = SimpleNamespace(told=[])
+            self._shard: Any = SimpleNamespace(readopt=lambda: None)
+            self._dimensions = ()
+            self._leftovers: Any = SimpleNamespace(forget=lambda: None)
+            self._pristine = self.capture_extras()
+
+    entry = Entry()
+    wanted = torch.rand(2)
+    with torch.no_grad():
+        loop.model.local_tokens_per_expert.fill_(99)
+    loop.counters["from the dead iteration"] = 1
+    loop.scaler.update(True)
+    loop.scaler.update(True)
+    restore = Restore("durable", Generation(4, 6), path="somewhere")
+    record = EpochRecord(4, {0: Seat(0, 0, 0)}, {}, restore)
+    entry.restore(record, 0)
+    assert loop.model.local_tokens_per_expert.tolist() == [0, 0]
+    assert loop.model.expert_bias.tolist() == [7, 7]
+    assert loop.counters == {"iteration": 6, "consumed_valid_samples": 0}
+    assert float(loop.scaler.scale) == 2.0**16
+    assert entry.generation == Generation(4, 6)
+    extras.restore_last(entry._late)
+    assert torch.equal(torch.rand(2), wanted)
+
+
+def test_a_load_that_replaces_tensors_is_brought_back_into_the_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0])
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: None)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    adam = torch.optim.AdamW([weight], lr=0.5)
+    weight.grad = torch.ones(3)
+    adam.step()
+    inner = SimpleNamespace(optimizer=adam, ddp_config=None)
+    state = ShardState(SimpleNamespace(chained_optimizers=[inner]))
+    (part,) = state.parts
+    saved = adam.state_dict()
+    loaded = {
+        **saved,
+        "state": {0: {k: torch.full_like(v, 4) for k, v in saved["state"][0].items()}},
+    }
+    adam.load_state_dict(loaded)
+    weight.data = torch.full((3,), 9.0)
+    assert not any((tensor == 4).any() for tensor in part.tensors)
+    state.readopt()
+    found = sorted({value for tensor in part.tensors for value in tensor.tolist()} - {0.0})
+    assert found == [4, 9]
+    # From now on updates reach the parts again.
+    adam.step()
+    assert {value for tensor in part.tensors for value in tensor.tolist()} >= {
+        *weight.tolist(),
+        *adam.state[weight]["exp_avg"].tolist(),
+    }
+
+
+# Refusals (traps, A8 and C).
+
+
+class HybridDeviceOptimizer(torch.optim.SGD):
+    """Of that name only."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings", "kind", "words"),
+    [
+        (
+            {},
+            {"use_precision_aware_optimizer": True},
+            torch.optim.SGD,
+            "precision-aware use of SGD",
+        ),
+        ({}, {}, HybridDeviceOptimizer, "HybridDeviceOptimizer"),
+        ({"fp8": None}, {}, torch.optim.SGD, ""),
+    ],
+)
+def test_state_that_nobody_would_save_is_refused(
+    flags: dict[str, Any], settings: dict[str, Any], kind: type[torch.optim.SGD], words: str
+) -> None:
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    inner = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(**settings))
+    chained = SimpleNamespace(chained_optimizers=[inner])
+    if not words:
+        refuse_unknown_state(chained, SimpleNamespace(**flags))
+        return
+    with pytest.raises(UnsupportedOptimizer, match=words):
+        refuse_unknown_state(chained, SimpleNamespace(**flags))

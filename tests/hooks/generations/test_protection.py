@@ -1,0 +1,316 @@
+"""Protection against a vault in this process: what is copied when, and what each wait waits for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from deadpool_megatron.hooks.generations.layouts import role_layout
+from deadpool_megatron.hooks.generations.protection import ProtectionError
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.state.packing import Part
+from tests.hooks.generations import protection_rig
+from tests.hooks.generations.protection_rig import (
+    EPOCH,
+    SECONDS,
+    Rig,
+    SlowPlatform,
+    Writer,
+    generation,
+)
+
+make = protection_rig.make
+
+
+def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
+    make: Callable[..., Rig],
+) -> None:
+    """Or an evaluation that is in it would be done twice after the next failure."""
+
+    class Entry(EpochEntry):
+        """With everything around the protection taken away."""
+
+        def __init__(self, rig: Rig) -> None:
+            self.generation, self.boundary = generation(6), "save"
+            self._protection = rig.protection
+            self._dimensions = ()
+
+        def capture_extras(self) -> bytes:
+            return b"after the save"
+
+    rig = make()
+    rig.protection.enter(EPOCH)
+    restore = Restore("durable", generation(6), "save", "somewhere")
+    Entry(rig).verify(EpochRecord(EPOCH, {}, {}, restore), 0)
+    rig.step(7)
+    first = rig.vault.filled[0]
+    assert {name for name in first.filled if "@" in name} == {"extras@save"}
+    assert bytes(first.parts["extras@save"][:14]) == b"after the save"
+    assert rig.vault.asked == [(generation(6), "save")]
+
+
+# The gate (design, section 4).
+
+
+@pytest.mark.parametrize(("lag", "wanted"), [(0, [0, 1, 2]), (1, [0, 0, 1]), (2, [0, 0, 0])])
+def test_an_update_waits_for_the_commit_that_lies_the_lag_behind(
+    make: Callable[..., Rig], lag: int, wanted: list[int]
+) -> None:
+    """The first update waits for generation 0 whatever the lag: it must exist twice by then."""
+    rig = make(max_lag=lag)
+    rig.start()
+    for iteration in (1, 2, 3):
+        rig.step(iteration)
+    assert [asked[0].iteration for asked in rig.vault.asked] == wanted
+    rig.protection.settle()
+    assert rig.vault.asked[-1] == (generation(3), "step")
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_after_a_restore_the_first_update_waits_for_reprotection(
+    make: Callable[..., Rig], lag: int
+) -> None:
+    rig = make(max_lag=lag)
+    rig.protection.enter(EPOCH)
+    restored = Generation(1, 41)
+    rig.protection.owe(restored, "evaluation")
+    rig.step(42)
+    assert rig.vault.asked == [(restored, "evaluation")]
+
+
+def test_the_gate_does_not_open_by_itself(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    rig.vault.holds_back = True
+    passed = threading.Event()
+
+    def commit() -> None:
+        while not rig.waits:  # the wait is reported while it lasts, and goes on
+            time.sleep(0.001)
+        assert not passed.is_set()
+        rig.vault.commit.set()
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    rig.protection.gate()
+    passed.set()
+    thread.join(SECONDS)
+    assert rig.waits[-1] == (generation(0), True)
+    assert rig.protection.stall_seconds > 0
+
+
+def test_warming_up_protects_nothing(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.protection.gate()
+    rig.protection.fence()
+    rig.protection.updated(0)
+    assert rig.vault.asked == []
+    assert rig.vault.writers == []
+
+
+# What is copied.
+
+
+def test_a_generation_holds_what_each_update_left(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    rig.step(1)
+    wanted = [tensor.clone() for tensor in rig.tensors]
+    assert rig.settled() == [generation(0), generation(1)]
+    slot = rig.vault.filled[-1]
+    for index, tensor in enumerate(wanted):
+        found = torch.frombuffer(slot.part(f"shard{index}"), dtype=torch.float32)
+        assert torch.equal(found[: tensor.numel()], tensor)
+    assert set(slot.filled) == {"shard0", "shard1", "extras@step"}
+    assert bytes(slot.part("extras@step")[: slot.filled["extras@step"]]) == b"extras 1"
+
+
+def test_a_skipped_update_makes_a_generation_too(make: Callable[..., Rig]) -> None:
+    """Traps, A5: no hook of an inner optimizer fires."""
+    rig = make()
+    rig.start()
+    rig.step(1, skipped=True)
+    assert rig.settled() == [generation(0), generation(1)]
+    assert set(rig.vault.filled[-1].filled) == {"shard0", "shard1", "extras@step"}
+
+
+def test_a_role_without_optimizer_state_seals_its_extras(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.tensors.clear()
+    rig.protection._parts.clear()
+    rig.start()
+    rig.step(1)
+    assert rig.settled() == [generation(0), generation(1)]
+    assert set(rig.vault.filled[-1].filled) == {"extras@step"}
+
+
+def test_one_generation_at_a_time_even_without_a_gate(make: Callable[..., Rig]) -> None:
+    platform = SlowPlatform()
+    rig = make(platform)
+    rig.start()
+    handed = threading.Thread(target=lambda: rig.protection.complete(b"again"))
+    rig.protection.announce(generation(1))
+    handed.start()
+    handed.join(0.1)
+    assert handed.is_alive(), "the first one is still being copied"
+    while handed.is_alive():
+        for copy in platform.copies:
+            copy.ended.set()
+        handed.join(0.01)
+    for copy in platform.copies:
+        copy.ended.set()
+    assert rig.settled() == [generation(0), generation(1)]
+
+
+def test_extras_that_outgrow_their_room_are_refused(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    room = rig.protection.layout.parts[-1].nbytes
+    with pytest.raises(ProtectionError, match=f"grown to {room + 1} bytes, room for {room}"):
+        rig.protection.complete(bytes(room + 1))
+    with pytest.raises(ProtectionError, match="have grown"):
+        rig.protection.append(generation(0), "save", bytes(room + 1))
+
+
+# The cadence: only some generations are due.
+
+
+def thin(make: Callable[..., Rig], every: int, **settings: Any) -> Rig:
+    """An epoch of that cadence, from generation 0."""
+    rig = make(**settings)
+    rig.protection.enter(EPOCH, every)
+    rig.protection.announce(generation(0), first=True)
+    rig.protection.complete(b"0")
+    rig.protection.owe(generation(0), "step")
+    return rig
+
+
+@pytest.mark.parametrize(("lag", "wanted"), [(0, [0, 0, 3, 6]), (1, [0, 0, 0, 3])])
+def test_only_due_iterations_take_slots_and_wait_for_commits(
+    make: Callable[..., Rig], lag: int, wanted: list[int]
+) -> None:
+    """And the first one, whose state may be in memory once only."""
+    rig = thin(make, 3, max_lag=lag)
+    rig.vault.asked.clear()
+    for iteration in range(1, 11):
+        rig.protection.announce(generation(iteration))
+        assert rig.protection.is_wanted == (iteration % 3 == 0)
+        rig.step(iteration)
+    assert rig.settled() == [generation(iteration) for iteration in (0, 3, 6, 9)]
+    assert [asked[0].iteration for asked in rig.vault.asked] == wanted
+
+
+def test_the_first_generation_of_a_line_is_due_whatever_its_number(
+    make: Callable[..., Rig],
+) -> None:
+    rig = make()
+    rig.protection.enter(EPOCH, 5)
+    rig.protection.announce(generation(7), first=True)
+    assert rig.protection.is_wanted
+    rig.protection.announce(generation(8))
+    assert not rig.protection.is_wanted
+
+
+def test_segments_count_for_due_and_restored_generations_only(make: Callable[..., Rig]) -> None:
+    rig = thin(make, 2)
+    assert rig.protection.holds(generation(0))
+    rig.step(1)
+    assert not rig.protection.holds(generation(1))
+    rig.step(2)
+    assert rig.protection.holds(generation(2))
+    assert not rig.protection.holds(generation(0))
+    restored = Generation(1, 41)
+    rig.protection.enter(EPOCH + 1, 2)
+    rig.protection.owe(restored, "step")
+    assert rig.protection.holds(restored)
+
+
+def test_an_update_between_due_iterations_waits_for_the_copy(make: Callable[..., Rig]) -> None:
+    """The fence stays in every iteration: the copy of the due one may still read the shard."""
+    platform = SlowPlatform()
+    rig = make(platform)
+    rig.protection.enter(EPOCH, 2)
+    rig.protection.announce(generation(2))
+    rig.protection.complete(b"2")
+    rig.protection.announce(generation(3))
+    rig.protection.gate()  # not due: no commit to wait for
+    passed = threading.Event()
+    thread = threading.Thread(target=lambda: (rig.protection.fence(), passed.set()))
+    thread.start()
+    assert not passed.wait(0.1)
+    for copy in platform.copies:
+        copy.ended.set()
+    thread.join(SECONDS)
+    assert passed.is_set()
+
+
+# Boundaries (traps, A9).
+
+
+def test_the_gate_waits_for_the_last_boundary_that_was_appended(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.start()
+    rig.step(1)
+    for boundary in ("evaluation", "save"):
+        rig.protection.append(generation(1), boundary, boundary.encode())
+    rig.step(2)
+    assert [name for _, name, _ in rig.vault.appended] == ["extras@evaluation", "extras@save"]
+    assert rig.vault.asked[-1] == (generation(1), "save")
+
+
+def test_boundaries_of_a_restored_generation_follow_in_order(make: Callable[..., Rig]) -> None:
+    rig = make(max_lag=1)
+    rig.protection.enter(EPOCH)
+    restored = Generation(1, 8)
+    rig.protection.owe(restored, "evaluation")
+    rig.protection.append(restored, "save", b"s")
+    rig.step(9)
+    rig.step(10)
+    assert rig.vault.appended == [(restored, "extras@save", b"s")]
+    assert rig.vault.asked == [(restored, "evaluation"), (restored, "save")]
+
+
+def test_extras_are_appended_after_the_slot_was_handed_over(make: Callable[..., Rig]) -> None:
+    platform = SlowPlatform()
+    rig = make(platform)
+    rig.start()
+    thread = threading.Thread(target=rig.protection.append, args=(generation(0), "evaluation", b""))
+    thread.start()
+    thread.join(0.1)
+    assert rig.vault.appended == []
+    for copy in platform.copies:
+        copy.ended.set()
+    thread.join(SECONDS)
+    assert len(rig.vault.filled) == len(rig.vault.appended) == 1
+
+
+# Page-locked slots on a device.
+
+
+def test_on_a_device_each_slot_is_page_locked_once(make: Callable[..., Rig]) -> None:
+    platform = SlowPlatform()
+    platform.is_cuda = True
+    rig = make(platform)
+    one, other = Writer(rig.vault, generation(0)), Writer(rig.vault, generation(1))
+    for writer in (one, other, one, other):
+        rig.protection._pinned.pin(writer)  # type: ignore[arg-type]
+    assert len(platform.pinned) == 4, "two slots of two parts"
+    rig.protection.close()
+    assert platform.pinned == []
+
+
+def test_layouts_of_equal_roles_are_interchangeable() -> None:
+    def build(value: float, nbytes: int) -> Any:
+        parts = [Part("shard0", [torch.full((5,), value)], (0,))]
+        return role_layout(0, parts, nbytes, [1, 0], 2, "pp0")
+
+    one, other = build(1.0, 500), build(2.0, 520)
+    assert one == other, "extras have room to grow, in coarse steps"
+    assert one.peers == (0, 1)
+    assert one.shard_parts == ("shard0",)

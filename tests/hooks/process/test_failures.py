@@ -1,0 +1,228 @@
+"""What a session makes of exceptions, and what an interrupted step leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.cluster.member.link import StopOrder
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.leftovers import forget_frames
+from deadpool_megatron.hooks.process.entry import RestoreFailed
+from deadpool_megatron.vault.errors import VaultError
+from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained, session
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+    with session(monkeypatch, tmp_path) as made:
+        yield made
+
+
+# Exceptions that are no EpochClosed (rule 11).
+
+
+def test_any_exception_after_a_close_counts_as_the_interrupt(
+    rig: Rig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def step() -> None:
+        try:
+            rig.close(1)
+            rig.communicators.collective()
+        except EpochClosed:
+            raise AssertionError("bucket group was not reset") from None
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    assert rig.expect("drained") == drained(1)
+    assert rig.end() is None
+    assert "epoch 1 ends here with AssertionError: bucket group" in capfd.readouterr().err
+
+
+def test_an_exception_just_before_the_close_counts_as_well(rig: Rig) -> None:
+    failed = threading.Event()
+
+    def step() -> None:
+        failed.set()
+        raise RuntimeError("the size of the message is wrong")
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    assert failed.wait(SECONDS)
+    time.sleep(QUICK.close_seconds / 4)
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    rig.entry.loop.acts.clear()
+    rig.record(2)
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("fault") == []
+
+
+def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
+    def step() -> None:
+        raise ZeroDivisionError("a bug in the program")
+
+    rig.entry.loop.acts[1] = step
+    started = time.monotonic()
+    rig.record(1)
+    ended = rig.result()
+    assert time.monotonic() - started >= QUICK.close_seconds
+    assert isinstance(ended, ZeroDivisionError)
+    assert ended.__traceback__ is not None
+    assert rig.said("drained") == []
+    assert rig.entry.calls[-1] == "close"
+
+
+def test_an_exception_while_building_ends_the_process_at_once(rig: Rig) -> None:
+    """No peer has anything to do with it."""
+
+    def build() -> None:
+        raise ValueError("no such data")
+
+    rig.entry.acts["adopt"] = build
+    started = time.monotonic()
+    rig.record(1)
+    assert isinstance(rig.result(), ValueError)
+    assert time.monotonic() - started < QUICK.close_seconds
+
+
+@pytest.mark.parametrize(
+    ("stage", "error", "kind", "wanted"),
+    [
+        ("restore", RestoreFailed("shard1", "no"), "restore-failed", {"part": "shard1"}),
+        ("verify", PeerMismatch("parameters differ"), "restore-failed", {"part": ""}),
+        ("restore", VaultError("no room"), "fault", {"group": "vault", "operation": "restore"}),
+        ("rebuild", CommunicatorFault("WORLD", "attach", "late"), "fault", {"group": "WORLD"}),
+    ],
+    ids=["part-missing", "peers-differ", "vault", "communication"],
+)
+def test_failures_that_lead_to_a_new_decision(
+    rig: Rig, stage: str, error: Exception, kind: str, wanted: dict[str, Any]
+) -> None:
+    """Only what is about the state may cast doubt on the generation."""
+
+    def fail() -> None:
+        raise error
+
+    rig.entry.acts[stage] = fail
+    rig.record(1)
+    said = rig.expect(kind)
+    assert said["epoch"] == 1
+    assert {name: said[name] for name in wanted} == wanted
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    del rig.entry.acts[stage]
+    rig.record(2)
+    rig.expect("done")
+    assert rig.end() is None
+    assert len(rig.said("fault") + rig.said("restore-failed")) == 1
+
+
+def test_an_interrupt_without_a_close_is_reported_and_waited_out(rig: Rig) -> None:
+    def step() -> None:
+        raise EpochClosed(1, "allreduce")
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    assert rig.expect("fault")["text"] == "interrupted without a close"
+    time.sleep(QUICK.close_seconds)
+    assert rig.thread.is_alive()
+    assert "quiesce" not in rig.entry.calls, "it has not left before the close"
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    assert rig.end() is None
+
+
+def test_the_end_of_the_run_ends_any_wait(rig: Rig) -> None:
+    def fail() -> None:
+        raise VaultError("no")
+
+    rig.entry.acts["restore"] = fail
+    rig.record(1)
+    rig.expect("fault")
+    assert rig.end() is None
+    assert rig.said("drained") == []
+
+
+# What an interrupted step leaves behind.
+
+
+class Activation:
+    """Stands for a tensor of the dead step."""
+
+
+def test_frames_of_the_interrupted_step_are_forgotten() -> None:
+    alive: list[weakref.ref[Activation]] = []
+
+    def keep() -> Activation:
+        made = Activation()
+        alive.append(weakref.ref(made))
+        return made
+
+    def inner() -> None:
+        held = keep()
+        raise RuntimeError(f"connection lost while {held} was on its way")
+
+    def middle() -> None:
+        held = keep()
+        try:
+            inner()
+        except RuntimeError as error:
+            raise EpochClosed(1, f"allreduce of {held}") from error
+
+    def cleanup() -> None:
+        held = keep()
+        try:
+            middle()
+        finally:
+            assert held is not None
+
+    gc.disable()
+    try:
+        try:
+            cleanup()
+        except EpochClosed as error:
+            closed = error
+        assert [ref() is not None for ref in alive] == [True] * 3
+        forget_frames(closed)
+        assert [ref() for ref in alive] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_an_older_exception_that_was_kept_is_forgotten_too() -> None:
+    alive: list[weakref.ref[Activation]] = []
+
+    def fail() -> None:
+        held = Activation()
+        alive.append(weakref.ref(held))
+        raise ValueError
+
+    kept: list[BaseException] = []
+    try:
+        fail()
+    except ValueError as error:
+        kept.append(error)
+    closed = EpochClosed(1, "wait")
+    closed.__cause__ = kept[0]
+    kept[0].__context__ = closed  # a ring
+    forget_frames(closed)
+    assert alive[0]() is None
+
+
+def test_stop_order_is_no_failure(rig: Rig) -> None:
+    def step() -> None:
+        raise StopOrder("over")
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    assert rig.result() is None

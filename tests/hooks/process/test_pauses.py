@@ -1,0 +1,164 @@
+"""A session that is to stand still for a while, and what it reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.hooks.checkpoints import durable_saves
+from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
+from deadpool_megatron.hooks.process.pause_point import PausePoint
+from deadpool_megatron.layout.records import Generation
+from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig, drained, session
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+    with session(monkeypatch, tmp_path) as made:
+        yield made
+
+
+# The planned pause.
+
+
+def test_stands_still_protected_and_leaves_at_the_close(rig: Rig) -> None:
+    rig.entry.loop.acts[2] = lambda: rig.session._on_pause(2)
+    rig.record(1)
+    assert rig.expect("paused") == {"t": "paused", "epoch": 1, "iteration": 2}
+    assert rig.entry.calls[-1] == "settle"
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    rig.record(2, generation=Generation(1, 2), boundary="evaluation")
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("pause-refused") == []
+
+
+def test_goes_on_when_another_role_was_past_the_boundary(rig: Rig) -> None:
+    rig.entry.loop.acts[1] = lambda: rig.session._on_pause(1)
+    rig.record(1)
+    assert rig.expect("paused")["iteration"] == 1
+    rig.order("pause", iteration=3)
+    assert rig.expect("paused")["iteration"] == 3
+    rig.close(1)
+    rig.expect("drained")
+    assert rig.end() is None
+
+
+def test_refuses_at_once_when_the_next_iteration_has_begun(rig: Rig) -> None:
+    """It cannot end that iteration: the others stand still before it."""
+
+    def step() -> None:
+        rig.order("pause", iteration=1)
+        rig.communicators.collective()
+
+    rig.entry.loop.acts[2] = step
+    rig.record(1)
+    assert rig.expect("pause-refused") == {"t": "pause-refused", "epoch": 1, "iteration": 2}
+    rig.close(1)
+    rig.expect("drained")
+    rig.entry.loop.acts.clear()
+    rig.record(2, generation=Generation(1, 1))
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("paused") == []
+
+
+def test_an_order_of_another_epoch_stops_nobody(rig: Rig) -> None:
+    """A spare hears of the pause that ends in its taking the seat of the drained node."""
+    rig.record(1, ELSEWHERE)
+    rig.expect("warm")
+    rig.order("pause", iteration=2)
+    rig.close(1)
+    rig.expect("drained")
+    rig.record(2, generation=Generation(1, 2), boundary="evaluation")
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("paused") == rig.said("pause-refused") == []
+
+
+def test_an_order_to_pause_is_obeyed_or_refused_never_lost() -> None:
+    for _ in range(300):
+        point = PausePoint()
+        point.may_start(1)
+        answers: list[int | None] = []
+        thread = threading.Thread(target=lambda p=point, a=answers: a.append(p.order(1)))
+        thread.start()
+        goes_on = point.may_start(2)
+        thread.join()
+        if goes_on and answers == [None]:
+            # The order came between: then the order itself must have seen the start, or the next
+            # question sees the order.
+            pytest.fail("started although the order was accepted")
+        assert goes_on == (answers == [2])
+
+
+# Reports.
+
+
+def test_nothing_is_reported_after_a_close_nor_twice_for_people(
+    rig: Rig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcome: list[BaseException] = []
+
+    def log() -> None:
+        number = rig.entry.loop.counters["iteration"] + 1
+        rig.emit("log", {"level": "info", "text": f"line {number}"})
+        rig.emit("step", {"iteration": number, "loss": "0x1p0"})
+
+    def after_close() -> None:
+        log()
+        rig.close(1)
+        assert rig.communicators.closed.wait(SECONDS)
+        try:
+            rig.emit("step", {"iteration": 99})
+        except EpochClosed as error:
+            outcome.append(error)
+            raise
+
+    rig.emit("step", {"iteration": 0})  # while it warms up
+    rig.entry.loop.acts = {1: log, 2: log, 3: after_close}
+    rig.record(1, emitted_up_to=1)
+    rig.expect("drained")
+    assert len(outcome) == 1
+    assert rig.end() is None
+    events = [message["event"] for message in rig.said("event")]
+    assert [e["iteration"] for e in events if e["kind"] == "step"] == [1, 2, 3]
+    assert [e["data"]["text"] for e in events if e["kind"] == "log"] == ["line 2", "line 3"]
+    assert capfd.readouterr().out == "line 2\nline 3\n"
+
+
+def test_a_durable_checkpoint_waits_for_its_own_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rig: Rig
+) -> None:
+    monkeypatch.setattr(
+        durable_saves, "dist", SimpleNamespace(barrier=lambda: None, get_rank=lambda: 0)
+    )
+    asked: list[dict[str, Any]] = []
+    reports = SimpleNamespace(say=lambda kind, **values: asked.append({"t": kind, **values}))
+    checks = iter(range(1000))
+
+    def check(epoch: int) -> None:
+        assert epoch == 2
+        turn = next(checks)
+        if turn == 1:
+            saves.done(5)  # for a request of an earlier epoch
+        if turn == 3:
+            saves.done(6)
+
+    saves = DurableSaves(reports, check, rig.link.interrupt_fd, SECONDS)  # type: ignore[arg-type]
+    loop = SimpleNamespace(save_checkpoint=lambda directory: None)
+    saves.save(loop, tmp_path, 2, Generation(2, 6))  # type: ignore[arg-type]
+    assert next(checks) == 4
+    assert asked[0]["final"] == str(tmp_path / "iter_0000006")
+    assert asked[0]["temporary"] == str(tmp_path / ".iter_0000006.epoch2")
+    late = DurableSaves(reports, lambda epoch: None, rig.link.interrupt_fd, 0.01)  # type: ignore[arg-type]
+    with pytest.raises(CommunicatorFault, match="not valid"):
+        late.save(loop, tmp_path, 2, Generation(2, 7))  # type: ignore[arg-type]
+    assert rig.end() is None

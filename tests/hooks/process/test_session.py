@@ -1,0 +1,242 @@
+"""A session against a hand-driven agent: what it answers to records and closes, at any moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.hooks.process.session import EXIT_UNCLEAN
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from tests.hooks.process.session_rig import (
+    ELSEWHERE,
+    SEAT,
+    SECONDS,
+    Exited,
+    FakeLoop,
+    Rig,
+    drained,
+    session,
+)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
+    with session(monkeypatch, tmp_path) as made:
+        yield made
+
+
+# The ordinary way.
+
+
+def test_plays_its_role_to_the_end_and_stays_available(rig: Rig) -> None:
+    rig.record(1)
+    done = rig.expect("done")
+    assert done["epoch"] == 1
+    assert done["state_hash"] == "hash"
+    stages = [call for call in rig.entry.calls if isinstance(call, str)]
+    assert stages[:5] == ["adopt", "rebuild", "restore", "sync", "verify"]
+    assert rig.said("restored") == [{"t": "restored", "epoch": 1, "generation": [1, 0], "hash": ""}]
+    # A late failure needs it again.
+    rig.close(1)
+    rig.expect("drained")
+    rig.record(2, generation=Generation(1, 3))
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("drained") == [drained(1)]
+
+
+def test_boundaries_are_appended_in_order_and_replayed_where_they_are_due(rig: Rig) -> None:
+    rig.record(1, generation=Generation(0, 2), boundary="step")
+    rig.expect("done")
+    assert rig.entry.loop.segments == [(2, "evaluation"), (4, "evaluation")]
+    calls = rig.entry.calls
+    first = calls.index(("append", Generation(0, 2), "evaluation"))
+    assert first < calls.index(("announce", Generation(1, 3)))
+    rig.close(1)
+    rig.expect("drained")
+    rig.entry.loop.segments.clear()
+    rig.record(2, generation=Generation(0, 2), boundary="evaluation")
+    rig.expect("done")
+    assert rig.entry.loop.segments == [(4, "evaluation")]
+    assert rig.end() is None
+
+
+# Standing by.
+
+
+def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
+    rig.record(1, ELSEWHERE)
+    assert rig.expect("warm")["provisional_role"] == 0
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    rig.record(2, ELSEWHERE)
+    rig.expect("warm")
+    assert rig.entry.calls == ["build", "warm-up"]
+    rig.close(2)
+    rig.expect("drained")
+    rig.record(3)
+    rig.expect("done")
+    assert rig.end() is None
+
+
+@pytest.mark.parametrize("stage", ["build", "adopt"])
+def test_a_close_does_not_wait_for_a_member_that_builds(rig: Rig, stage: str) -> None:
+    building, go_on = threading.Event(), threading.Event()
+
+    def build() -> None:
+        building.set()
+        assert go_on.wait(SECONDS)
+
+    rig.entry.acts[stage] = build
+    rig.record(1, ELSEWHERE if stage == "build" else SEAT)
+    assert building.wait(SECONDS)
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    del rig.entry.acts[stage]
+    rig.record(2, generation=Generation(1, 0))
+    go_on.set()
+    rig.expect("done")
+    assert rig.entry.calls.count("rebuild") == 1, "the closed epoch was not entered"
+    assert rig.end() is None
+    assert rig.said("drained") == [drained(1)]
+
+
+# Leaving a closed epoch.
+
+
+@pytest.mark.parametrize("stage", ["rebuild", "restore", "sync", "verify"])
+def test_a_close_in_each_stage(rig: Rig, stage: str) -> None:
+    rig.entry.acts[stage] = rig.communicators.collective
+    rig.record(1)
+    while stage not in rig.entry.calls:
+        time.sleep(0.001)
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    del rig.entry.acts[stage]
+    rig.record(2)
+    rig.expect("done")
+    assert rig.end() is None
+    assert rig.said("drained") == [drained(1)]
+    assert rig.said("fault") == []
+
+
+def test_a_close_in_a_step(rig: Rig) -> None:
+    began = threading.Event()
+
+    def step() -> None:
+        began.set()
+        rig.communicators.collective()
+
+    rig.entry.loop.acts[2] = step
+    rig.record(1)
+    assert began.wait(SECONDS)
+    rig.close(1)
+    assert rig.expect("drained") == drained(1)
+    assert rig.entry.calls[-1] == "quiesce"
+    assert rig.entry.calls.count("complete") == 1, "the interrupted iteration is not sealed"
+    rig.entry.loop.acts.clear()
+    rig.record(2, generation=Generation(1, 1))
+    rig.expect("done")
+    assert rig.end() is None
+
+
+def test_a_step_that_ends_after_the_close_is_not_sealed(rig: Rig) -> None:
+    """An aborted NCCL returns junk and raises nothing (traps, A3)."""
+
+    def step() -> None:
+        rig.close(1)
+        assert rig.communicators.closed.wait(SECONDS)
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    assert rig.expect("drained") == drained(1)
+    assert "complete" not in rig.entry.calls
+    assert rig.end() is None
+    assert [m for m in rig.said("event") if m["event"]["kind"] == "state-hash"] == []
+
+
+def test_closes_that_race_with_everything(rig: Rig) -> None:
+    """Whatever the moment: each epoch is answered, in order, and the last one is played."""
+    for epoch in range(1, 60):
+        rig.record(epoch)
+        if epoch % 3:
+            time.sleep(0.0004 * (epoch % 7))
+        rig.close(epoch)
+        while rig.expect("drained")["epoch"] != epoch:
+            pass
+        rig.communicators.closed.clear()
+    rig.record(60)
+    rig.expect("done")
+    assert rig.end() is None
+    assert [m["epoch"] for m in rig.said("drained")] == list(range(1, 60)), "each exactly once"
+    assert all(m["clean"] for m in rig.said("drained"))
+
+
+def test_the_close_of_a_newer_epoch_ends_the_one_that_is_played(rig: Rig) -> None:
+    """This node has not heard of epoch 2, only that it is over."""
+    rig.entry.loop.acts[1] = rig.communicators.collective
+    rig.record(1)
+    rig.expect("restored")
+    rig.close(2)
+    assert rig.expect("drained") == drained(2)
+    assert rig.end() is None
+
+
+@pytest.mark.parametrize("unclean", ["communication", "device"])
+def test_who_cannot_leave_cleanly_says_so_and_ends(rig: Rig, unclean: str) -> None:
+    if unclean == "communication":
+        rig.communicators.clean = False
+    else:
+        rig.entry.quiet = False
+    rig.entry.loop.acts[1] = rig.communicators.collective
+    rig.record(1)
+    rig.expect("restored")
+    rig.close(1)
+    assert rig.expect("drained") == drained(1, clean=False)
+    ended = rig.result()
+    assert isinstance(ended, Exited)
+    assert ended.args == (EXIT_UNCLEAN,)
+    assert rig.said("drained") == [drained(1, clean=False)]
+    assert "quiesce" in rig.entry.calls
+
+
+def test_builds_anew_only_when_the_role_changes() -> None:
+    built: list[tuple[str, int]] = []
+
+    class Entry(EpochEntry):
+        """Without anything to build."""
+
+        def __init__(self) -> None:
+            self.role = -1
+            self._loop = None
+            self.program: Any = SimpleNamespace(serves=lambda loop, role: False)
+
+        def _make_groups(self, role: int, world_size: int) -> None:
+            built.append(("groups", role))
+            self.role = role
+
+        def _make_loop(self) -> None:
+            built.append(("loop", self.role))
+            self._loop = FakeLoop()  # type: ignore[assignment]
+
+    def record(kind: str) -> EpochRecord:
+        restore = Restore(kind, Generation(1, 0))
+        return EpochRecord(2, {0: SEAT, 1: ELSEWHERE}, {}, restore)
+
+    entry = Entry()
+    entry.adopt(record("memory"), 1)
+    assert built == [("groups", 1), ("loop", 1)]
+    entry.adopt(record("memory"), 1)
+    entry.adopt(record("durable"), 1)
+    assert len(built) == 2, "a survivor keeps all its objects"
+    entry.adopt(record("memory"), 0)
+    assert built[2:] == [("groups", 0), ("loop", 0)]
+    entry.adopt(record("initial"), 0)
+    assert built[4:] == [("groups", 0)], "the loop is made among peers"

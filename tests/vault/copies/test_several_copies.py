@@ -1,0 +1,214 @@
+"""Several buddies of a role: each has its copy from the owner. Vaults in this process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.service import Vault
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import content, make_layout, wait_until
+
+SETTINGS = Settings(connect_seconds=5.0, chunk_bytes=4096)
+LAYOUT = make_layout(0, nbytes=256 << 10)
+BYTES = (256 << 10) + 1000 + 777
+
+
+class Nodes:
+    """Vaults 0..n-1 on a fake network; the member of role 0 on node 0, all others are buddies."""
+
+    def __init__(self, directory: Path, count: int) -> None:
+        self.network = FakeNetwork()
+        self.vaults: list[Vault] = []
+        self._threads: list[threading.Thread] = []
+        self._listeners: list[socket.socket] = []
+        self._replicas = count - 1
+        for number in range(count):
+            place = directory / "deadpool-copies" / f"node{number}"
+            place.mkdir(parents=True)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener.bind(str(place / "vault.sock"))
+            listener.listen()
+            transport = self.network.transport("fake", number, deadline_seconds=5.0)
+            vault = Vault(number, place, SETTINGS, transport, listener)
+            vault.start()
+            self.vaults.append(vault)
+            self._listeners.append(listener)
+            self._threads.append(threading.Thread(target=vault.wait))
+            self._threads[-1].start()
+        place = directory / "deadpool-copies" / "node0"
+        self.client = VaultClient(
+            str(place / "vault.sock"), place, Seat(0, 0, 0), connect_seconds=5.0
+        )
+        self.interrupt = socket.socketpair()
+
+    def record(self) -> EpochRecord:
+        return EpochRecord(
+            epoch=1,
+            seats={0: Seat(0, 0, 0)},
+            nodes={n: NodeAddress("fake", n, f"rack{n}", n > 0) for n in range(len(self.vaults))},
+            restore=Restore("initial", Generation(1, 0)),
+            replicas=self._replicas,
+        )
+
+    def adopt(self, *numbers: int) -> None:
+        for number in numbers or range(len(self.vaults)):
+            self.vaults[number].adopt(self.record())
+
+    def step(self, iteration: int) -> None:
+        """Fill a generation and wait until it is committed."""
+        generation = Generation(1, iteration)
+        writer = self.client.begin(generation, 1)
+        sizes = {"shard": 256 << 10, "tail": 1000, "extras@step": 777}
+        for name, nbytes in sizes.items():
+            writer.part(name)[:nbytes] = content(0, generation, name, nbytes)
+        writer.fill(sizes)
+        verdict = self.client.wait_committed(
+            generation,
+            "step",
+            deadline_seconds=20,
+            interrupted=self.interrupt[0].fileno(),
+            on_wait=lambda _: pytest.fail("the gate stays shut"),
+            report_every_seconds=20,
+        )
+        assert verdict == "committed"
+
+    def counter(self, number: int, name: str) -> int:
+        counters = self.vaults[number].status()["counters"]
+        return int(counters.get(name, 0))
+
+    def has_received(self, number: int, nbytes: int) -> bool:
+        """Whether a node has so many bytes of copies."""
+        return self.counter(number, "bytes received") >= nbytes
+
+    def check(self, iteration: int) -> None:
+        """Every buddy holds every byte of the generation."""
+        generation = Generation(1, iteration)
+        for vault in self.vaults[1:]:
+            for name, nbytes in (("shard", 256 << 10), ("tail", 1000), ("extras@step", 777)):
+                with vault._state.lock:
+                    (place,) = vault._state.table.find(0, generation, name)
+                assert bytes(place.view) == content(0, generation, name, nbytes)
+
+    def no_pins(self) -> None:
+        for vault in self.vaults:
+            assert not any(vault._state.table.pins.values())
+            assert not vault._state.table.writers
+
+    def stop(self) -> None:
+        self.client.close()
+        for vault in self.vaults:
+            vault.stop(remove=True)
+        for thread in self._threads:
+            thread.join(10)
+        for listener in (*self._listeners, *self.interrupt):
+            listener.close()
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    running = Nodes(tmp_path, 4)
+    yield running
+    running.stop()
+
+
+def test_each_buddy_is_sent_its_own_copy(nodes: Nodes) -> None:
+    nodes.adopt()
+    nodes.client.register(LAYOUT, 1)
+    for iteration in range(5):
+        nodes.step(iteration)
+    nodes.check(4)
+    assert nodes.counter(0, "bytes shipped") == 3 * 5 * BYTES
+    assert [nodes.counter(n, "bytes received") for n in (1, 2, 3)] == [5 * BYTES] * 3
+    assert nodes.vaults[0].status()["fit"]["0"]["ship_seconds"] > 0
+    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")
+
+
+def test_a_buddy_that_has_not_heard_of_the_epoch_yet_holds_no_other_up(nodes: Nodes) -> None:
+    nodes.adopt(0, 1, 3)
+    nodes.client.register(LAYOUT, 1)
+    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
+    stepping.start()
+    for number in (1, 3):
+        there = partial(nodes.has_received, number, BYTES)
+        wait_until(there, f"node {number} has its copy")
+    assert nodes.counter(2, "bytes received") == 0
+    assert stepping.is_alive(), "committed is what every buddy has"
+    nodes.adopt(2)
+    stepping.join(20)
+    assert not stepping.is_alive()
+    nodes.step(1)
+    nodes.check(1)
+    assert nodes.counter(0, "bytes shipped") == 3 * 2 * BYTES
+
+
+def test_a_buddy_that_cannot_be_reached_holds_no_other_up(nodes: Nodes) -> None:
+    nodes.network.cut_routes.add((("fake", 0), ("fake", 2)))
+    nodes.adopt()
+    nodes.client.register(LAYOUT, 1)
+    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
+    stepping.start()
+    for number in (1, 3):
+        there = partial(nodes.has_received, number, BYTES)
+        wait_until(there, f"node {number} has its copy")
+    assert stepping.is_alive(), "committed is what every buddy has"
+    nodes.network.cut_routes.clear()
+    stepping.join(20)
+    assert not stepping.is_alive()
+    nodes.check(0)
+
+
+def test_bytes_damaged_on_the_way_to_one_buddy_are_sent_to_it_again(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.adopt()
+    wanted = {"part": "shard", "iteration": 1, "to": 2}
+    hits: list[int] = []
+
+    def hit(point: str, **facts: object) -> object:
+        if point == "vault.chunk" and wanted.items() <= facts.items():
+            hits.append(1)
+            return object() if len(hits) == 3 else None
+        return None
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    nodes.client.register(LAYOUT, 1)
+    for iteration in range(3):
+        nodes.step(iteration)
+    nodes.check(2)
+    assert [nodes.counter(n, "corruption") for n in (1, 2, 3)] == [0, 1, 0]
+    assert nodes.counter(0, "bytes shipped") == 3 * 3 * BYTES + (256 << 10)
+
+
+def test_a_copy_that_hangs_on_its_way_holds_no_other_up(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.adopt()
+    going = threading.Event()
+
+    def hit(point: str, **facts: object) -> None:
+        if point == "vault.chunk" and facts["part"] == "shard" and facts["to"] == 2:
+            going.wait(20)
+
+    monkeypatch.setattr(failpoints, "hit", hit)
+    nodes.client.register(LAYOUT, 1)
+    stepping = threading.Thread(target=nodes.step, args=(0,), daemon=True)
+    stepping.start()
+    for number in (1, 3):
+        there = partial(nodes.has_received, number, BYTES)
+        wait_until(there, f"node {number} has its copy")
+    assert stepping.is_alive(), "committed is what every buddy has"
+    going.set()
+    stepping.join(20)
+    assert not stepping.is_alive()
+    nodes.check(0)
+    wait_until(lambda: nodes.no_pins() is None, "nothing is pinned")

@@ -1,0 +1,226 @@
+"""The time there is for a generation, spreading over it, and the hard limit: no processes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault.core.pace import SHARE, Schedule, TokenBucket, Window, piece_bytes
+from deadpool_megatron.vault.core.traffic import Traffic
+
+
+def run(window: Window, gaps: list[float], first: int = 0) -> float:
+    """Seal one generation after the other; answers when the last one was."""
+    now = 100.0
+    for iteration, gap in enumerate([0.0, *gaps], first):
+        now += gap
+        window.sealed(Generation(1, iteration), now)
+    return now
+
+
+def test_full_speed_until_there_is_a_norm() -> None:
+    window = Window()
+    run(window, [1.0, 1.0])
+    assert window.seconds() is None
+    assert window.schedule(Generation(1, 2), 100) is None
+
+
+@given(
+    st.floats(0.01, 100),
+    st.lists(st.floats(0, 1e4), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_some_odd_iterations_do_not_move_the_norm(
+    usual: float, odd: list[float], mix: random.Random
+) -> None:
+    """Evaluations, saves and the first iterations after them."""
+    window = Window()
+    gaps = [usual] * (len(odd) + 3) + odd
+    mix.shuffle(gaps)
+    run(window, gaps)
+    assert window.seconds() == pytest.approx(usual)
+
+
+def test_what_the_gate_held_up_is_not_part_of_the_time_there_is() -> None:
+    """Or a shipment that does not fit would make its own window longer and longer."""
+    window = Window()
+    now = run(window, [1.0] * 15)
+    for iteration in range(16, 60):
+        window.waits(Generation(1, iteration - 1), now + 0.6)
+        window.committed(Generation(1, iteration - 1), now + 3.0)
+        now += 0.6 + 2.4 + 0.4
+        window.sealed(Generation(1, iteration), now)
+    assert window.seconds() == pytest.approx(0.6)  # seal to gate, not seal to seal
+
+
+def test_a_gate_that_was_shut_once_is_forgotten_in_time() -> None:
+    window = Window()
+    run(window, [1.0] * 5)
+    window.waits(Generation(1, 5), 105.25)
+    window.committed(Generation(1, 5), 105.25)
+    assert window.seconds() == pytest.approx(0.25)
+    run(window, [1.0] * 50, first=6)
+    assert window.seconds() == pytest.approx(0.25)
+    run(window, [1.0] * 20, first=57)
+    assert window.seconds() == pytest.approx(1.0)
+
+
+def test_gates_of_the_first_iterations_say_nothing() -> None:
+    """They wait for what is made once; nothing is spread yet."""
+    window = Window()
+    window.waits(Generation(1, 0), 100.0)
+    window.committed(Generation(1, 0), 100.0)
+    run(window, [1.0] * 5)
+    assert window.seconds() == 1.0
+
+
+def test_a_member_that_asks_when_all_is_done_has_not_waited() -> None:
+    """Its word and the vault's have crossed: counted as a wait it would last until the next one."""
+    window = Window()
+    now = run(window, [1.0] * 15)
+    for iteration in range(15, 40):
+        window.committed(Generation(1, iteration), now + 0.5)
+        window.waits(Generation(1, iteration), now + 0.5001)
+        now += 1.0
+        window.sealed(Generation(1, iteration + 1), now)
+    assert window.seconds() == pytest.approx(1.0)
+    # Extras that come later than the commit are awaited all the same.
+    window.committed(Generation(1, 40), now + 0.5)
+    window.waits(Generation(1, 40), now + 0.6)
+    assert window.is_late(Generation(1, 40))
+
+
+def test_late_is_what_somebody_waits_for_or_what_has_a_successor() -> None:
+    window = Window()
+    run(window, [1.0] * 5)
+    assert not window.is_late(Generation(1, 5))
+    window.waits(Generation(1, 5), 105.7)
+    assert window.is_late(Generation(1, 5))
+    window.committed(Generation(1, 5), 105.8)
+    window.sealed(Generation(1, 6), 106.0)
+    assert not window.is_late(Generation(1, 6))
+    assert window.is_late(Generation(1, 5))
+
+
+def test_a_new_lineage_is_no_gap() -> None:
+    window = Window()
+    run(window, [1.0] * 4)
+    window.sealed(Generation(2, 3), 900.0)
+    assert window.seconds() == 1.0
+
+
+@given(st.floats(0.001, 1000), st.integers(1, 1 << 40), st.floats(0, 1))
+def test_a_schedule_is_even_and_ends_in_time(seconds: float, nbytes: int, part: float) -> None:
+    schedule = Schedule(begin=50.0, seconds=seconds, nbytes=nbytes)
+    assert schedule.delay_seconds(0, 50.0) == 0
+    sent = int(part * nbytes)
+    due = 50.0 + schedule.delay_seconds(sent, 50.0)
+    assert due == pytest.approx(50.0 + seconds * sent / nbytes)
+    # From the end of the share on nothing is held back, whatever has been sent.
+    assert schedule.delay_seconds(sent, 50.0 + seconds * 1.000001) <= 0
+
+
+def test_a_shipment_takes_its_share_of_the_window() -> None:
+    window = Window()
+    run(window, [2.0] * 5)
+    schedule = window.schedule(Generation(1, 5), 1 << 30)
+    assert schedule is not None
+    assert (schedule.begin, schedule.seconds) == (110.0, pytest.approx(SHARE * 2.0))
+    few = window.schedule(Generation(1, 5), 200_000)
+    assert few is not None
+    assert few.rate == 1 << 20, "or it would be taken for dead"
+    assert window.schedule(Generation(1, 99), 1000) is None  # not sealed here: not to be held
+    assert window.schedule(Generation(1, 5), 0) is None
+
+
+@given(
+    st.integers(1, 400_000_000_000),
+    st.integers(1, 1 << 22),
+    st.lists(st.tuples(st.integers(0, 1 << 22), st.integers(0, 10**10)), max_size=40),
+)
+def test_no_time_sees_more_than_the_limit(
+    rate: int, burst: int, takes: list[tuple[int, int]]
+) -> None:
+    """Exactly: for each pair of admissions, bytes between them against burst and rate * time."""
+    bucket, now = TokenBucket(rate, burst), 12345
+    let_through: list[tuple[int, int]] = []
+    for nbytes, later in takes:
+        now += later
+        nbytes = min(nbytes, burst)
+        let_through.append((now + bucket.take(nbytes, now), nbytes))
+    for i, (begin, _) in enumerate(let_through):
+        total = 0
+        for end, nbytes in let_through[i:]:
+            assert end >= begin  # nobody overtakes
+            total += nbytes
+            # Times are whole nanoseconds: the first may have been let through a part earlier.
+            assert total * 8 <= burst * 8 + Fraction(rate * (end + 1 - begin), 10**9)
+
+
+def test_the_limit_is_reached() -> None:
+    """Who always has something to send gets the whole rate, to the nanosecond."""
+    bucket, now, sent = TokenBucket(8_000_000_000, 1000), 0, 0
+    for _ in range(5000):
+        now += bucket.take(700, now)
+        sent += 700
+    assert sent - 1000 <= now <= sent  # a byte each nanosecond
+
+
+def test_more_than_a_burst_at_once_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="burst of 10"):
+        TokenBucket(1, 10).take(11, 0)
+
+
+@given(st.one_of(st.none(), st.floats(1, 1e12)), st.integers(4096, 1 << 30))
+def test_pieces_have_a_size_that_can_be_sent(rate: float | None, most: int) -> None:
+    size = piece_bytes(rate, most)
+    assert 4096 <= size <= most
+
+
+@pytest.mark.parametrize("limit_gbps", [0.0, 1000.0])
+def test_pieces_are_the_bytes_and_who_waits_is_let_go(limit_gbps: float) -> None:
+    """An hour's window, and a gate that is found shut in the middle of a shipment."""
+    traffic = Traffic(chunk_bytes=4 << 20, limit_gbps=limit_gbps)
+    window = traffic._role(3).window
+    for iteration in range(6):
+        window.sealed(Generation(1, iteration), 3600.0 * iteration - 6 * 3600.0)
+    traffic.sealed(3, Generation(1, 6))
+    view = memoryview(bytearray(range(256)) * (1 << 18))
+    flow = traffic.flow(3, Generation(1, 6), nbytes=len(view), epoch=1)
+    pieces = flow.pieces(view, lambda: True)
+    got = [bytes(next(pieces))]
+    rest = threading.Thread(target=lambda: got.extend(map(bytes, pieces)), daemon=True)
+    rest.start()
+    rest.join(0.05)
+    assert rest.is_alive()  # held back: the last piece is due in a minute
+    assert len(got[0]) == 64 << 10
+    traffic.waits(3, Generation(1, 6))
+    rest.join(20)
+    assert not rest.is_alive()
+    assert b"".join(got) == bytes(view)
+    flow.end(1)
+    fit = traffic.committed(3, Generation(1, 6))
+    assert 0 < fit.ship_seconds < 20
+    assert traffic.fits()[3].window_seconds is not None
+
+
+def test_the_end_of_an_epoch_ends_a_wait_and_what_it_began_with_has_none() -> None:
+    traffic = Traffic(chunk_bytes=4096)
+    for iteration in range(6):
+        traffic._role(0).window.sealed(Generation(2, iteration), 1e6 + 1000.0 * iteration)
+    view, going = memoryview(bytes(10000)), [True]
+    held = traffic.flow(0, Generation(2, 5), len(view), epoch=2)
+    assert held.schedule is not None
+    going[0] = False
+    assert list(held.pieces(view, lambda: going[0])) == []
+    restored = traffic.flow(0, Generation(1, 5), len(view), epoch=2)
+    assert restored.schedule is None
+    assert sum(map(len, restored.pieces(view, lambda: True))) == 10000
+    traffic.begin()
+    assert traffic.flow(0, Generation(2, 5), len(view), epoch=2).schedule is None

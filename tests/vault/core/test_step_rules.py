@@ -1,0 +1,364 @@
+"""Which generations travel as steps, when they count as committed, and what a buddy keeps."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    NodeAddress,
+    PartInfo,
+    Restore,
+    RoleLayout,
+    Seat,
+    extras_part,
+)
+from deadpool_megatron.layout.replaying import (
+    SUMS_PART,
+    UPDATE_PART,
+    chain,
+    copy_slots,
+    gradients_part,
+    pack_sums,
+    step_parts,
+    unpack_sums,
+)
+from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.commit import Ledger
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.core.steps import Steps, check_same, give_back_other_kind, lacks_base
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.role import worker as workers
+from deadpool_megatron.vault.role.worker import RoleWorker
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
+from deadpool_megatron.vault.shm.table import Table
+from tests.vault.fake_network import FakeNetwork
+
+EVERY = 4
+EXTRAS = extras_part("step")
+WHOLE = ["shard0", EXTRAS]
+STEP = [gradients_part("shard0"), UPDATE_PART, SUMS_PART, EXTRAS]
+ALL = sorted({*WHOLE, *STEP})
+
+
+def g(iteration: int) -> Generation:
+    return Generation(1, iteration)
+
+
+def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> RoleLayout:
+    shared = (0, 1) if covered else (0,)
+    parts = (
+        PartInfo("shard0", 3 * nbytes, shared),
+        *step_parts({"shard0": PartInfo("", nbytes, shared)}, 64, 0),
+        PartInfo(EXTRAS, 64, (0,)),
+    )
+    return RoleLayout(0, parts, (0, 1), slots, "hash")
+
+
+def record(every: int = EVERY, restore: Restore | None = None) -> EpochRecord:
+    plan = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=every)),))
+    return EpochRecord(
+        epoch=1,
+        seats={0: Seat(0, 0, 0), 1: Seat(1, 0, 0)},
+        nodes={node: NodeAddress("h", 1, f"rack{node}", False) for node in range(2)},
+        restore=restore or Restore("initial", g(0)),
+        protection=plan,
+    )
+
+
+def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[bool]:
+    """For each generation in turn: does it travel as a step?"""
+    for iteration in range(first, first + count):
+        chains.decide(layout, g(iteration), has_step=True)
+    return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
+
+
+def begun(**options: object) -> Steps:
+    chains = Steps()
+    chains.begin(record(**options))  # type: ignore[arg-type]
+    chains.trust(0, True)
+    return chains
+
+
+def test_a_whole_one_and_then_steps() -> None:
+    layout = make_layout(slots=12)
+    whole, step = False, True
+    assert ways(begun(), layout, 7) == [whole, step, step, step, whole, step, step]
+    restored = Restore("memory", g(3))
+    assert ways(begun(restore=restored), layout, 5, first=4) == [step, step, step, whole, step]
+    untrusted = begun()
+    untrusted.trust(0, False)
+    assert ways(untrusted, layout, 3) == [whole] * 3
+    plain = replace(layout, parts=(layout.parts[0], layout.parts[-1]))
+    assert ways(begun(), plain, 3) == [whole] * 3
+
+
+def test_a_gap_a_missing_step_and_a_buddy_that_lost_its_base_make_a_whole_one() -> None:
+    layout, chains = make_layout(slots=12), begun()
+    for iteration in (0, 1, 3):
+        chains.decide(layout, g(iteration), has_step=True)
+    assert chains.follows(0, g(1)) == g(0)
+    assert chains.follows(0, g(3)) is None
+    chains.decide(layout, g(4), has_step=False)
+    assert chains.follows(0, g(4)) is None
+    chains.decide(layout, g(5), has_step=True)
+    chains.decide(layout, g(6), has_step=True)
+    chains.make_whole(0, g(5))
+    assert chains.follows(0, g(5)) is None
+    assert chains.follows(0, g(6)) == g(5), "it leads from a whole one now"
+    assert ways(chains, layout, 3, first=7) == [True, True, False], "counted from the new base"
+
+
+def test_a_step_counts_when_the_buddy_has_it_and_the_own_slot_is_whole() -> None:
+    chains, layout = Steps(), make_layout()
+    ledger = Ledger(record(), chains)
+    chains.trust(0, True)
+    chains.decide(layout, g(0), has_step=True)
+    chains.decide(layout, g(1), has_step=True)
+    assert ledger.missing(layout, g(0), ALL, 1) == WHOLE
+    assert ledger.missing(layout, g(1), ALL, 1) == STEP
+    ledger.acknowledge(0, g(1), 1, STEP[:-2])
+    assert ledger.boundary(layout, g(1), ALL) is None
+    ledger.acknowledge(0, g(1), 1, STEP)
+    assert ledger.boundary(layout, g(1), ALL) == "step"
+    assert ledger.boundary(layout, g(1), STEP) is None, "the own slot lacks the shard"
+    assert ledger.boundary(layout, g(1), [*WHOLE, UPDATE_PART]) is None
+    chains.make_whole(0, g(1))
+    assert ledger.missing(layout, g(1), ALL, 1) == ["shard0"]
+    assert ledger.boundary(layout, g(1), ALL) is None
+
+
+def test_what_peers_hold_anyway_needs_no_gradients() -> None:
+    chains, layout = Steps(), make_layout(covered=True)
+    ledger = Ledger(record(), chains)
+    chains.trust(0, True)
+    for iteration in (0, 1):
+        chains.decide(layout, g(iteration), has_step=True)
+    assert ledger.missing(layout, g(1), ALL, 1) == [UPDATE_PART, SUMS_PART, EXTRAS]
+
+
+def test_steps_never_go_into_parity_blocks() -> None:
+    """Slots have room for steps whatever the plan is now, and plans may name single parts."""
+    coded = Scheme(Kind.PARITY, group=2)
+    other = PartInfo("shard1", 192, (0,))
+    layout = replace(make_layout(), parts=(other, *make_layout().parts))
+    sealed = ["shard1", *ALL]
+    for rules in ((), (Rule("shard0", ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),)):
+        chains = Steps()
+        plan = ProtectionPlan((*rules, Rule(ANY, ANY, coded)))
+        nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
+        ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
+        chains.trust(0, True)
+        for iteration in (0, 1):
+            chains.decide(layout, g(iteration), has_step=True)
+        assert set(ledger.coded(layout)) == ({"shard1"} if rules else {"shard0", "shard1"})
+        (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
+        owed = ledger.missing(layout, g(1), sealed, holder, coded=True)
+        assert owed == sorted(ledger.coded(layout), key=[p.name for p in layout.parts].index)
+        assert ledger.missing(layout, g(1), sealed, buddy) == (STEP if rules else [EXTRAS])
+        ledger.acknowledge(0, g(1), holder, owed)
+        assert ledger.boundary(layout, g(1), sealed) is None
+        ledger.acknowledge(0, g(1), buddy, STEP if rules else [EXTRAS])
+        assert ledger.boundary(layout, g(1), sealed) == "step"
+
+
+def test_sums_and_their_garbage() -> None:
+    sums = {"shard0": (1 << 40, (1 << 64) - 1), "shard1": (0, 7)}
+    assert unpack_sums(pack_sums(sums)) == sums
+
+
+def test_sums_are_not_written_after_a_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checksums take time; when they are there the slot may be the next epoch's."""
+    state, layout, seat = (
+        VaultState(0, tmp_path, Settings(), lambda _: None),
+        make_layout(),
+        Seat(0, 0, 0),
+    )
+    state.adopt(record())
+    path = tmp_path / own_name(0, seat)
+    segment = state.table.segments[path.name] = Segment.create(path, layout, seat, ALL)
+    segment.mark_writing(0)
+    segment.begin(0, g(1), 1)
+    segment.fill(0, {"shard0": 9, UPDATE_PART: 9, EXTRAS: 9}, 1)
+    worker = RoleWorker(
+        state, FakeNetwork().transport("h", 1, 1.0), state.record or record(), 0, seat
+    )
+
+    def slow(view: memoryview) -> int:
+        if state.is_open(1):
+            state.close(1)
+            segment.mark_writing(0)
+            segment.begin(0, Generation(2, 1), 2)
+        return checksum(view)
+
+    monkeypatch.setattr(workers, "checksum", slow)
+    worker._seal()
+    assert segment.state(0) is SlotState.WRITING
+    assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
+
+
+def test_copies_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
+    layout = make_layout()
+    segment = Segment.create(tmp_path / copy_name(0), layout, None, (), copy_slots(layout, 4))
+    assert Segment.open(segment.path).slots == 6
+    check_same(segment, layout, copy_slots(layout, 4), 7)
+    with pytest.raises(VaultError, match="node 7 holds 6 generations of role 0, not 10"):
+        check_same(segment, layout, copy_slots(layout, 8), 7)
+    with pytest.raises(VaultError, match="layout other of role 0"):
+        check_same(segment, replace(layout, layout_hash="other"), 6, 7)
+
+
+def fill(segment: Segment, slot: int, names: list[str]) -> None:
+    give_back_other_kind(segment, slot, names)
+    segment.reserve(names, [slot])
+    for name in names:
+        view = segment.data(slot, name)
+        view[:] = bytes(len(view))
+        segment.seal_part(slot, name, len(view), 1, 1)
+
+
+def blocks(segment: Segment) -> int:
+    """Bytes of memory behind the file."""
+    return segment.path.stat().st_blocks * 512
+
+
+def test_a_buddy_keeps_chains_and_gives_memory_back(tmp_path: Path) -> None:
+    """With every fourth whole and two slots of the owner there is always a slot, all that may
+    still be asked for can be produced, and memory stays what two whole copies and steps take."""
+    layout = make_layout(nbytes=1 << 20)
+    table = Table(tmp_path)
+    path = tmp_path / copy_name(0)
+    segment = table.segments[path.name] = Segment.create(
+        path, layout, None, (), copy_slots(layout, EVERY)
+    )
+    most = 0
+    for iteration in range(25):
+        slot = table.claim(segment, g(iteration), 1)
+        assert slot is not None, iteration
+        # Overwritten by now at the earliest: the one before is whole or led to by a chain.
+        held = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+        if iteration:
+            assert chain(held, g(iteration - 1), "shard0"), iteration
+        fill(segment, slot, STEP if iteration % EVERY else WHOLE)
+        table.release(segment, slot)
+        most = max(most, blocks(segment))
+    assert most <= (2 * 3 + EVERY + 1) << 20, "not a whole copy in each slot"
+    held = {s.generation: s.parts for s in table.sealed(0)}
+    assert not lacks_base(table.sealed(0), [1, 24], [gradients_part("shard0")])
+    assert lacks_base(table.sealed(0), [1, 19], [gradients_part("shard0")])
+    assert lacks_base(table.sealed(0), None, [gradients_part("shard0")])
+    assert not lacks_base(table.sealed(0), None, ["shard0"])
+
+
+def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
+    tmp_path: Path,
+) -> None:
+    """A role has moved to another node and the old one has become its buddy: it says that it has
+    the restored generation already, in the segment of its own former member."""
+    layout, table = make_layout(), Table(tmp_path)
+    path = tmp_path / own_name(0, Seat(1, 0, 0))
+    old = table.segments[path.name] = Segment.create(path, layout, Seat(1, 0, 0), ALL)
+    old.mark_writing(0)
+    old.begin(0, g(4), 1)
+    fill(old, 0, WHOLE)
+    old.set_state(0, SlotState.SEALED)
+    path = tmp_path / copy_name(0)
+    copies = Segment.create(path, layout, None, (), copy_slots(layout, EVERY))
+    table.segments[path.name] = copies
+
+    def put(iteration: int, names: list[str]) -> None:
+        slot = table.claim(copies, g(iteration), 1)
+        assert slot is not None
+        fill(copies, slot, names)
+        table.release(copies, slot)
+
+    for iteration in (5, 6, 7):
+        put(iteration, STEP)
+        assert not table.unneeded(old, lambda _: 50)
+        assert table.serves(old, g(iteration))
+        held = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+        assert len(chain(held, g(iteration), "shard0")) == iteration - 3, "no step is given away"
+    put(8, WHOLE)
+    assert not table.unneeded(old, lambda _: 50), "7 may still be asked for"
+    put(9, STEP)
+    assert table.unneeded(old, lambda _: 50)
+    assert not table.unneeded(old, lambda _: 1)
+    assert not table.serves(old, g(9))
+
+
+def test_whole_copies_take_no_more_memory_than_the_owners_slots(tmp_path: Path) -> None:
+    """As after a rehearsal that has failed, or under another plan: nothing is a step."""
+    layout = make_layout(nbytes=1 << 20)
+    table = Table(tmp_path)
+    path = tmp_path / copy_name(0)
+    segment = table.segments[path.name] = Segment.create(
+        path, layout, None, (), copy_slots(layout, EVERY)
+    )
+    for iteration in range(8):
+        slot = table.claim(segment, g(iteration), 1)
+        assert slot is not None
+        fill(segment, slot, WHOLE)
+        table.release(segment, slot)
+        held = {s.generation.iteration for s in table.sealed(0) if s.parts}
+        assert held == {iteration, max(0, iteration - 1)}
+    assert blocks(segment) < (2 * 3 + 1) << 20
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(2, 5),
+    st.integers(2, 4),
+    st.lists(st.sampled_from(["step", "step", "step", "whole", "lost"]), max_size=30),
+)
+def test_no_base_of_what_may_be_asked_for_is_overwritten(
+    every: int, slots: int, wishes: list[str]
+) -> None:
+    """Rules 3 and 4 over random chains: broken ones, irregular whole copies, damaged bases."""
+    layout = make_layout(slots=slots)
+    with tempfile.TemporaryDirectory() as folder:
+        table = Table(Path(folder))
+        path = Path(folder) / copy_name(0)
+        segment = table.segments[path.name] = Segment.create(
+            path, layout, None, (), copy_slots(layout, every)
+        )
+        chains = begun(every=every)
+        for iteration, wish in enumerate(wishes):
+            new = g(iteration)
+            chains.decide(layout, new, has_step=wish != "whole")
+            before = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+            recent = [g(it) for it in range(max(0, iteration - slots + 1), iteration)]
+            good = [one for one in recent if chain(before, one, "shard0")]
+            follows = chains.follows(0, new)
+            shown = None if follows is None else follows.to_list()
+            if follows and lacks_base(table.sealed(0), shown, [gradients_part("shard0")]):
+                chains.make_whole(0, new)
+            slot = table.claim(segment, new, 1)
+            assert slot is not None, "no put ever waits for a slot"
+            after = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+            assert [one for one in recent if chain(after, one, "shard0")] == good
+            step = chains.follows(0, new) is not None
+            fill(segment, slot, STEP if step else WHOLE)
+            table.release(segment, slot)
+            now = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+            assert chain(now, new, "shard0"), "what counts as committed can be produced"
+            if wish == "lost":  # a damaged base
+                bases = [s for s in table.sealed(0) if "shard0" in s.parts]
+                for place in table.find(0, min(s.generation for s in bases), "shard0"):
+                    table.mark_bad(place)

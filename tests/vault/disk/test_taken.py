@@ -1,0 +1,163 @@
+"""A generation is set aside beside the slots: whole and proven, or not at all; nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk import taken as taking
+from deadpool_megatron.vault.disk.taken import Taken, drop_taken
+from deadpool_megatron.vault.errors import TooLate, VaultError
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.vault.shm.table import Place
+from tests.vault.harness import (
+    DEADLINE,
+    Cluster,
+    Member,
+    Node,
+    cluster,
+    content,
+    make_layout,
+    wait_until,
+)
+
+
+def order(node: Node, iteration: int, seconds: float = DEADLINE) -> Future[list[Taken]]:
+    """Have the vault take an iteration; the answer comes later."""
+    assert node.control is not None
+    taking = node.control.take("test", iteration, seconds)
+    return asyncio.run_coroutine_threadsafe(taking, node.loop.loop)
+
+
+def two_members(running: Cluster) -> list[Member]:
+    """The members of two roles, in epoch 1."""
+    running.open(running.record(1))
+    members = [Member(running.nodes[role], make_layout(role)) for role in range(2)]
+    for member in members:
+        member.client.register(member.layout, 1)
+    return members
+
+
+def steps(members: list[Member], iterations: range) -> None:
+    """Iterations in lock step."""
+    for iteration in iterations:
+        for member in members:
+            member.write(Generation(1, iteration))
+        for member in members:
+            assert member.wait(Generation(1, iteration)) == "committed"
+
+
+def read(taken: Taken) -> Mapping[str, bytes]:
+    """What is in its file."""
+    whole = Path(taken.path).read_bytes()
+    return {name: whole[start : start + n] for name, (start, n, _) in taken.parts.items()}
+
+
+def left(node: Node) -> list[str]:
+    """Files of generations that were set aside."""
+    return [path.name for path in node.directory.glob("taken-*")]
+
+
+def test_a_generation_is_taken_with_its_last_extras(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        taking = [order(node, 2) for node in running.nodes]
+        steps(members, range(3))
+        for member in members:
+            member.append(Generation(1, 2), "evaluation")
+            assert member.wait(Generation(1, 2), "evaluation") == "committed"
+        assert not any(one.done() for one in taking), "more extras could follow"
+        steps(members, range(3, 6))
+        for role, one in enumerate(taking):
+            (taken,) = one.result(DEADLINE)
+            assert (taken.role, taken.generation) == (role, Generation(1, 2))
+            assert taken.boundary == "evaluation"
+            found = read(taken)
+            assert set(found) == {"shard", "tail", "extras@evaluation"}
+            for name, data in found.items():
+                assert data == content(role, Generation(1, 2), name, len(data)), name
+        drop_taken(running.nodes[0].directory)
+        assert left(running.nodes[0]) == []
+
+
+def test_what_is_overwritten_is_not_taken(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        steps(members, range(5))
+        with pytest.raises(TooLate, match="was overwritten"):
+            order(running.nodes[0], 1).result(DEADLINE)
+        assert left(running.nodes[0]) == []
+
+
+def test_a_close_ends_it(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        taking = order(running.nodes[0], 3)
+        steps(members, range(4))
+        running.close(1)
+        with pytest.raises(VaultError, match="epoch 1 was closed"):
+            taking.result(DEADLINE)
+        assert left(running.nodes[0]) == []
+
+
+def test_without_room_it_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    full = {"id": "full", "point": "persist.reserve", "action": "mark"}
+    with cluster(tmp_path, 2, faults=[full]) as running:
+        members = two_members(running)
+        taking = order(running.nodes[0], 2)
+        with pytest.raises(VaultError, match=r"no room .* role 0 aside: \d+ bytes needed on "):
+            taking.result(DEADLINE)
+        steps(members, range(4))
+        assert left(running.nodes[0]) == []
+
+
+def test_what_is_dropped_is_given_up_at_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        steps(members, range(2))
+        taking = order(running.nodes[0], 7)
+        wait_until(lambda: left(running.nodes[0]), "a file")
+        assert list(running.nodes[0].status()["segments"])[-1] == "taken-test-0"
+        drop_taken(running.nodes[0].directory, "test")
+        with pytest.raises(VaultError, match="it was dropped"):
+            taking.result(DEADLINE)
+        steps(members, range(2, 4))
+
+
+def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = two_members(running)
+        steps(members, range(2))
+        with pytest.raises(VaultError, match="waited too long for iteration 7"):
+            order(running.nodes[0], 7, seconds=0.1).result(DEADLINE)
+
+
+def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
+    layout = make_layout(0, nbytes=100_000)
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
+    segment.open_slot(0, Generation(1, 1), 1)
+    segment.data(0, "shard")[:] = content(0, Generation(1, 1), "shard", 100_000)
+    place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")))
+    taker = taking._Taker(state, "test", Generation(1, 1), 0)
+    taker.reserve(layout)
+    taker._copy(place)
+    assert taker.path.read_bytes()[:100_000] == bytes(place.view)
+
+    def spoil(file: int, data: memoryview, position: int) -> int:
+        return written(file, bytes(len(data)), position)
+
+    written = os.pwrite
+    monkeypatch.setattr(taking.os, "pwrite", spoil)
+    with pytest.raises(TooLate):
+        taker._copy(place)
+    taker.close()

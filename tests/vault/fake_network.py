@@ -1,0 +1,75 @@
+"""A network of vaults in one process: addresses are names, links are socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from deadpool_megatron.vault.net.transport import Channel, SocketChannel, Transport
+
+
+class FakeNetwork:
+    """All vaults of one process; what is cut answers nobody."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._waiting: dict[tuple[str, int], list[socket.socket]] = {}
+        self.cut: set[tuple[str, int]] = set()
+        # From one address to another, as a broken route is.
+        self.cut_routes: set[tuple[tuple[str, int], tuple[str, int]]] = set()
+
+    def transport(self, host: str, port: int, deadline_seconds: float) -> FakeTransport:
+        """A vault's end; it listens at once."""
+        with self._condition:
+            self._waiting[host, port] = []
+        return FakeTransport(self, (host, port), deadline_seconds)
+
+    def dial(self, address: tuple[str, int], origin: tuple[str, int]) -> socket.socket:
+        """Raises ConnectionRefusedError for an address nobody listens on, or which is cut."""
+        ours, theirs = socket.socketpair()
+        with self._condition:
+            cut = address in self.cut or (origin, address) in self.cut_routes
+            if address not in self._waiting or cut:
+                ours.close()
+                theirs.close()
+                raise ConnectionRefusedError(f"nobody listens on {address}")
+            self._waiting[address].append(theirs)
+            self._condition.notify_all()
+        return ours
+
+    def answer(self, address: tuple[str, int], seconds: float) -> socket.socket | None:
+        """The next connection dialled to ``address``."""
+        with self._condition:
+            queue = self._waiting.get(address, [])
+            self._condition.wait_for(lambda: bool(queue), seconds)
+            return queue.pop(0) if queue else None
+
+    def forget(self, address: tuple[str, int]) -> None:
+        """Nobody listens there any more."""
+        with self._condition:
+            for connection in self._waiting.pop(address, []):
+                connection.close()
+
+
+class FakeTransport(Transport):
+    """See :class:`FakeNetwork`."""
+
+    def __init__(
+        self, network: FakeNetwork, address: tuple[str, int], deadline_seconds: float
+    ) -> None:
+        self._network = network
+        self._address = address
+        self._deadline_seconds = deadline_seconds
+
+    def connect(self, host: str, port: int) -> Channel:
+        connection = self._network.dial((host, port), self._address)
+        return SocketChannel(connection, self._deadline_seconds, None, "")
+
+    def accept(self, seconds: float) -> Channel | None:
+        connection = self._network.answer(self._address, seconds)
+        if connection is None:
+            return None
+        return SocketChannel(connection, self._deadline_seconds, None, "")
+
+    def close(self) -> None:
+        self._network.forget(self._address)

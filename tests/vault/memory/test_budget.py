@@ -1,0 +1,258 @@
+"""The limit of a node's memory: exact between processes, whoever is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
+from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
+from deadpool_megatron.vault.memory.limits import cgroup_memory
+from deadpool_megatron.vault.memory.needs import Room, node_needs, objection, warnings
+from deadpool_megatron.vault.memory.usable import usable_bytes
+from deadpool_megatron.vault.net.links import Link
+from deadpool_megatron.vault.role.members import MemberDialogue, Members
+from deadpool_megatron.vault.shm.geometry import segment_bytes
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
+from deadpool_megatron.wire import framing
+from tests.vault.harness import Generation, cluster, make_layout, wait_until
+from tests.vault.harness import Member as HarnessMember
+
+NAMES = ("shard", "tail", "extras@step")
+SEAT = Seat(0, 0, 0)
+
+
+def _take_all(directory: str, first: int, limit: int, results: multiprocessing.Queue[int]) -> None:
+    """Make segments until there is no room; answer how many there were."""
+    made = []
+    for role in range(first, first + 100):
+        layout = make_layout(role, nbytes=64 << 10)
+        path = Path(directory) / copy_name(role)
+        try:
+            made.append(
+                Segment.create(path, layout, None, NAMES, budget=Budget(Path(directory), limit))
+            )
+        except NoRoom:
+            break
+    results.put(len(made))
+
+
+def test_the_limit_holds_between_processes(tmp_path: Path) -> None:
+    each = allocated_of(tmp_path / "one")
+    directory, limit = tmp_path / "node", 7 * each + each // 2
+    directory.mkdir()
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.Queue[int] = context.Queue()
+    takers = [
+        context.Process(target=_take_all, args=(str(directory), 100 * n, limit, results))
+        for n in range(4)
+    ]
+    for taker in takers:
+        taker.start()
+    made = sum(results.get(timeout=30) for _ in takers)
+    for taker in takers:
+        taker.join(30)
+    assert made == 7
+    assert 7 * each <= allocated_bytes(directory) <= limit
+
+
+def allocated_of(directory: Path) -> int:
+    """What one segment really occupies."""
+    directory.mkdir()
+    Segment.create(directory / copy_name(0), make_layout(0, nbytes=64 << 10), None, NAMES)
+    return allocated_bytes(directory)
+
+
+def _be_killed_while_making(directory: str, limit: int) -> None:
+    path = Path(directory) / copy_name(5)
+    segment = Segment.create(
+        path, make_layout(5, nbytes=1 << 20), None, (), budget=Budget(Path(directory), limit)
+    )
+    # As if the kill had come before the last rename.
+    path.rename(path.with_name(f".{path.name}.{os.getpid()}"))
+    segment.reserve(["shard"])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_process_was_making_is_taken_back(tmp_path: Path) -> None:
+    layout = make_layout(3, nbytes=1 << 20)
+    limit = segment_bytes(layout) + (64 << 10)
+    maker = multiprocessing.get_context("fork").Process(
+        target=_be_killed_while_making, args=(str(tmp_path), limit)
+    )
+    maker.start()
+    maker.join(30)
+    assert maker.exitcode == -signal.SIGKILL
+    assert allocated_bytes(tmp_path) > 2 << 20
+    Segment.create(
+        tmp_path / own_name(3, SEAT), layout, SEAT, NAMES, budget=Budget(tmp_path, limit)
+    )
+    assert allocated_bytes(tmp_path) <= limit
+
+
+def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
+    layout = make_layout(3, nbytes=1 << 20)
+    budget = Budget(tmp_path, segment_bytes(layout))
+    names = [part.name for part in layout.parts]
+    Segment.create(tmp_path / copy_name(3), layout, None, names, budget=budget)
+    again = Segment.open(tmp_path / copy_name(3), budget=budget)
+    again.reserve(names)
+    with pytest.raises(NoRoom, match=r"raise --deadpool-memory-gb") as caught:
+        Segment.create(
+            tmp_path / copy_name(4), make_layout(4, nbytes=1 << 20), None, names, budget=budget
+        )
+    assert "\n" not in str(caught.value)
+    assert {path.name for path in tmp_path.glob("*.seg")} == {copy_name(3)}
+
+
+def test_a_copy_without_room_is_refused_and_counted(tmp_path: Path) -> None:
+    """The gate waits as its rule says; the status tells why."""
+    with cluster(tmp_path, 2, memory_gb=0.00025) as running:
+        running.open(running.record(1))
+        for role in range(2):
+            member = HarnessMember(running.nodes[role], make_layout(role, peers=(0, 1)))
+            member.client.register(member.layout, 1)
+            member.write(Generation(1, 0))
+        big = make_layout(0, nbytes=64 << 10, peers=(0, 1))
+        wait_until(lambda: running.nodes[1].status()["holdings"], "role 1 is sealed")
+        status = running.nodes[1].status()
+        assert status["allocated_bytes"] <= status["limit_bytes"] == 250_000
+        assert 2 * segment_bytes(big) > status["limit_bytes"]
+        wait_until(lambda: running.nodes[1].count("no copy possible"), "the refusal")
+        assert running.nodes[1].status()["allocated_bytes"] <= 250_000
+
+
+@given(
+    nbytes=st.integers(1, 1 << 24),
+    slots=st.integers(2, 4),
+    roles=st.integers(1, 8),
+    replicas=st.integers(1, 3),
+    scheme=st.sampled_from(["buddy", "parity", "local", "recompute", "mixed"]),
+    room=st.integers(0, 1 << 32),
+)
+def test_needs_and_objection_agree(
+    nbytes: int, slots: int, roles: int, replicas: int, scheme: str, room: int
+) -> None:
+    settings = Settings(protection=scheme, replicas=replicas)
+    layout = make_layout(0, nbytes=nbytes, slots=slots)
+    needs = node_needs(layout, segment_bytes(layout), roles, settings)
+    assert needs.own >= nbytes * slots * roles
+    if scheme == "buddy":
+        assert needs.kept >= nbytes * slots * roles * replicas
+    assert (needs.kept == 0) == (scheme == "local")
+    text = objection(needs, [Room("it", room, "enlarge it"), Room("other", 1 << 60, "no")])
+    assert bool(text) == (needs.total > room)
+    if text:
+        assert str(needs.total) in text
+        assert str(room) in text
+        assert "enlarge it" in text
+    found = warnings(needs, [Room("it", room, "enlarge it")], 1, pinned=True)
+    assert any("lock" in line for line in found)
+    assert any("tight" in line for line in found) == (needs.total <= room < needs.peak)
+
+
+def test_what_is_chosen_needs_at_least_the_sparest_plan() -> None:
+    """Of a member that looks for memory, and knows nothing of the others but how many there are."""
+    layout = make_layout(0, nbytes=1 << 20)
+    own, chosen = segment_bytes(layout), Settings(protection="mixed")
+    copies = node_needs(layout, own, 2, Settings())
+    assert node_needs(layout, own, 2, chosen, 2) == copies, "two nodes are too few for parity"
+    three, many = (node_needs(layout, own, 2, chosen, nodes) for nodes in (3, 64))
+    assert copies.kept > three.kept > many.kept
+    assert (
+        many.kept == node_needs(layout, own, 2, Settings(protection="parity", parity_group=8)).kept
+    )
+    assert "1 of 8 roles, --deadpool-protection mixed" in many.in_words()
+    assert own == three.own // 2
+
+
+def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
+    (tmp_path / "own-0-0.0.0.seg").write_bytes(bytes(8192))
+    assert usable_bytes(tmp_path, 5000) == 5000
+    assert usable_bytes(tmp_path, 0) > 5000
+
+
+def test_chains_of_steps_are_counted() -> None:
+    """Of 2 + 8 slots 3 hold whole copies and 7 gradients; extras lie in all of them."""
+    parts = (
+        PartInfo("shard0", 1200, (0,)),
+        PartInfo(gradients_part("shard0"), 400, (0,)),
+        PartInfo(UPDATE_PART, 20, (0,)),
+        PartInfo("extras@step", 10, (0,)),
+    )
+    layout = RoleLayout(0, parts, (0, 1), 2, "hash")
+    needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
+    assert needs.kept == 2 * (3 * 1200 + 7 * 400 + 10 * 30)
+    assert "copies with their steps" in needs.in_words()
+
+
+def test_late_extras_without_room_are_refused_once(tmp_path: Path) -> None:
+    """A connection that broke on them would be made again, and break again, for ever."""
+    layout, said = make_layout(0, nbytes=64 << 10), list[str]()
+    copy = Segment.create(tmp_path / copy_name(0), layout, None, (), budget=Budget(tmp_path))
+    slot = SimpleNamespace(segment=copy, slot=0, generation=Generation(1, 4), parts={"shard": None})
+    copy._budget = Budget(tmp_path, allocated_bytes(tmp_path))
+    table = SimpleNamespace(sealed=lambda role: [slot])
+    state: Any = SimpleNamespace(
+        lock=threading.RLock(),
+        table=table,
+        own_roles=lambda: {0: SEAT},
+        is_open=lambda epoch: True,
+        refuse=lambda why, **facts: said.append(why),
+    )
+    ours, theirs = socket.socketpair()
+    hello = {"seat": SEAT.to_list(), "layout": layout.to_dict(), "rehearsed": False}
+    dialogue = MemberDialogue(state, Members(state), Link(ours), hello)
+    theirs.sendall(b"late")
+    append = {"t": "append", "generation": [1, 4], "part": "extras@step", "nbytes": 4, "epoch": 1}
+    dialogue._handle(append)
+    assert framing.receive(theirs) == {"t": "stored", "generation": [1, 4], "part": "extras@step"}
+    assert "raise --deadpool-memory-gb" in said[0]
+    ours.close()
+    theirs.close()
+
+
+def _group(directory: Path, **files: object) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (directory / name.replace("_", ".", 1)).write_text(f"{value}\n")
+
+
+def test_the_tightest_cgroup_of_version_2_counts(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/job/step\n")
+    root = tmp_path / "fs"
+    _group(root / "job", memory_max=1000, memory_current=400)
+    _group(root / "job" / "step", memory_max="max", memory_current=300)
+    (root / "job" / "memory.stat").write_text("anon 5\nfile 90\ninactive_file 40\nactive_file 10\n")
+    found = cgroup_memory(root, own)
+    assert found is not None
+    assert (found.left_bytes, found.limit_bytes, found.path) == (650, 1000, root / "job")
+
+
+def test_cgroups_of_version_1_and_none(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/a\n4:memory:/slurm/job\n")
+    group = tmp_path / "fs" / "memory" / "slurm" / "job"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("5000\n")
+    (group / "memory.usage_in_bytes").write_text("4990\n")
+    found = cgroup_memory(tmp_path / "fs", own)
+    assert found is not None
+    assert found.left_bytes == 10
+    (group / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert cgroup_memory(tmp_path / "fs", own) is None
+    assert cgroup_memory(tmp_path / "fs", tmp_path / "missing") is None

@@ -1,0 +1,100 @@
+"""What a channel asks of the kernel: a class, a place in the queue, and how long it was busy."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport
+from tests.vault.fake_network import FakeNetwork
+
+FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
+    family = request.param
+    try:
+        listener = socket.create_server((FAMILIES[family], 0), family=family)
+    except OSError:
+        pytest.skip("no such addresses here")
+    with listener, socket.create_connection(listener.getsockname()[:2]) as near:
+        far, _ = listener.accept()
+        with far:
+            yield near, far
+
+
+def class_of(connection: socket.socket) -> tuple[int, int]:
+    """Traffic class byte and priority in the own machine's queues."""
+    if connection.family == socket.AF_INET6:
+        byte = connection.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+    else:
+        byte = connection.getsockopt(socket.IPPROTO_IP, socket.IP_TOS)
+    return byte, connection.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY)
+
+
+@pytest.mark.parametrize("dscp", [0, 8, 63])
+def test_each_end_marks_what_it_sends(pair: tuple[socket.socket, socket.socket], dscp: int) -> None:
+    near, far = pair
+    assert class_of(near) == class_of(far) == (0, 0)
+    SocketChannel(near, 5.0, None, "").give_way(dscp)
+    assert class_of(near) == (dscp << 2, 2)
+    assert class_of(far) == (0, 0)
+    SocketChannel(far, 5.0, None, "").give_way(dscp)
+    assert class_of(far) == (dscp << 2, 2)
+
+
+def test_the_kernel_counts_how_long_bytes_were_on_their_way(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = (SocketChannel(end, 5.0, None, "") for end in pair)
+    before = near.busy_seconds()
+    sent = bytes(8 << 20)
+    sending = threading.Thread(target=near.send_bulk, args=(memoryview(sent),))
+    sending.start()
+    # In ticks of the kernel: nobody reads until it has counted one.
+    end = time.monotonic() + 10
+    while near.busy_seconds() <= before and time.monotonic() < end:
+        time.sleep(0.005)
+    got = bytearray(len(sent))
+    far.receive_bulk(memoryview(got))
+    sending.join(10)
+    assert near.busy_seconds() > before
+    near.close()
+    assert near.busy_seconds() == 0.0
+
+
+def test_links_within_a_process_have_no_class() -> None:
+    transport = FakeNetwork().transport("fake", 0, 5.0)
+    channel = transport.connect("fake", 0)
+    channel.give_way(8)
+    assert channel.busy_seconds() == 0.0
+    channel.close()
+    transport.close()
+
+
+def test_what_fetches_has_no_class() -> None:
+    """Restores do not give way: only who offers copies marks its connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        transport = TcpTransport(listener, b"x" * 32, "run", 5.0)
+        accepted = []
+
+        def serve() -> None:
+            channel = transport.accept(5.0)
+            assert channel is not None
+            channel.authenticate()
+            accepted.append(channel)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        channel = transport.connect("127.0.0.1", port)
+        serving.join(10)
+        for end in (channel, *accepted):
+            assert isinstance(end, SocketChannel)
+            assert class_of(end._socket) == (0, 0)
+            end.close()

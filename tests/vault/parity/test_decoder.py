@@ -1,0 +1,303 @@
+"""Decoding between vaults of this process, from memory and from the files of a dump."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.places.parity import MEMBERS
+from deadpool_megatron.layout.records import (
+    Generation,
+    Restore,
+    Source,
+)
+from deadpool_megatron.vault.disk.dump import dump
+from deadpool_megatron.vault.errors import RestoreUnavailable
+from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.shm.segment import Segment, dump_name
+from tests.vault.harness import wait_until
+from tests.vault.parity.coded import GENERATION, CodedGroup, flip, seal
+from tests.vault.parity.decoding import SETTINGS, Vaults, plan, seats_of
+
+Begin = Callable[..., Vaults]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    running: list[Vaults] = []
+
+    def start(data: int, parities: int, lost: set[int], **more: Any) -> Vaults:
+        running.append(Vaults(tmp_path, CodedGroup(data, parities, **more), lost))
+        return running[-1]
+
+    yield start
+    for vaults in running:
+        vaults.stop()
+    failpoints.load(None)
+
+
+@pytest.mark.parametrize(
+    ("data", "parities", "lost"),
+    [(3, 1, {1}), (3, 1, {0}), (2, 1, {1}), (3, 2, {0, 2}), (1, 1, {0}), (4, 3, {0, 1, 3})],
+)
+def test_lost_roles_come_back_byte_for_byte(
+    begin: Begin, data: int, parities: int, lost: set[int]
+) -> None:
+    vaults = begin(data, parities, lost)
+    vaults.open()
+    record = vaults.adopt()
+    assert set(record.restore.recipes) == lost
+    for role in sorted(lost):
+        vaults.obtain(record, role)
+    assert len(vaults.decoded()) == len(vaults.decoded("tail")) == len(lost)
+    assert not vaults.corruptions()
+    wait_until(
+        lambda: not [one for one in threading.enumerate() if one.name.startswith("block-")],
+        "the threads of blocks end",
+    )
+
+
+def test_blocks_that_end_early_or_are_not_there_count_as_zeros(begin: Begin) -> None:
+    """Shards that differ by more than a piece, and a role without one of the parts."""
+    vaults = begin(3, 1, {1}, lacking=2)
+    vaults.open(replace(SETTINGS, chunk_bytes=4096))
+    record = vaults.adopt()
+    assert record.restore.recipes[1].decodings["tail"].blocks[2] == ()
+    vaults.obtain(record, 1)
+    assert vaults.decoded() == [[0, 2, 3]]
+    assert vaults.decoded("tail") == [[0, 3]]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "used"), [("data", [2, 3, 4]), ("parity", [1, 2, 4]), ("members", [1, 2, 4])]
+)
+def test_a_damaged_block_is_replaced_by_another(
+    begin: Begin, damaged: str, used: list[int]
+) -> None:
+    """The vault that holds it finds out as well, and does not give it out again."""
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    path = vaults.own(1) if damaged == "data" else vaults.block(0)
+    flip(path, MEMBERS if damaged == "members" else "shard")
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [used]
+    wheres = [str(event.data["where"]) for event in vaults.corruptions()]
+    assert any(where.startswith("from node") for where in wheres)
+    assert any(where.startswith("slot") for where in wheres)
+
+
+def test_one_list_of_members_is_enough(begin: Begin) -> None:
+    vaults = begin(2, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    flip(vaults.own(1), "shard")
+    flip(vaults.block(1), MEMBERS)
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[2, 3]]
+
+
+def test_too_few_intact_blocks_are_all_named(begin: Begin) -> None:
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    flip(vaults.own(1), "shard")
+    flip(vaults.block(0), "shard")
+    with pytest.raises(RestoreUnavailable, match="role 1 on node 1: not held") as found:
+        vaults.obtain(record, 0)
+    blocks = {(node, role) for node, role, _ in found.value.tried}
+    assert blocks == {(1, 1), (3, vaults.coded.group.blocks[0])}
+    assert "parity on node 3: not held" in str(found.value)
+    assert not vaults.decoded()
+    held = vaults.states[vaults.spare].table.holdings()
+    assert not [h for h in held if h.role == 0 and "shard" in h.parts]
+
+
+def test_bytes_damaged_on_the_way_are_asked_for_once_more(begin: Begin, tmp_path: Path) -> None:
+    """With one parity there is no other block to fall to."""
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    record = vaults.adopt()
+    faults = tmp_path / "faults.json"
+    match = {"role": 2, "part": "shard"}
+    entry = {"id": "wire", "point": "vault.chunk", "match": match, "nth": 2, "action": "mark"}
+    faults.write_text(json.dumps([entry]))
+    failpoints.load(faults)
+    vaults.obtain(record, 0)
+    assert failpoints.fired(faults) == {"wire"}
+    assert vaults.decoded() == [[1, 2, 3]]
+    assert [e.data["where"] for e in vaults.corruptions()] == ["from node 2"]
+
+
+def test_parity_of_other_bytes_gives_nothing(begin: Begin) -> None:
+    """The blocks are intact, but the parity is not theirs: found, reported, never sealed."""
+    vaults = begin(3, 2, {0})
+    coded = vaults.coded
+    names = [part.name for part in coded.layouts[coded.group.blocks[0]].parts]
+    parts = {name: coded.parity(0, name) for name in names if name != MEMBERS}
+    parts["shard"] = bytes(reversed(parts["shard"]))
+    parts[MEMBERS] = coded.members(0).encode()
+    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
+    vaults.open()
+    record = vaults.adopt()
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 2, 4]]
+    (event,) = vaults.corruptions()
+    assert event.role == 0
+    assert "decoded from role 1 on node 1, role 2 on node 2" in event.data["where"]
+
+
+def test_members_of_other_bytes_refuse_the_data_blocks(begin: Begin) -> None:
+    """A parity block that was computed from something else than what the roles hold now."""
+    vaults = begin(2, 1, {0})
+    coded = vaults.coded
+    told = coded.members(0)
+    nbytes, digest = told.contributions[1]["shard"]
+    other = {**told.contributions[1], "shard": (nbytes, digest ^ 1)}
+    wrong = replace(told, contributions={**told.contributions, 1: other})
+    parts = {name: coded.parity(0, name) for name in ("shard", "tail")}
+    parts[MEMBERS] = wrong.encode()
+    seal(vaults.block(0), coded.layouts[coded.group.blocks[0]], None, parts)
+    vaults.open()
+    record = vaults.adopt()
+    with pytest.raises(RestoreUnavailable, match="other bytes than the parity was computed from"):
+        vaults.obtain(record, 0)
+
+
+def test_a_node_that_cannot_be_reached_is_replaced_or_named(begin: Begin) -> None:
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    record = vaults.adopt()
+    vaults.network.cut.add(("fake", 2))
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 3, 4]]
+    vaults.network.cut.add(("fake", 4))
+    spare = vaults.states[vaults.spare]
+    (place,) = spare.table.find(0, GENERATION, "shard")
+    spare.mark_bad(place, 0)
+    with pytest.raises(RestoreUnavailable, match="nobody listens"):
+        vaults.obtain(record, 0)
+
+
+def test_whole_copies_that_fail_fall_to_the_blocks(begin: Begin) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    inventories = {node: state.inventory() for node, state in vaults.states.items()}
+    coded = plan(inventories, seats_of(vaults.coded, {0}, vaults.spare), 3)
+    hoped = {**coded.sources[0], "shard": (Source(2, 0),)}
+    record = vaults.adopt(replace(coded, sources={**coded.sources, 0: hoped}))
+    vaults.obtain(record, 0)
+    assert vaults.decoded() == [[1, 2, 3]]
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
+    """k, m, the lost role, blocks whose bytes are damaged, parity whose list of members is."""
+    data, parities = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    lost = draw(st.integers(0, data - 1))
+    others = [number for number in range(data + parities) if number != lost]
+    damaged = draw(st.sets(st.sampled_from(others), max_size=parities + 1))
+    unlisted = draw(st.sets(st.sampled_from(others[data - 1 :]), max_size=1))
+    return data, parities, lost, damaged, unlisted
+
+
+@settings(max_examples=15, deadline=None)
+@given(damages())
+def test_whatever_is_damaged_what_is_sealed_is_right(
+    case: tuple[int, int, int, set[int], set[int]],
+) -> None:
+    """Rule 4, and that nothing is given up for which enough is left."""
+    data, parities, lost, damaged, unlisted = case
+    with tempfile.TemporaryDirectory() as directory:
+        vaults = Vaults(Path(directory), CodedGroup(data, parities, nbytes=20_000), {lost})
+        try:
+            vaults.open()
+            record = vaults.adopt()
+            for number in damaged:
+                path = vaults.own(number) if number < data else vaults.block(number - data)
+                flip(path, "shard")
+            for number in unlisted:
+                flip(vaults.block(number - data), MEMBERS)
+            intact = {*range(data + parities)} - {lost} - damaged
+            told = {number for number in intact - unlisted if number >= data}
+            # A block that does not say what it was computed from is good beside one that does.
+            if len(intact) >= data and told:
+                vaults.obtain(record, lost)
+                return
+            with pytest.raises(RestoreUnavailable):
+                vaults.obtain(record, lost)
+            held = vaults.states[vaults.spare].table.holdings()
+            assert not [h for h in held if h.role == lost and "shard" in h.parts]
+        finally:
+            vaults.stop()
+
+
+def test_lost_roles_come_back_from_the_files_of_a_dump(begin: Begin, tmp_path: Path) -> None:
+    """A later job on other nodes; one file is damaged, and another block stands in for it."""
+    vaults = begin(3, 2, {0})
+    vaults.open()
+    folder = tmp_path / "dump"
+    for state in vaults.states.values():
+        dump(state, folder, GENERATION, "step", None)
+    assert len(list(folder.glob("dump-*.seg"))) == 7  # 2 whole roles, 2 blocks, 3 roles' extras
+    flip(folder / dump_name(1, 1), "shard")
+    strange = folder / dump_name(vaults.coded.group.blocks[0], 77)
+    strange.write_bytes(b"cut off")
+    record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
+    generation = record.restore.generation
+    state = vaults.states[vaults.spare]
+    obtainer = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    places = obtainer.obtain(vaults.coded.layouts[0])
+    for name, place in places.items():
+        assert bytes(place.view) == vaults.coded.part(0, name), name
+        assert place.segment.generation(place.slot) == generation
+    assert vaults.decoded() == [[2, 3, 4]]
+    (event, _) = vaults.corruptions()
+    assert event.data["where"] == str(folder / dump_name(1, 1))
+    for path in folder.glob("dump-*-4.seg"):
+        if path != folder / dump_name(0, 4):
+            path.unlink()
+    (place,) = state.table.find(0, generation, "shard")
+    state.mark_bad(place, 0)
+    again = Obtainer(state, vaults.transports[vaults.spare], record, 0)
+    with pytest.raises(RestoreUnavailable, match="role 1 on node 1: checksum"):
+        again.obtain(vaults.coded.layouts[0])
+
+
+def test_a_file_of_a_dump_that_cannot_be_read_is_one_place_less(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vaults = begin(3, 1, {0})
+    vaults.open()
+    folder = tmp_path / "dump"
+    dump(vaults.states[1], folder, GENERATION, "step", [1])
+    broken = folder / dump_name(1, 1)
+    shutil.copy(broken, folder / dump_name(1, 9))
+    read_into = Segment.read_into
+
+    def read(dumped: Segment, slot: int, name: str, start: int, target: memoryview) -> None:
+        if dumped.path == broken:
+            raise OSError(errno.EIO, "Input/output error")
+        read_into(dumped, slot, name, start, target)
+
+    monkeypatch.setattr(Segment, "read_into", read)
+    record = vaults.adopt(Restore("dump", Generation(2, GENERATION.iteration), path=str(folder)))
+    obtainer = Obtainer(vaults.states[vaults.spare], vaults.transports[vaults.spare], record, 1)
+    places = obtainer.obtain(vaults.coded.layouts[1])
+    assert bytes(places["shard"].view) == vaults.coded.part(1, "shard")
+    (folder / dump_name(1, 9)).unlink()
+    vaults.states[vaults.spare].mark_bad(places["shard"], 0)
+    with pytest.raises(RestoreUnavailable, match="Input/output error"):
+        obtainer.obtain(vaults.coded.layouts[1])

@@ -1,0 +1,366 @@
+"""Parity blocks made by real vault processes: whole, in spite of kills, stops and damaged bytes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zfec
+
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout import schemes
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityPlacement, is_parity_role
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Holding,
+    Restore,
+    RoleLayout,
+)
+from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
+from tests.vault.harness import (
+    Cluster,
+    Member,
+    cluster,
+    content,
+    make_layout,
+    sources_from,
+    wait_until,
+)
+
+FIRST = Generation(1, 0)
+SIZES = {0: 64 << 10, 1: 100_000, 2: 4096}
+BIG = 6 << 20
+
+
+def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
+    scheme = Scheme(schemes.Kind.PARITY, group=group)
+    return replace(record, protection=ProtectionPlan((Rule(ANY, ANY, scheme),)))
+
+
+def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, RoleLayout]:
+    return {role: make_layout(role, nbytes, slots) for role, nbytes in sizes.items()}
+
+
+def begin(
+    running: Cluster, layouts: dict[int, RoleLayout], record: EpochRecord | None = None
+) -> list[Member]:
+    """Open epoch 1 and register a member for each role."""
+    running.open(record or with_parity(running.record(1)))
+    members = [Member(running.nodes[role], layout) for role, layout in layouts.items()]
+    for member in members:
+        member.client.register(member.layout, 1)
+    return members
+
+
+def step(members: list[Member], generation: Generation) -> None:
+    for member in members:
+        member.write(generation)
+    for member in members:
+        assert member.wait(generation) == "committed"
+
+
+def block_of(running: Cluster, record: EpochRecord, number: int) -> tuple[Any, int, Segment]:
+    """Group, number of the block and segment of a parity role at its holder."""
+    found = ParityPlacement.of_record(record).block(number)
+    assert found is not None
+    group, j = found
+    path = running.nodes[group.holders[j]].directory / copy_name(number)
+    return group, j, Segment.open(path, writable=False)
+
+
+def check_blocks(
+    running: Cluster,
+    record: EpochRecord,
+    generation: Generation,
+    layouts: dict[int, RoleLayout],
+) -> None:
+    """Every parity block is there, sealed, and just what zfec (or an XOR) makes of the parts."""
+    for group in ParityPlacement.of_record(record).groups:
+        for number in group.blocks:
+            _, j, segment = block_of(running, record, number)
+            (slot,) = (
+                s
+                for s in range(segment.layout.slots)
+                if segment.generation(s) == generation
+                and segment.entry(s, MEMBERS).state is PartState.SEALED
+            )
+            entry = segment.entry(slot, MEMBERS)
+            members = Members.decode(segment.data(slot, MEMBERS, entry.nbytes))
+            assert (members.group, members.number) == (group.roles, j)
+            for name in ("shard", "tail"):
+                blocks = [
+                    content(role, generation, name, part.nbytes)
+                    for role in group.roles
+                    for part in layouts[role].parts
+                    if part.name == name
+                ]
+                for role, block in zip(group.roles, blocks, strict=True):
+                    pair = len(block), checksum(memoryview(block))
+                    assert members.contributions[role][name] == pair
+                longest = max(map(len, blocks))
+                blocks = [block.ljust(longest, b"\0") for block in blocks]
+                k, m = len(blocks), record.replicas
+                if m == 1:
+                    total = 0
+                    for block in blocks:
+                        total ^= int.from_bytes(block, "little")
+                    wanted = total.to_bytes(longest, "little")
+                else:
+                    wanted = zfec.Encoder(k, k + m).encode(blocks, [k + j])[0]
+                entry = segment.entry(slot, name)
+                assert entry.state is PartState.SEALED
+                found = segment.data(slot, name, entry.nbytes)
+                assert bytes(found) == wanted
+                assert checksum(found) == entry.checksum
+
+
+@pytest.mark.parametrize("parities", [1, 2])
+def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> None:
+    """Three roles of different size; extras travel whole to a buddy, shards as parity only. With
+    two blocks three slots."""
+    layouts = layouts_of(SIZES, slots=1 + parities)
+    with cluster(tmp_path, 3 + parities, roles=3, chunk_bytes=16384) as running:
+        record = with_parity(running.record(1, replicas=parities))
+        members = begin(running, layouts, record)
+        for iteration in range(6):
+            step(members, Generation(1, iteration))
+        newest = Generation(1, 5)
+        check_blocks(running, record, newest, layouts)
+        held = {
+            (node.number, holding.role, part)
+            for node in running.nodes
+            for holding in map(Holding.from_dict, node.status()["holdings"])
+            if holding.generation == newest
+            for part in holding.parts
+        }
+        assert {role for _, role, part in held if part == MEMBERS} == {
+            block for group in ParityPlacement.of_record(record).groups for block in group.blocks
+        }
+        for role in layouts:
+            assert {node for node, r, part in held if (r, part) == (role, "shard")} == {role}
+            extras = {node for node, r, part in held if (r, part) == (role, "extras@step")}
+            assert len(extras) == 1 + parities
+        shipped = sum(node.count("bytes shipped") for node in running.nodes)
+        each = sum(SIZES.values()) + 3 * 1000 + 3 * 777
+        assert shipped == 6 * parities * each
+        # The spares hold the blocks, and of each only as much memory as is used.
+        spare = running.nodes[3]
+        (name,) = (n for n in spare.status()["segments"] if is_parity_role(int(n[5:-4])))
+        used = (spare.directory / name).stat().st_blocks * 512
+        assert used < (1 + parities) * (max(SIZES.values()) + 1000) + (64 << 10)
+
+
+def test_a_lost_holder_is_replaced_and_the_restored_generation_encoded_again(
+    tmp_path: Path,
+) -> None:
+    """The holder dies, survivors go on from memory under the new groups; then a member's node."""
+    layouts = layouts_of({0: 50_000, 1: 50_000})
+    with cluster(tmp_path, 4, roles=2) as running:
+        record = with_parity(running.record(1), group=2)
+        members = begin(running, layouts, record)
+        step(members, FIRST)
+        (group,) = ParityPlacement.of_record(record).groups
+        (holder,) = group.holders
+        gone = {holder}
+        running.nodes[holder].die()
+        inventories = running.close(1, gone=gone)
+        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, layouts))
+        record = with_parity(running.record(2, restore, gone=gone), group=2)
+        running.open(record)
+        for member in members:
+            member.client.register(member.layout, 2)
+            assert member.wait(FIRST) == "committed"
+        check_blocks(running, record, FIRST, layouts)
+        wait_until(  # a member hears of the commit before the agent hears of the event
+            lambda: {e.role for node in running.nodes for e in node.seen(Kind.EXPOSED)} == {0, 1},
+            "both roles to report their exposure",
+        )
+        step(members, Generation(2, 1))
+        check_blocks(running, record, Generation(2, 1), layouts)
+
+
+def test_groups_of_one_when_few_nodes_are_left(tmp_path: Path) -> None:
+    """Two nodes: a block of one role is its copy."""
+    layouts = layouts_of({0: 20_000, 1: 30_000})
+    with cluster(tmp_path, 2) as running:
+        record = with_parity(running.record(1), group=4)
+        members = begin(running, layouts, record)
+        for iteration in range(3):
+            step(members, Generation(1, iteration))
+        check_blocks(running, record, Generation(1, 2), layouts)
+
+
+def test_covered_parts_are_in_no_block(tmp_path: Path) -> None:
+    """Peers hold the bytes: nothing is contributed, and others do not wait for it for ever."""
+    layouts = {
+        0: make_layout(0, 9000, replicas=(0, 1)),
+        1: make_layout(1, 9000, replicas=(0, 1)),
+        2: make_layout(2, 5000),
+    }
+    with cluster(tmp_path, 4, roles=3) as running:
+        record = with_parity(running.record(1))
+        members = begin(running, layouts, record)
+        step(members, FIRST)
+        (group,) = ParityPlacement.of_record(record).groups
+        _, _, segment = block_of(running, record, group.blocks[0])
+        entry = segment.entry(0, MEMBERS)
+        found = Members.decode(segment.data(0, MEMBERS, entry.nbytes))
+        assert set(found.contributions) == {2}
+        assert bytes(segment.data(0, "shard", 5000)) == content(2, FIRST, "shard", 5000)
+
+
+def in_the_middle(name: str, point: str, iteration: int, role: int, **more: Any) -> dict[str, Any]:
+    """A fault in the second piece of a contribution."""
+    match = {"iteration": iteration, "role": role, "part": "shard"}
+    return {"id": name, "point": point, "match": match, "nth": 2, **more}
+
+
+def test_blocks_are_right_whatever_happens_in_the_middle(tmp_path: Path) -> None:
+    """Holder killed, contributor killed, holder stopped, a piece damaged: one generation each."""
+    layouts = layouts_of({0: BIG, 1: BIG - 5000, 2: 3 << 20})
+    plan = [
+        in_the_middle("holder", "vault.combine", 1, 1),
+        in_the_middle("contributor", "vault.chunk", 2, 1),
+        in_the_middle("stopped", "vault.combine", 3, 0, signal="STOP", resume_after_seconds=0.3),
+        in_the_middle("wire", "vault.chunk", 4, 1, action="mark"),
+    ]
+    victims = {1: 3, 2: 1}
+    everything = sum(part.nbytes for layout in layouts.values() for part in layout.parts[:2])
+    with cluster(tmp_path, 4, roles=3, faults=plan, chunk_bytes=1 << 20) as running:
+        record = with_parity(running.record(1))
+        members = begin(running, layouts, record)
+        step(members, FIRST)
+        for iteration, name in enumerate(["holder", "contributor", "stopped", "wire"], 1):
+            generation = Generation(1, iteration)
+            before = running.nodes[3].count("bytes combined")
+            for member in members:
+                member.write(generation)
+            if iteration in victims:
+                victim = running.nodes[victims[iteration]]
+                assert victim.process is not None
+                assert victim.process.wait(20) == -signal.SIGKILL
+                victim.start()
+                victim.adopt(record)
+            for member in members:
+                assert member.wait(generation) == "committed"
+            assert (tmp_path / "faults.json.fired" / name).exists()
+            check_blocks(running, record, generation, layouts)
+            if iteration > 1:  # it went on where it had been: no byte was combined twice
+                wanted = before + everything
+                combined = wait_until(
+                    lambda w=wanted: (n := running.nodes[3].count("bytes combined")) >= w and n,
+                    "the last piece is counted",
+                )
+                assert combined == wanted
+        (event,) = running.nodes[3].told(Kind.CORRUPTION)
+        assert (event.data["where"], event.role) == ("wire", 1)
+
+
+def test_other_bytes_than_sealed_poison_no_block(tmp_path: Path) -> None:
+    """Memory damaged after its checksum was made: the block is begun again without those bytes."""
+    layouts = layouts_of({0: 40_000, 1: 40_000, 2: 40_000})
+    fault = {
+        "id": "memory",
+        "point": "vault.sealed",
+        "match": {"role": 1, "iteration": 1},
+        "action": "mark",
+    }
+    with cluster(tmp_path, 4, roles=3, faults=[fault], chunk_bytes=8192) as running:
+        record = with_parity(running.record(1))
+        members = begin(running, layouts, record)
+        step(members, FIRST)
+        for member in members:
+            member.write(Generation(1, 1))
+        assert members[0].wait(Generation(1, 1), seconds=1.5) == "shut"
+        where = {event.data["where"] for event in running.nodes[3].told(Kind.CORRUPTION)}
+        assert where == {"contribution"}
+        slots = {event.data["where"] for event in running.nodes[1].told(Kind.CORRUPTION)}
+        assert slots == {"slot own-1-1.0.0.seg"}
+        (group,) = ParityPlacement.of_record(record).groups
+        inventory = running.close(1)[3]
+        held = {h.generation for h in inventory.holdings if h.role == group.blocks[0]}
+        assert held == {FIRST}
+
+
+def test_a_block_that_is_damaged_after_all_were_acknowledged_is_made_again(tmp_path: Path) -> None:
+    """One vault has forgotten that it was acknowledged and asks: the others contribute again."""
+    layouts = layouts_of({0: 40_000, 1: 40_000})
+    with cluster(tmp_path, 3, roles=2) as running:
+        record = with_parity(running.record(1), group=2)
+        members = begin(running, layouts, record)
+        step(members, FIRST)
+        (group,) = ParityPlacement.of_record(record).groups
+        path = running.nodes[2].directory / copy_name(group.blocks[0])
+        segment = Segment.open(path)
+        segment.data(0, MEMBERS)[5] ^= 0x10
+        running.nodes[1].kill()
+        running.nodes[1].start()
+        running.nodes[1].adopt(record)
+        running.nodes[2].told(Kind.CORRUPTION)
+        wait_until(lambda: running.nodes[1].status()["committed"], "role 1 is protected again")
+        check_blocks(running, record, FIRST, layouts)
+        step(members, Generation(1, 1))
+
+
+def test_nothing_is_sealed_when_the_epoch_is_closed_in_the_middle(tmp_path: Path) -> None:
+    """Rules 5 and 11: two of three contributions are in; then they are given again in epoch 2."""
+    layouts = layouts_of({0: 40_000, 1: 40_000, 2: 40_000})
+    with cluster(tmp_path, 4, roles=3) as running:
+        members = begin(running, layouts)
+        step(members, FIRST)
+        for member in members[:2]:
+            member.write(Generation(1, 1))
+        assert members[0].wait(Generation(1, 1), seconds=1.3) == "shut"
+        assert running.nodes[3].count("bytes combined") > 3 * 41_000
+        inventories = running.close(1)
+        blocks = [h for h in inventories[3].holdings if is_parity_role(h.role)]
+        assert {h.generation for h in blocks} == {FIRST}
+        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, layouts))
+        record = with_parity(running.record(2, restore))
+        running.open(record)
+        for member in members:
+            member.client.register(member.layout, 2)
+            assert member.wait(FIRST) == "committed"
+        for iteration in (1, 2, 3):
+            step(members, Generation(2, iteration))
+        check_blocks(running, record, Generation(2, 3), layouts)
+
+
+def test_too_little_memory_at_the_holder_holds_the_gate_and_says_why(
+    tmp_path: Path, tight_memory: Path
+) -> None:
+    layouts = layouts_of({0: 300_000, 1: 1 << 20})
+    roomy = Path("/dev/shm") / f"deadpool-test-{os.getpid()}-{tmp_path.name}"
+    with cluster(
+        tmp_path,
+        3,
+        roles=2,
+        segment_dir=lambda n: tight_memory / "node2" if n == 2 else roomy / f"node{n}",
+    ) as running:
+        (tight_memory / "ballast").write_bytes(bytes(2 << 20))
+        record = with_parity(running.record(1), group=2)
+        members = begin(running, layouts, record)
+        for member in members:
+            member.write(FIRST)
+        assert members[0].wait(FIRST, seconds=0.5) == "shut"
+        refusals = wait_until(
+            lambda: [
+                event
+                for node in running.nodes
+                for event in node.seen(Kind.REFUSED)
+                if "no parity block possible" in str(event.data["why"])
+            ],
+            "the reason is told",
+        )
+        assert "bytes needed" in str(refusals[0].data["why"])
+        (tight_memory / "ballast").unlink()
+        for member in members:
+            assert member.wait(FIRST) == "committed"
+        check_blocks(running, record, FIRST, layouts)
+        running.nodes[2].shutdown(remove=True)

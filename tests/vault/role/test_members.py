@@ -1,0 +1,65 @@
+"""What a vault keeps for its members."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.net.links import Link
+from deadpool_megatron.vault.role.members import MemberDialogue, Members
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.wire.framing import ConnectionClosed
+from tests.vault.harness import make_layout
+
+LAYOUT = make_layout(3, nbytes=100)
+
+
+def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched(
+    tmp_path: Path,
+) -> None:
+    """A slot that is pinned for ever is missing when the node is to be the role's buddy."""
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    segment = Segment.create(tmp_path / copy_name(3), LAYOUT, None, ["shard"])
+    state.table.segments[segment.path.name] = segment
+    slot = state.table.claim(segment, Generation(1, 4), 1)
+    assert slot is not None
+    segment.seal_part(slot, "shard", 10, checksum(segment.data(slot, "shard", 10)), 1)
+    state.table.release(segment, slot)
+    places = {"shard": state.table.find(3, Generation(1, 4), "shard")[0]}
+    ours, theirs = socket.socketpair()
+    hello = {"layout": LAYOUT.to_dict(), "seat": Seat(0, 0, 0).to_list(), "rehearsed": False}
+    dialogue = MemberDialogue(state, Members(state), Link(ours), hello)
+    dialogue._answer(1, places)
+    assert state.table.pins[places["shard"].key] == 1, "its member has not released it yet"
+    theirs.close()
+    with pytest.raises((ConnectionClosed, OSError)):
+        dialogue.run(threading.Event())
+    assert not any(state.table.pins.values())
+    dialogue._answer(1, places)
+    assert not any(state.table.pins.values())
+    dialogue.link.close()
+
+
+def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
+    """With a lag the gate does not ask again, and the slot to overwrite is chosen by this."""
+    client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+
+    def committed(epoch: int, iteration: int) -> Generation:
+        generation = Generation(epoch, iteration)
+        about = {"generation": generation.to_list(), "boundary": "step", "released": False}
+        client._enter(epoch)
+        client._take({"t": "committed", "epoch": epoch, **about})
+        assert client.newest_committed is not None
+        return client.newest_committed[0]
+
+    assert committed(1, 7) == Generation(1, 7)
+    assert committed(1, 6) == Generation(1, 7)
+    assert committed(1, 8) == Generation(1, 8)
+    assert committed(2, 5) == Generation(2, 5), "of another line"

@@ -1,0 +1,184 @@
+"""Which slot of a copy may be overwritten, what freezing promises, what adopting drops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    checksum,
+    copy_name,
+    own_name,
+)
+from deadpool_megatron.vault.shm.table import Place, Table
+from tests.vault.harness import make_layout
+
+SEAT = Seat(0, 0, 0)
+LAYOUT = make_layout(3, nbytes=100)
+SHARD = ["shard", "tail", "extras@step"]
+
+
+def table_with_copy(directory: Path, slots: int = 2) -> tuple[Table, Segment]:
+    table = Table(directory)
+    layout = make_layout(3, nbytes=100, slots=slots)
+    segment = Segment.create(directory / copy_name(3), layout, None, SHARD)
+    table.segments[segment.path.name] = segment
+    return table, segment
+
+
+def keep(segment: Segment, slot: int, names: list[str], epoch: int) -> None:
+    for name in names:
+        segment.seal_part(slot, name, 10, checksum(segment.data(slot, name, 10)), epoch)
+
+
+def own(table: Table, *generations: Generation) -> Segment:
+    """A member's segment with one sealed generation in each slot."""
+    segment = Segment.create(table.directory / own_name(3, SEAT), LAYOUT, SEAT, SHARD)
+    table.segments[segment.path.name] = segment
+    for slot, generation in enumerate(generations):
+        segment.mark_writing(slot)
+        segment.begin(slot, generation, generation.lineage)
+        segment.fill(slot, dict.fromkeys(SHARD, 10), generation.lineage)
+        keep(segment, slot, SHARD, generation.lineage)
+        segment.set_state(slot, SlotState.SEALED)
+    return segment
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    slots=st.integers(2, 4),
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=14),
+)
+def test_a_copy_never_loses_its_newest_complete_generation(
+    tmp_path_factory: pytest.TempPathFactory, slots: int, events: list[tuple[bool, int]]
+) -> None:
+    """Puts in the order of a Shipper, some cut off and repeated, old ones offered again: rule 3."""
+    table, segment = table_with_copy(tmp_path_factory.mktemp("copy"), slots)
+    number = 0
+    complete: set[Generation] = set()
+    for whole, back in events:
+        # A generation is offered until it is there; after a restart of its owner an older one too.
+        repeated = bool(back) and number >= back
+        generation = Generation(1, number - back if repeated else number)
+        slot = table.claim(segment, generation, 1)
+        if slot is None:
+            assert repeated
+            continue
+        assert table.claim(segment, generation, 1) is None  # one writer at a time
+        keep(segment, slot, SHARD if whole else SHARD[:1], 1)
+        table.release(segment, slot)
+        if whole and not repeated:
+            complete.add(generation)
+            number += 1
+        held = {h.generation for h in table.holdings() if h.parts >= set(SHARD)}
+        if complete:
+            assert max(complete) in held
+
+
+def test_pinned_and_written_slots_are_left_alone(tmp_path: Path) -> None:
+    table, segment = table_with_copy(tmp_path)
+    for iteration in (1, 2):
+        slot = table.claim(segment, Generation(1, iteration), 1)
+        assert slot is not None
+        keep(segment, slot, SHARD, 1)
+        table.release(segment, slot)
+    place = table.find(3, Generation(1, 1), "shard")[0]
+    table.pin(place)
+    assert table.claim(segment, Generation(1, 3), 1) is None
+    table.unpin(place)
+    slot = table.claim(segment, Generation(1, 3), 1)
+    assert slot == place.slot
+    assert table.claim(segment, Generation(1, 4), 1) is None
+    assert not table.superseded(segment, Generation(1, 2))
+
+
+def test_frozen_answers_what_was_promised(tmp_path: Path) -> None:
+    """A member that was stopped before its store and wakes up after the freeze changes nothing."""
+    table = Table(tmp_path)
+    segment = own(table, Generation(1, 1), Generation(1, 2))
+    before = table.holdings()
+    table.freeze()
+    assert segment.is_frozen()
+    state = segment.mark_writing(0)  # the late store; then it is killed before backing out
+    assert state is SlotState.SEALED
+    assert table.holdings() == before
+    assert len(table.find(3, Generation(1, 1), "shard")) == 1
+    table.adopt(Generation(1, 1), "step", 2, {3: SEAT})
+    assert segment.state(0) is SlotState.SEALED
+    assert segment.state(1) is SlotState.EMPTY
+    assert not segment.is_frozen()
+    assert [h.generation for h in table.holdings()] == [Generation(1, 1)]
+
+
+def test_a_member_without_a_seat_stays_frozen(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    segment = own(table, Generation(1, 1))
+    table.freeze()
+    table.adopt(Generation(1, 1), "step", 2, {3: Seat(0, 0, 1)})
+    assert segment.is_frozen()
+
+
+def test_adopting_drops_the_abandoned_and_nothing_else(tmp_path: Path) -> None:
+    table, segment = table_with_copy(tmp_path, slots=4)
+    member = own(table, Generation(2, 6), Generation(2, 7))
+    generations = [Generation(1, 9), Generation(2, 6), Generation(2, 7), Generation(3, 7)]
+    for slot, generation in enumerate(generations):
+        segment.open_slot(slot, generation, generation.lineage)
+        keep(segment, slot, [*SHARD, "extras@evaluation"], generation.lineage)
+    # The own slot 0 has extras of the abandoned rest of epoch 2, and some appended in epoch 3.
+    keep(member, 0, ["extras@evaluation"], 2)
+    keep(member, 0, ["extras@save"], 3)
+    table.adopt(Generation(2, 6), "step", 3, {3: SEAT})
+    assert {s.generation for s in table.sealed(3) if s.segment is segment} == {
+        Generation(1, 9),
+        Generation(2, 6),
+        Generation(3, 7),
+    }
+    assert member.state(1) is SlotState.EMPTY
+    assert member.entry(0, "extras@evaluation").state is PartState.ABSENT
+    assert member.entry(0, "extras@save").state is PartState.SEALED
+    # Older generations keep their extras: only those after the resume point are abandoned.
+    assert segment.entry(0, "extras@evaluation").state is PartState.SEALED
+
+
+def test_unsealed_things_of_an_older_epoch_are_dropped(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    segment = own(table, Generation(1, 1))
+    segment.mark_writing(1)
+    segment.begin(1, Generation(1, 2), 1)
+    segment.fill(1, dict.fromkeys(SHARD, 10), 1)
+    segment.fill_part(0, "extras@evaluation", 10, 1)
+    table.adopt(Generation(1, 1), "evaluation", 2, {3: SEAT})
+    assert segment.state(1) is SlotState.EMPTY
+    assert segment.entry(0, "extras@evaluation").state is PartState.ABSENT
+
+
+def test_damaged_parts_are_not_promised(tmp_path: Path) -> None:
+    table = Table(tmp_path)
+    segment = own(table, Generation(1, 1))
+    table.freeze()
+    entry = segment.entry(0, "shard")
+    table.mark_bad(Place(segment, 0, "shard", entry.nbytes, entry.checksum))
+    assert table.holdings()[0].parts == {"tail", "extras@step"}
+    assert segment.entry(0, "shard").state is PartState.BAD
+
+
+def test_what_is_unneeded(tmp_path: Path) -> None:
+    table, segment = table_with_copy(tmp_path)
+    assert not table.unneeded(segment, lambda _: 50)  # just made
+    slot = table.claim(segment, Generation(1, 3), 1)
+    assert slot is not None
+    keep(segment, slot, SHARD, 1)
+    assert not table.unneeded(segment, lambda _: 9)  # being written
+    table.release(segment, slot)
+    assert not table.unneeded(segment, lambda _: 1)
+    assert table.unneeded(segment, lambda held: 2 if held == Generation(1, 3) else 0)
+    table.pin(table.find(3, Generation(1, 3), "shard")[0])
+    assert not table.unneeded(segment, lambda _: 2)
