@@ -24,8 +24,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Traffic
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.member.buffers import SlotWriter
+from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
@@ -208,16 +207,6 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
         obtainer.obtain(LAYOUT)
     source.join(10.0)
     assert not list(tmp_path.glob("copy-*"))
-
-
-def test_a_writer_learns_that_its_slot_was_taken(state: VaultState) -> None:
-    segment = next(iter(state.table.segments.values()))
-    segment.mark_writing(0)
-    segment.begin(0, NEW, 1)
-    writer = SlotWriter(lambda _: None, segment, 0, NEW, 1)
-    segment.set_state(0, SlotState.SEALED)
-    with pytest.raises(VaultError, match="has been taken from its writer"):
-        writer.fill({"shard": 10})
 
 
 def test_memory_is_given_back_without_the_lock(
