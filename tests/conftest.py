@@ -12,11 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
 # Ending processes get this long to be gone before they count as left over.
 _GRACE_SECONDS = 5.0
+
+
+# How long an example may take says how busy the machine is.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

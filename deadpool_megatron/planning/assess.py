@@ -87,7 +87,7 @@ def assess(plan: Plan) -> Assessment:
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What a run with ``mixed`` tries, by the same sizes (layout.choice)."""
+    """What a run with ``mixed`` tries, by the same sizes (layout.reckoning.choice)."""
     yield {"scheme": "buddy"}
     most = largest_group(plan.cluster.nodes + plan.cluster.spares, plan.protection.replicas)
     for size in GROUP_SIZES:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, start
+from tests.cluster.running import FAST, MEMBER, start
 from tests.told import read_final
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
 _LIMITS = (
@@ -92,10 +92,7 @@ class Agents:
     def _check_clean(self, run_id: str) -> None:
         for agent in self.agents.values():
             agent.wait(PATIENCE_SECONDS)
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while pids := cleanup.run_processes(self.run, run_id):
-            assert time.monotonic() < limit, f"left behind: {pids}"
-            time.sleep(0.02)
+        wait_for("its processes to go", lambda: not cleanup.run_processes(self.run, run_id))
         # A killed agent cannot clear up; on a real cluster its memory dies with its host.
         cleanup.clean_run(self.run, run_id)
         assert not segment_root(run_id).exists()
@@ -111,14 +108,6 @@ class Agents:
             if event.kind not in (Kind.COMMITTED, Kind.SEALED, Kind.STEP):
                 print(json.dumps(event.to_dict()))
 
-    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
-        """Poll until ``ready()`` is true; fail when the patience is over."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while not (found := ready()):
-            assert time.monotonic() < limit, f"waited too long for: {what}"
-            time.sleep(0.01)
-        return found
-
     def events(self, *kinds: Kind) -> list[Event]:
         """Events so far, of these kinds, of all coordinators."""
         self._events += self._tail.poll()
@@ -130,7 +119,7 @@ class Agents:
 
     def wait_iteration(self, iteration: int) -> None:
         """Until a step has been reported."""
-        self.wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
+        wait_for(f"iteration {iteration}", lambda: self.newest_iteration() >= iteration)
 
     def wait_more(self, iterations: int) -> None:
         """Until training has gone on by so many steps from now."""
@@ -144,7 +133,9 @@ class Agents:
     def term(self) -> Term:
         """The newest term, once there is one."""
         journal = self.journal()
-        return self.wait_for("a coordinator", lambda: newest_term(journal))  # type: ignore[no-any-return]
+        found = wait_for("a coordinator", lambda: newest_term(journal))
+        assert found is not None
+        return found
 
     def wait_term(self, number: int) -> Term:
         """Until another coordinator has taken over and says where it is."""
@@ -153,7 +144,7 @@ class Agents:
             kind = Kind.COORDINATOR
             return any(e.data["term"] >= number for e in self.events(kind))
 
-        self.wait_for(f"term {number}", there)
+        wait_for(f"term {number}", there)
         return self.term()
 
     def epochs(self) -> list[int]:
@@ -170,18 +161,15 @@ class Agents:
     def finish(self) -> dict[str, Any]:
         """Let an endless run end well, and check its result."""
         (self.run.path / "finish").touch()
-        self.wait_for("the result", self.run.final.exists)
+        wait_for("the result", self.run.final.exists)
         return self.check_result(int((self.run.path / "finish-after").read_text()))
 
     def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
-        self.wait_for("the result", self.run.final.exists)
+        wait_for("the result", self.run.final.exists)
         final = read_final(self.run.path)
         assert final["exit_status"] == 0, final["reason"]
         assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
         for role in range(self.nodes):
             assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role
         return final
-
-
-__all__ = ["Agents", "deadpool"]

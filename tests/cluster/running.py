@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deadpool_megatron.cli.show.tail import EventTail
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -24,13 +25,13 @@ from deadpool_megatron.events import Event, Kind
 from tests import forks
 from tests.cluster.counting_member import expected_sha256
 from tests.told import read_final
+from tests.waiting import PATIENCE_SECONDS, T, wait_for
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]
+_STACKS_SECONDS = 1.0
 # What commands that start runs import; the processes of the tests are forks of one that has.
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
-# Deadlines are for hangs only: a busy machine may take long, and no test waits this long to pass.
-PATIENCE_SECONDS = 60.0
 FAST = (
     *("--deadpool-close-seconds", "6"),
     *("--deadpool-drain-seconds", "1"),
@@ -80,6 +81,14 @@ def _start(
         )
 
 
+def _ask_stacks(launcher: int) -> None:
+    """Have the agents write to their logs where they stand."""
+    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), stacks.ASK)
+    time.sleep(_STACKS_SECONDS)
+
+
 class Run:
     """``deadpool run`` as a child. Use as a context manager: its end checks for leftovers."""
 
@@ -118,6 +127,8 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.launcher.poll() is None:
+            if kind is not None:
+                _ask_stacks(self.launcher.pid)
             self.launcher.kill()
         self.launcher.wait()
         if kind is None:
@@ -134,17 +145,14 @@ class Run:
             if text:
                 print(f"== {log.name}\n{text[-3000:]}")
 
-    def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
+    def wait_for(self, what: str, ready: Callable[[], T]) -> T:
         """Poll until ``ready()`` is true; fail when the run has ended or the patience is over."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            ended = self.launcher.poll() is not None
-            found = ready()
-            if found:
-                return found
-            assert not ended, f"the run ended ({self.launcher.returncode}) before: {what}"
-            assert time.monotonic() < limit, f"waited too long for: {what}"
-            time.sleep(0.01)
+
+        def ended() -> str:
+            status = self.launcher.poll()
+            return "" if status is None else f"the run ended ({status})"
+
+        return wait_for(what, ready, hopeless=ended)
 
     def events(self, *kinds: Kind) -> list[Event]:
         """Events so far, of these kinds."""
@@ -192,14 +200,8 @@ class Run:
         if not (self.run.path / "run.json").exists():
             return
         run_id = self.run.read_run().run_id
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            pids = cleanup.run_processes(self.run, run_id)
-            left = segment_root(run_id).exists()
-            if not pids and not left:
-                return
-            assert time.monotonic() < limit, f"left behind: processes {pids}, memory {left}"
-            time.sleep(0.02)
+        wait_for("its processes to go", lambda: not cleanup.run_processes(self.run, run_id))
+        wait_for("its memory to go", lambda: not segment_root(run_id).exists())
 
 
 def send(pid: int, number: int = signal.SIGKILL) -> None:

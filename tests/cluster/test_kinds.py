@@ -35,18 +35,6 @@ def test_nan_stops_with_status_4_and_what_is_known(tmp_path: Path) -> None:
     assert dumped.data["generation"][1] == 5, "what was computed before it"
 
 
-def test_nan_is_rolled_back_and_the_iteration_computed_anew(tmp_path: Path) -> None:
-    options = ("--deadpool-nonfinite", "rollback")
-    with Run(
-        tmp_path / "r", "--iterations", "12", options=options, faults=[poison("nan", 6)]
-    ) as run:
-        final = run.check_result(12)
-    assert kinds_of(final) == ["nonfinite-loss"]
-    assert final["recoveries"][0]["generation"][1] == 5
-    assert final["steps"][5]["loss"] != "nan"
-    assert "the loss was not finite" in deadpool("report", str(run.run.path)).stdout
-
-
 def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(3)

@@ -9,15 +9,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from deadpool_megatron.cli.common import CommandError, ask
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.events import Event, Kind, term_file, to_line
+from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
+from tests.waiting import wait_for
 
-_ROLES = 512
 # Nobody may be fenced, however busy the machine is.
 _PATIENT = (
     *("--deadpool-fence-seconds", "16"),
@@ -46,10 +44,10 @@ def goes_on(run: Agents, term: int) -> None:
         found = newest_term(journal)
         return 0 if found is None else found.number
 
-    run.wait_for("the next term", lambda: newest() >= term)
-    found = run.wait_for("an open epoch", lambda: _running(run))
+    wait_for("the next term", lambda: newest() >= term)
+    found = wait_for("an open epoch", lambda: _running(run))
     reached = found["iteration"]
-    run.wait_for("new iterations", lambda: _running(run).get("iteration", 0) >= reached + 5)
+    wait_for("new iterations", lambda: _running(run).get("iteration", 0) >= reached + 5)
 
 
 def _running(run: Agents) -> dict[str, Any]:
@@ -73,31 +71,6 @@ def test_a_takeover_opens_no_file_of_events(tmp_path: Path) -> None:
         run.finish()
 
 
-@pytest.mark.slow
-def test_a_takeover_after_two_million_events(tmp_path: Path) -> None:
-    with Agents(tmp_path / "r", options=_PATIENT) as run:
-        run.wait_iteration(5)
-        long = term_file(run.run.events, 1, 2)
-        write_history(long, 2_000_000)
-        os.kill(run.term().pid, signal.SIGKILL)
-        goes_on(run, 2)
-        long.unlink()  # its steps were never computed
-        assert run.events(Kind.NODE_LOST) == []
-        assert run.epochs() == [1]
-        run.finish()
-
-
-def write_history(path: Path, events: int) -> None:
-    """What 512 roles tell in an iteration, again and again."""
-    data = {"lineage": 1, "boundary": "step", "released": False, "bytes": 1 << 30}
-    found = [Event(Kind.STEP, 1, 7, 0, 100, data={"loss": (2.5).hex()})]
-    found += [Event(Kind.COMMITTED, 1, 7, role, 100, data=data) for role in range(_ROLES)]
-    block = b"".join(map(to_line, found))
-    with open(path, "wb") as file:
-        for _ in range(-(-events // len(found))):
-            file.write(block)
-
-
 def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(30)  # more bytes than a record has
@@ -105,11 +78,11 @@ def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) 
         _, hard = resource.prlimit(coordinator, resource.RLIMIT_FSIZE)
         size = run.run.events.stat().st_size
         resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (size, hard))
-        trouble = run.wait_for("the status to say so", lambda: status(run)["events"]["trouble"])
+        trouble = wait_for("the status to say so", lambda: status(run)["events"]["trouble"])
         assert "File too large" in trouble
         assert "File too large" in deadpool("status", str(run.run.path)).stdout
         reached = status(run)["iteration"]
-        run.wait_for("more iterations", lambda: status(run)["iteration"] >= reached + 10)
+        wait_for("more iterations", lambda: status(run)["iteration"] >= reached + 10)
         resource.prlimit(coordinator, resource.RLIMIT_FSIZE, (hard, hard))
         run.wait_more(5)
         assert run.events(Kind.NODE_LOST) == []

@@ -20,6 +20,7 @@ from tests.cluster.agents import Agents
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
 from tests.told import read_final
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")
@@ -110,7 +111,7 @@ def test_all_agents_and_their_standbys_are_killed_and_started_again(tmp_path: Pa
             agent.wait()
         for node in range(2):
             agents.start(str(node), "--node-id", str(node))
-        agents.wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
+        wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
         agents.finish()
         assert set(decided(agents.events())[1:]) == {"memory"}
 
@@ -123,9 +124,9 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
         node = 1 if agents.term().node == 0 else 0
         agents.agents[str(node)].kill()
         agents.agents[str(node)].wait()
-        agents.wait_for("the loss", lambda: agents.events(Kind.NODE_LOST))
+        wait_for("the loss", lambda: agents.events(Kind.NODE_LOST))
         agents.start(str(node), "--node-id", str(node))
-        agents.wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
+        wait_for("the recovery", lambda: agents.events(Kind.RECOVERED))
         agents.finish()
         assert set(decided(agents.events())[1:]) == {"memory"}
         log = (tmp_path / "r-outputs" / f"{node}.out").read_text()
@@ -138,7 +139,7 @@ def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> Non
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0, options=options) as agents:
         agents.wait_iteration(5)
         agents.power_off(1 if agents.term().node == 0 else 0)
-        agents.wait_for("the end", agents.run.final.exists)
+        wait_for("the end", agents.run.final.exists)
         final = read_final(agents.run.path)
         assert final["exit_status"] == 1
         assert "wrote what they held" in final["reason"]

@@ -86,11 +86,14 @@ def cells(layout: Layout, phases: Sequence[Phase]) -> list[Cell]:
     return [Cell(phase, role, target) for phase in phases for role, target in victims]
 
 
-def pairwise(layout: Layout, phases: Sequence[Phase]) -> list[Cell]:
-    """Every phase once and every victim evenly: a covering array of the full product."""
+def pairwise(layout: Layout, phases: Sequence[Phase], shift: int = 0) -> list[Cell]:
+    """Every phase once and every victim evenly: a covering array of the full product.
+
+    Arrays with the shifts 0 to 3 are the full product, cut into four.
+    """
     full = cells(layout, phases)
     width = len(full) // len(phases)
-    return [full[row * width + row % width] for row in range(len(phases))]
+    return [full[row * width + (row + shift) % width] for row in range(len(phases))]
 
 
 def chains(

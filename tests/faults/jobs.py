@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from deadpool_megatron.events import Event, read_events
 from tests import forks
 from tests.megatron_lm.checkout import checkout
 from tests.told import read_final
+from tests.waiting import wait_for
 
 JOB_SECONDS = 240.0
 
@@ -199,13 +199,9 @@ def await_event(
     directory: Path, wanted: Callable[[Event], bool], seconds: float = JOB_SECONDS
 ) -> None:
     """Follow the event file of a run until there is such an event."""
-    log, limit = directory / "events.jsonl", time.monotonic() + seconds
+    log = directory / "events.jsonl"
     tail = EventTail(log)
-    while time.monotonic() < limit:
-        if any(map(wanted, tail.poll())):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{log} has no such event after {seconds:g} s")
+    wait_for(f"such an event in {log}", lambda: any(map(wanted, tail.poll())), seconds)
 
 
 def _launch(

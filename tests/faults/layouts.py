@@ -45,12 +45,6 @@ VIRTUAL = Layout(
     nodes=4,
     members_per_node=1,
 )
-SEQUENCE = Layout(
-    "sequence-parallel",
-    f"{DISTRIBUTED} --tensor-model-parallel-size 2 --sequence-parallel",
-    nodes=4,
-    members_per_node=1,
-)
 _EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid"
     " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.01 --disable-bias-linear"

@@ -27,6 +27,7 @@ def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> N
     assert (told.iteration, told.data["policy"]) == (5, "rollback")
 
 
+@pytest.mark.full
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -> None:
     plain = trainer(DP4, 36)
     slow = Program((SLOW_TRAINER, "2", "0.25", *plain.command[2:]), DP4.nodes)

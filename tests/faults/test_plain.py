@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from tests.faults import layouts
 from tests.faults.jobs import MODEL, Layout, reference
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 ITERATIONS = 12
@@ -21,9 +21,7 @@ ITERATIONS = 12
 
 def run_plain(folder: Path, layout: Layout) -> dict[str, Any]:
     """The same training by ``trainer.plain``: no seam, no vaults, no hooks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     out = folder / "plain.json"
     ranks = [
         subprocess.Popen(

@@ -78,9 +78,9 @@ def test_the_waiting_spare_dies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("point", "match"),
     [
-        ("recovery.rebuild", {"when_epoch": 2}),
+        pytest.param("recovery.rebuild", {"when_epoch": 2}, marks=FULL),
         ("step.begin", {"when_iteration": 4, "when_epoch": 2}),
-        ("forward", {"when_iteration": 5, "when_epoch": 2}),
+        pytest.param("forward", {"when_iteration": 5, "when_epoch": 2}, marks=FULL),
     ],
     ids=["in-rebuild", "in-replay", "right-after"],
 )
@@ -94,18 +94,18 @@ def test_then_a_node_dies_whose_copy_the_first_one_held(
     assert max(recomputed(outcome)) <= 1
 
 
-@FULL
-def test_right_after_reprotection_one_copy_is_enough(tmp_path: Path) -> None:
-    second = fault("second", "step.begin", when_role=1, when_iteration=6, target="node")
-    outcome = strike(tmp_path, [FIRST, second])
-    assert set(restart_kinds(outcome)[1:]) == {"memory"}
-
-
-def test_two_nodes_at_once(tmp_path: Path) -> None:
-    """Nodes 0 and 3 hold no copy for each other."""
-    both = {**FIRST, "nodes": [3, 0]}
-    outcome = strike(tmp_path, [both], spares=2)
+def test_two_nodes_at_once_then_a_crash(tmp_path: Path) -> None:
+    """Nodes 0 and 3 hold no copy for each other. A crashed process is replaced on its node."""
+    plan = [
+        {**FIRST, "nodes": [3, 0]},
+        fault("crash", "backward", when_role=2, when_iteration=9, signal="SEGV"),
+    ]
+    outcome = strike(tmp_path, plan, spares=2)
     assert max(recomputed(outcome)) <= 1
+    crashed = outcome.final["recoveries"][-1]
+    assert "SIGSEGV" in crashed["cause"], crashed["cause"]
+    (old, new) = crashed["seats_changed"]["2"]
+    assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
 
 
 def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
@@ -136,6 +136,7 @@ def test_node_dies_while_its_vault_ships(tmp_path: Path) -> None:
     assert recomputed(outcome) <= [1]
 
 
+@FULL
 def test_stopped_member_is_replaced_and_fenced(tmp_path: Path) -> None:
     plan = [
         fault(
@@ -150,15 +151,6 @@ def test_stopped_member_is_replaced_and_fenced(tmp_path: Path) -> None:
     outcome = strike(tmp_path, plan, settings="--deadpool-freeze-seconds 1")
     (recovery,) = outcome.final["recoveries"]
     assert "frozen" in recovery["cause"]
-
-
-def test_crash_of_one_process_restarts_in_place(tmp_path: Path) -> None:
-    plan = [fault("crash", "backward", when_role=2, when_iteration=5, signal="SEGV")]
-    outcome = strike(tmp_path, plan, spares=0, refill=0)
-    (recovery,) = outcome.final["recoveries"]
-    assert "SIGSEGV" in recovery["cause"], recovery["cause"]
-    (old, new) = recovery["seats_changed"]["2"]
-    assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
 
 
 @FULL
@@ -201,26 +193,6 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
     outcome = strike(tmp_path, plan, flags=evaluation, saving=saves)
     assert restart_kinds(outcome)[-2:] == ["durable", "memory"]
     assert recomputed(outcome) == [2]
-
-
-def test_no_spare_left_dumps_and_resumes(tmp_path: Path) -> None:
-    plan = [FIRST]
-    wanted = reference(LAYOUT, ITERATIONS)
-    dumped = run_job(
-        tmp_path / "run",
-        LAYOUT,
-        ITERATIONS,
-        plan,
-        settings="--deadpool-spare-timeout 1",
-    )
-    assert dumped.status == 75, dumped.story()
-    assert "resume" in dumped.output.splitlines()[-1]
-    resumed = run_job(
-        tmp_path / "resumed", LAYOUT, ITERATIONS, arguments=("--resume", str(tmp_path / "run"))
-    )
-    assert resumed.status == 0, resumed.story()
-    assert_unnoticed(resumed, wanted, [])
-    assert resumed.final["steps"][0]["iteration"] > 1, "it did not start anew"
 
 
 @FULL

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ import yaml
 
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, environment
+from tests.cluster.running import FAST, MEMBER, environment
+from tests.waiting import PATIENCE_SECONDS, wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SSH = SCRIPTS / "launch" / "ssh.sh"
@@ -163,10 +163,7 @@ def test_ssh_stops_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "run")
     size = ("--nodes", "1", "--spares", "1", "--nproc-per-node", "1", "--preload", "", *FAST)
     assert ssh(tmp_path, "start", str(hosts), str(run.path), *size, "--", MEMBER).returncode == 0
-    limit = time.monotonic() + PATIENCE_SECONDS
-    while not run.coordinator.exists():
-        assert time.monotonic() < limit, "no coordinator"
-        time.sleep(0.05)
+    wait_for("a coordinator", run.coordinator.exists)
     stopped = ssh(tmp_path, "stop", str(hosts), str(run.path))
     assert json.loads(run.final.read_text())["exit_status"] == 130, stopped.stderr
     assert not segment_root(run.read_run().run_id).exists()

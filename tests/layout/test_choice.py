@@ -55,7 +55,7 @@ SCENES = st.builds(
 LIMITS = st.lists(st.integers(10, 140), min_size=1, max_size=3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(SCENES, LIMITS)
 def test_the_first_that_fits_is_taken(of: Scene, gigabytes: list[int]) -> None:
     """With room to take over roles if any plan leaves it; never one that does not fit."""
@@ -70,7 +70,7 @@ def test_the_first_that_fits_is_taken(of: Scene, gigabytes: list[int]) -> None:
     assert choice.lack == lacking(choice.plan, of, limits)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(SCENES, LIMITS, st.integers(1, 60))
 def test_more_memory_never_means_more_risk(of: Scene, gigabytes: list[int], more: int) -> None:
     """All nodes get the same more; among the plans that leave as much room."""

@@ -28,7 +28,7 @@ def layouts(draw: st.DrawFn) -> RoleLayout:
     return RoleLayout(0, tuple(parts), peers, draw(st.integers(2, 4)), "h" * 32, "stage 1 2")
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts())
 def test_own_slots_and_copies(layout: RoleLayout) -> None:
     assert own_bytes(layout) >= segment_bytes(layout)
@@ -41,7 +41,7 @@ def test_own_slots_and_copies(layout: RoleLayout) -> None:
         )
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(layouts(), st.integers(1, 6))
 def test_blocks(layout: RoleLayout, roles: int) -> None:
     of = {role: replace(layout, role=role) for role in range(roles)}

@@ -80,7 +80,7 @@ def clusters(draw: st.DrawFn) -> tuple[EpochRecord, int]:
     return record(domains, spares, draw(st.integers(1, 3)), size, parities), size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(clusters())
 def test_groups_of_any_cluster(drawn: tuple[EpochRecord, int]) -> None:
     """Each role once, distinct nodes, holders outside; m lost nodes leave k of k+m blocks."""
@@ -112,7 +112,7 @@ def test_groups_of_any_cluster(drawn: tuple[EpochRecord, int]) -> None:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(clusters())
 def test_no_domain_twice_where_that_can_be(drawn: tuple[EpochRecord, int]) -> None:
     record, _ = drawn

@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 IMPORT_SECONDS = 90.0
 RUN_SECONDS = 90.0
@@ -136,9 +137,7 @@ def _serve(checkout: Path) -> None:
 def _run(checkout: Path, request: dict[str, Any]) -> str:
     """Fork the ranks and wait for them; answers what went wrong, or nothing."""
     folder = Path(request["folder"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = {}
     for rank in range(request["world_size"]):
         pid = os.fork()

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
         },
         COMMON,
     ),
-    "fp16, first updates skipped": (
+    "fp16, first updates skipped, virtual pipeline, exit interval": (
         {
             **PP2_DP2,
             **SEGMENTS,
@@ -66,6 +66,9 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "fp16": True,
             "initial_loss_scale": 2.0**21,
             "hysteresis": 1,
+            "num_layers_per_virtual_pipeline_stage": 1,
+            "train_iters": 20,
+            "exit_interval": ITERATIONS,
         },
         [
             dies("in-a-skipped-update", "gate", 0, 2),
@@ -84,15 +87,6 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             "rerun_mode": "validate_results",
         },
         [*COMMON[:3], dies("data", "data.next", 2, 8, nth=2)],
-    ),
-    "virtual pipeline, exit interval": (
-        {
-            **PP2_DP2,
-            "num_layers_per_virtual_pipeline_stage": 1,
-            "train_iters": 20,
-            "exit_interval": ITERATIONS,
-        },
-        COMMON,
     ),
     "experts": (
         {
@@ -145,7 +139,7 @@ def told_of_timers(outcome: Outcome) -> None:
 
 
 CHECKS = {
-    "fp16, first updates skipped": skipped_two,
+    "fp16, first updates skipped, virtual pipeline, exit interval": skipped_two,
     "experts": told_of_auxiliary_losses,
     "fp32, whole optimizer, untied": told_of_timers,
 }

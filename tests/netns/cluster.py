@@ -25,6 +25,7 @@ from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.netns.hosts import Host, Hosts
 from tests.told import read_final
+from tests.waiting import wait_for
 
 COUNTING_MEMBER = str(Path(__file__).parents[1] / "cluster" / "counting_member.py")
 _ROOT = Path(__file__).parents[2]
@@ -188,15 +189,13 @@ class Cluster:
 
     def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
         """Poll until ``ready()`` is true; fail when the patience is over or the run is."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            over = self.run.final.exists()
-            if found := ready():
-                return found
-            assert not over, f"the run ended before: {what}"
-            assert time.monotonic() < limit, f"waited too long for: {what}"
-            assert any(a.poll() is None for a in self.agents.values()), f"no agent left: {what}"
-            time.sleep(0.02)
+
+        def over() -> str:
+            if self.run.final.exists():
+                return "the run ended"
+            return "" if any(a.poll() is None for a in self.agents.values()) else "no agent is left"
+
+        return wait_for(what, ready, PATIENCE_SECONDS, over)
 
     def stopped_at(self, marker: Path) -> int:
         """Number here of the process that a planned fault has stopped; 0: it is not, or not yet."""
@@ -231,13 +230,8 @@ class Cluster:
 
     def wait_end(self) -> dict[str, Any]:
         """Until the run is over, every agent has ended and no host has anything of it left."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while not self.run.final.exists():
-            assert time.monotonic() < limit, "the run does not end"
-            time.sleep(0.02)
-        while left := self._left():
-            assert time.monotonic() < limit, f"the run is over, but there is left: {left}"
-            time.sleep(0.1)
+        wait_for("the end of the run", self.run.final.exists, PATIENCE_SECONDS)
+        wait_for("what is left of it to go", lambda: not self._left(), PATIENCE_SECONDS)
         return read_final(self.run.path)
 
     def _left(self) -> list[str]:

@@ -18,6 +18,7 @@ import pytest
 from deadpool_megatron.cluster.process import posix
 from tests.netns import hosts
 from tests.netns.hosts import Host, Hosts
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.netns
 _PORT = 7000
@@ -41,11 +42,8 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
         yield built
 
 
-def wait_for(text: str, path: Path) -> None:
-    limit = time.monotonic() + 20
-    while text not in (path.read_text() if path.exists() else ""):
-        assert time.monotonic() < limit, f"{text!r} is not in {path}"
-        time.sleep(0.01)
+def wait_for_line(text: str, path: Path) -> None:
+    wait_for(f"{text!r} in {path}", lambda: path.exists() and text in path.read_text())
 
 
 class Conversation:
@@ -54,7 +52,7 @@ class Conversation:
     def __init__(self, near: Host, far: Host, folder: Path, port: int = _PORT) -> None:
         self.output = folder / f"echo-{far.name}-{port}"
         self.echo = far.start([sys.executable, "-c", _ECHO, str(port)], self.output)
-        wait_for("listening", self.output)
+        wait_for_line("listening", self.output)
         self.socket = socket_on(near)
         self.socket.settimeout(20)
         self.socket.connect((far.address, port))
@@ -117,10 +115,7 @@ def test_start_reports_the_exit_status_and_the_output(three: Hosts, tmp_path: Pa
 
 def test_orphans_are_reaped(three: Hosts) -> None:
     three[0].run("bash", "-c", "(sleep 0.01 & exec true) & wait")
-    limit = time.monotonic() + 20
-    while len(three[0].processes()) > 2:  # process 1 and its sleep
-        assert time.monotonic() < limit
-        time.sleep(0.01)
+    wait_for("process 1 and its sleep to be alone", lambda: len(three[0].processes()) <= 2)
 
 
 def test_power_off_is_silence_and_kill_is_not(three: Hosts, tmp_path: Path) -> None:
@@ -199,7 +194,7 @@ def test_reset_reaches_both_ends(three: Hosts, tmp_path: Path) -> None:
     talk = Conversation(three[0], three[1], tmp_path)
     assert three[0].reset_connections(three[1], _PORT) == 1
     assert talk.has_ended()
-    wait_for("ConnectionResetError", talk.output)
+    wait_for_line("ConnectionResetError", talk.output)
 
 
 def test_hidden_directory_fails_or_hangs_on_one_host_only(three: Hosts, tmp_path: Path) -> None:

@@ -14,14 +14,15 @@ from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
 from tests.faults import jobs, layouts
-from tests.netns import paced
+from tests.netns import disk, paced
 from tests.netns.cluster import Cluster, Job, Obituary
 from tests.netns.hosts import Hosts
 
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
-_GONE_SECONDS = 60.0
+# Longer than any limit of fence or takeover, and than a new coordinator waits for nodes.
+_GONE_SECONDS = 20.0
 # Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
 _CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
@@ -67,10 +68,10 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
         cluster.wait_progress(5)
         hosts.switch.clear()
         hosts.switch.slow("host0", 0.1)
-        cluster.wait_progress(2)
+        cluster.wait_progress()
         began = time.time()
-        cluster.wait_progress(3)
-        measured("training: round trip of 200 ms", f"{(time.time() - began) / 3:.1f} s a step")
+        cluster.wait_progress(2)
+        measured("training: round trip of 200 ms", f"{(time.time() - began) / 2:.1f} s a step")
         hosts.switch.hasten("host0")
         cluster.wait_progress(3)
         assert cluster.epoch() == 1
@@ -79,14 +80,16 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
 
 
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
+@pytest.mark.skipif(bool(disk.missing()), reason=disk.missing())
 def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
-    """Nobody is fenced, nobody takes over, training goes on. Open files stay as they are."""
-    with training(tmp_path, 1.4) as cluster:
+    """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
+    with disk.mounted(tmp_path) as shared, training(shared.path, 0.6) as cluster:
         members = [pid for node in range(_NODES) for pid in cluster.members(node)]
         began = time.time()
         for host in cluster.hosts:
             host.hide(cluster.run.path, "hang")
-        time.sleep(_GONE_SECONDS)
+        with shared.standing_still():
+            time.sleep(_GONE_SECONDS)
         for host in cluster.hosts:
             host.reveal(cluster.run.path)
         cluster.wait_progress(3)
@@ -95,6 +98,7 @@ def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: M
         assert cluster.epoch() == 1
         assert cluster.events(Kind.NODE_LOST) == []
         assert cluster.term().number == 1
+        assert pause < _GONE_SECONDS / 2, "training went on meanwhile"
         measured(
             f"training: the run directory hangs for everybody for {_GONE_SECONDS:g} s",
             f"no takeover, no new epoch; longest pause between two steps {pause:.1f} s",
@@ -116,20 +120,23 @@ def test_coordinator_is_lost_then_a_node_is_cut_off(tmp_path: Path, measured: Me
         (member,) = [Obituary(pid) for pid in cluster.members(1)]
         cluster.hosts[1].cut()
         began = time.time()
-        lost = cluster.wait_event(Kind.NODE_LOST, since=began)
-        assert lost.node == 1
+        # The host that is off may be given up now, too.
+        lost = cluster.wait_for(
+            "its loss",
+            lambda: next((e for e in cluster.happened(Kind.NODE_LOST, began) if e.node == 1), None),
+        )
         decided = cluster.wait_event(Kind.EPOCH_DECIDED, since=began)
         assert member.wall_seconds is not None, "its member still runs"
         assert member.wall_seconds < lost.wall_seconds < decided.wall_seconds
-        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
+        opened = cluster.wait_event(Kind.EPOCH_OPENED, since=decided.wall_seconds)
         assert cluster.iteration() >= before
-        time.sleep(max(0.0, began + 20 - time.time()))
+        cut_seconds = time.time() - began
         cluster.hosts[1].mend()
         mended = time.time()
         joined = cluster.wait_event(Kind.NODE_JOINED, since=mended)
         assert joined.data["spare"]
         measured(
-            "training: cable of a node cut for 20 s",
+            f"training: cable of a node cut for {cut_seconds:.0f} s",
             f"members dead after {member.wall_seconds - began:.1f} s, taken for lost after"
             f" {lost.wall_seconds - began:.1f} s, training after"
             f" {opened.wall_seconds - began:.1f} s; a spare again"
@@ -146,6 +153,8 @@ def test_coordinator_and_a_training_node_are_lost_together(
         began = time.time()
         taken = cluster.wait_term(2)
         opened = cluster.wait_event(Kind.EPOCH_OPENED, since=began)
+        recovered = cluster.wait_event(Kind.RECOVERED, since=began)
+        assert recovered.data["steps_recomputed"] <= 1
         measured(
             "training: coordinator's host and a training node off",
             f"the next one after {taken.wall_seconds - began:.1f} s, training after"

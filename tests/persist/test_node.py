@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +12,15 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children import exports as agent_exports
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
-from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.posix import thread_count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from tests.cluster.direct_files import DirectFiles
+from tests.waiting import until
 
 
 class SlowVault:
@@ -47,19 +45,13 @@ def order(kind: str, name: str) -> dict[str, Any]:
     return {"t": f"export-{kind}", "name": name, "iteration": 4}
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
     vault = SlowVault(tmp_path)
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path)
     exports = NodeExports(
-        0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+        0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
     )
 
     async def story() -> None:
@@ -102,6 +94,10 @@ def test_a_node_tells_what_it_has_set_aside_and_forgets_what_is_dropped(tmp_path
     asyncio.run(story())
 
 
+def logs_of(directory: Path) -> LocalLogs:
+    return LocalLogs(directory / "logs")
+
+
 def no_processes(*_: Any) -> Any:
     raise OSError("no more processes")
 
@@ -117,7 +113,7 @@ def test_an_exporter_that_cannot_be_started_ends_its_export_only(
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
     run = RunDirectory(tmp_path / "away")
     exports = NodeExports(
-        0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+        0, run, info, tmp_path, vault, logs_of(tmp_path), lambda m: said.append(dict(m))
     )
     assert not list(tmp_path.glob("taken-*"))
 
@@ -144,7 +140,7 @@ def test_what_an_exporter_wrote_when_it_was_dropped_goes_with_it(tmp_path: Path)
 
     async def story() -> None:
         threads = thread_count()
-        exports = NodeExports(0, run, info, tmp_path, vault, DirectFiles(), lambda _: None)
+        exports = NodeExports(0, run, info, tmp_path, vault, logs_of(tmp_path), lambda _: None)
         exports.order(order("take", "1.1"))
         await until(lambda: "1.1" in vault.answers)
         vault.answers["1.1"].set_result(taken(tmp_path))
@@ -171,7 +167,13 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
 
     async def story() -> None:
         exports = NodeExports(
-            0, run, info, tmp_path, vault, DirectFiles(), lambda m: said.append(dict(m))
+            0,
+            run,
+            info,
+            tmp_path,
+            vault,
+            logs_of(tmp_path),
+            lambda m: said.append(dict(m)),
         )
         dump = {"path": "dump", "generation": [1, 4], "boundary": "step", "roles": [0]}
         exports.order(
@@ -187,23 +189,18 @@ def test_an_exporter_of_a_dump_that_cannot_be_started_is_answered(
     assert (job["dump"]["roles"], job["joins"], job["taken"]) == ([0], True, [])
 
 
-def test_a_log_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
+def test_an_exporter_that_failed_is_told_with_its_last_words(tmp_path: Path) -> None:
     said: list[dict[str, Any]] = []
     info: Any = SimpleNamespace(settings=Settings(), world_size=1, run_id="id")
-    log = tmp_path / "log"
-    os.mkfifo(log)
+    logs = logs_of(tmp_path)
+    logs.log("node0-persist").write_text("ValueError: no room\n")
 
-    async def story() -> float:
-        files, vault = FileWorker(), SlowVault(tmp_path)
-        run = RunDirectory(tmp_path)
-        exports = NodeExports(0, run, info, tmp_path, vault, files, lambda m: said.append(dict(m)))
+    async def story() -> None:
+        place = (0, RunDirectory(tmp_path), info, tmp_path, SlowVault(tmp_path), logs)
+        exports = NodeExports(*place, lambda m: said.append(dict(m)))
         exports._name = "1.1"
-        began = time.monotonic()
-        exports._written("1.1", tmp_path, log, Ending(exit_code=1))
-        held = time.monotonic() - began
-        await until(lambda: said)
-        await files.close(1.0)
-        return held
+        exports._written("1.1", tmp_path, Ending(exit_code=1))
 
-    assert asyncio.run(story()) < 0.5
-    assert (said[0]["step"], said[0]["text"]) == ("failed", "the exporter ended with exit status 1")
+    asyncio.run(story())
+    text = "the exporter ended with exit status 1: ValueError: no room"
+    assert (said[0]["step"], said[0]["text"]) == ("failed", text)

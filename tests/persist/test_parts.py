@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import (
@@ -56,7 +56,6 @@ from deadpool_megatron.state.extras import capture_random_states, restore_random
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_boxes_are_the_run_in_order(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
@@ -79,7 +78,6 @@ def test_a_run_outside_of_the_tensor_is_an_error() -> None:
         list(boxes((2, 3), 3, 7))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.randoms())
 def test_only_a_whole_cover_passes(shape: list[int], chance: random.Random) -> None:
     count = math.prod(shape)

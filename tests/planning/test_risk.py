@@ -78,7 +78,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=PLANS, lost=st.integers(1, 3))
 def test_the_real_placement_against_enumeration(values: dict[str, Any], lost: int) -> None:
     placement = place(make(**values))
@@ -88,7 +88,7 @@ def test_the_real_placement_against_enumeration(values: dict[str, Any], lost: in
     assert found == pytest.approx(bad / len(choices))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=PLANS, lost=st.integers(1, 3))
 def test_one_more_copy_never_raises_the_chance(values: dict[str, Any], lost: int) -> None:
     replicas = values["protection"]["replicas"]
@@ -99,7 +99,7 @@ def test_one_more_copy_never_raises_the_chance(values: dict[str, Any], lost: int
     assert loss_probability(holder_sets(more), more.nodes, lost) <= before
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=PLANS)
 def test_copies_in_other_domains_survive_what_they_are_for(values: dict[str, Any]) -> None:
     placement = place(make(**values))

@@ -15,7 +15,8 @@ from deadpool_megatron.cli.prepare import check_table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
-from tests.cluster.running import FAST, MEMBER, PATIENCE_SECONDS, deadpool, environment
+from tests.cluster.running import FAST, MEMBER, deadpool, environment
+from tests.waiting import PATIENCE_SECONDS
 
 OTHER = {"versions": {"torch": "another one"}}
 
@@ -70,7 +71,8 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
         (line,) = [line for line in errors.splitlines() if "ends: " in line]
         assert "left out: " in line
         assert "torch is another one" in line
-        assert [nodes.end_of(node)[0] for node in (1, 2)] == [0, 0]
+        ended = [nodes.end_of(node) for node in (1, 2)]
+        assert [status for status, _, _ in ended] == [0, 0], ended
     run = nodes.run
     assert read_json(run.final)["roles"]["0"]["sha256"] == expected_sha256(0, 10)
     (judged,) = [e for e in read_events(run.events) if e.kind is Kind.NODE_JUDGED]

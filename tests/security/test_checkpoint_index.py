@@ -8,7 +8,7 @@ import pickletools
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.cli import main
@@ -36,7 +36,6 @@ def calling(module: str, name: str, argument: str) -> bytes:
     return pickle.PROTO + b"\x04" + called + pickle.TUPLE1 + pickle.REDUCE + pickle.STOP
 
 
-@settings(deadline=None)
 @given(st.sampled_from(_MODULES), _names)
 @example("torch.distributed.checkpoint.filesystem", "os.system")
 @example("torch.distributed.checkpoint.metadata", "os.system")

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,10 @@ from deadpool_megatron.cli.storage import clean as _loaded_as_root  # noqa: F401
 from deadpool_megatron.cluster.run_directory import cleanup, directory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
-from tests.security.users import ATTACKER, VICTIM, as_user, common_directory, needs_root
+from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 
 pytestmark = needs_root
 RUN, OTHER = "0123abcd", "4567cdef"
-
-
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Stands for /dev/shm."""
-    with common_directory() as path:
-        monkeypatch.setattr(directory, "SEGMENT_ROOT", path)
-        monkeypatch.setattr(cleanup, "SEGMENT_ROOT", path)
-        yield path
 
 
 def info_of(run_id: str) -> RunInfo:

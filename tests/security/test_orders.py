@@ -11,12 +11,12 @@ import pytest
 
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
 from deadpool_megatron.cluster.coordinator.checkpoints import durable
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import bounds
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.layout.records import Generation, Restore
 from deadpool_megatron.settings import Settings
-from tests.cluster.direct_files import DirectFiles
 
 RUN = "0123abcd"
 
@@ -49,7 +49,8 @@ def test_an_order_to_remove_a_directory_of_somebody(tmp_path: Path) -> None:
     said: list[Any] = []
 
     async def story() -> None:
-        exports = NodeExports(0, run, info, tmp_path / "segments", None, DirectFiles(), said.append)  # type: ignore[arg-type]
+        logs = LocalLogs(tmp_path / "segments" / "logs")
+        exports = NodeExports(0, run, info, tmp_path / "segments", None, logs, said.append)  # type: ignore[arg-type]
         facts = {"name": "1.1", "iteration": 1, "dump": {"roles": [0]}, "directory": str(thesis)}
         exports.order({"t": "export-dump", **facts})
         exports.order({"t": "export-drop", "name": "1.1"})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,7 @@ from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.ownership import OwnershipError
 from deadpool_megatron.vault.shm.segment import Segment, copy_name
 from tests.security.test_clean import RUN, make_run
-from tests.security.users import ATTACKER, VICTIM, as_user, common_directory, needs_root
-
-
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Stands for /dev/shm."""
-    with common_directory() as path:
-        monkeypatch.setattr(directory, "SEGMENT_ROOT", path)
-        monkeypatch.setattr(cleanup, "SEGMENT_ROOT", path)
-        yield path
+from tests.security.users import ATTACKER, VICTIM, as_user, needs_root
 
 
 def refusal(function: object) -> str:

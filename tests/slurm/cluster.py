@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from deadpool_megatron.cluster.process import posix
 from tests.netns import hosts
 from tests.netns.hosts import Host, Hosts
+from tests.waiting import wait_for
 
 PATIENCE_SECONDS = 90.0
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
@@ -246,11 +246,7 @@ class Cluster:
 
     def wait_for(self, what: str, ready: Callable[[], Any]) -> Any:
         """Poll until ``ready()`` is true."""
-        limit = time.monotonic() + PATIENCE_SECONDS
-        while not (found := ready()):
-            assert time.monotonic() < limit, f"waited too long for {what}"
-            time.sleep(0.05)
-        return found
+        return wait_for(what, ready, PATIENCE_SECONDS)
 
     def wait_idle(self, number: int) -> None:
         """Until so many nodes can take a job."""

@@ -17,7 +17,7 @@ def make_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     return torch.randint(0, 100, shape, generator=generator).to(dtype)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(

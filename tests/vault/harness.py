@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +34,7 @@ from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.member.client import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
 from tests import forks
+from tests.waiting import wait_for
 
 T = TypeVar("T")
 DEADLINE = 20.0
@@ -77,13 +77,7 @@ def content(role: int, generation: Generation, name: str, nbytes: int) -> bytes:
 
 def wait_until(condition: Callable[[], T], what: str, seconds: float = DEADLINE) -> T:
     """Poll for something another process does."""
-    deadline = time.monotonic() + seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"not in {seconds} s: {what}"
-        time.sleep(0.005)
+    return wait_for(what, condition, seconds)
 
 
 class Loop:

@@ -432,7 +432,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
     """Rules 2, 3 and 7, and again after the recovery."""
@@ -450,7 +450,7 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
             expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases(damage=True))
 def test_damaged_bytes_are_never_restored(case: Case) -> None:
     """Rule 4: another source, an older generation, or nothing."""
@@ -463,7 +463,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""

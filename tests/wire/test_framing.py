@@ -102,14 +102,14 @@ def _write(connection: socket.socket, data: bytes) -> None:
         return  # the reader has seen enough
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(_messages)
 def test_what_is_sent_is_what_arrives(message: dict[str, Any]) -> None:
     data = framing.encode(message)
     assert FrameBuffer().feed(data) == [message]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(_streams, st.lists(st.integers(0, 5000), max_size=5))
 def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int]) -> None:
     by_reader = _by_reader(data)
@@ -124,7 +124,7 @@ def test_every_reader_gets_the_same_out_of_any_bytes(data: bytes, cuts: list[int
         assert isinstance(message, dict)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_a_body_is_an_object_or_refused(body: bytes) -> None:
     try:

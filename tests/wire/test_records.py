@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.wire import auth, framing, records
@@ -29,7 +29,6 @@ def sealed(*contents: bytes) -> list[bytes]:
     return [direction.seal(content) for content in contents]
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=300), max_size=8), st.integers(1, 50))
 def test_pieces_of_any_size_give_the_same_bytes(contents: list[bytes], size: int) -> None:
     data, opener, found = b"".join(sealed(*contents)), Opener(Direction(KEY)), b""
@@ -39,7 +38,6 @@ def test_pieces_of_any_size_give_the_same_bytes(contents: list[bytes], size: int
     assert opener.is_between
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_changed_bit_is_noticed(data: st.DataObject) -> None:
     contents = data.draw(st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3))

@@ -24,7 +24,7 @@ from deadpool_megatron.cli.start.preloading import preload_modules
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import posix, stacks
 from deadpool_megatron.cluster.process.liveness import Ending, last_line
 from deadpool_megatron.cluster.run_directory.cleanup import (
     claim_segments,
@@ -299,6 +299,7 @@ def _become_agent(serve_node: Callable[[], int], line: int, log: Path) -> None:
         gc.freeze()
         posix.close_inherited((line,))
         posix.redirect_output(log)
+        stacks.answer_asks()
         code = serve_node()
     except BaseException:
         import traceback

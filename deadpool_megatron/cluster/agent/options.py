@@ -11,6 +11,7 @@ from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_DIRECTORY,
     ENVIRONMENT_RUN_ID,
+    LOGS,
     RunDirectory,
     RunInfo,
     member_log_name,
@@ -51,6 +52,11 @@ class AgentOptions:
         """Shared-memory directory of the node."""
         return self.run.segments(self.info.run_id, self.node)
 
+    @property
+    def logs(self) -> Path:
+        """Where processes of the node print to (see local_logs.py)."""
+        return self.segments / LOGS
+
 
 def member_spec(
     options: AgentOptions, slot: int, incarnation: int, extra: Mapping[str, str]
@@ -72,6 +78,6 @@ def member_spec(
         incarnation=incarnation,
         command=info.command,
         environment={**environment, **extra},
-        log=options.run.log(member_log_name(options.node, slot, incarnation)),
+        log=options.logs / f"{member_log_name(options.node, slot, incarnation)}.log",
         directory=options.directory,
     )

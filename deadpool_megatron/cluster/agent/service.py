@@ -45,13 +45,9 @@ from deadpool_megatron.cluster.link.record_delta import RecordKeeper
 from deadpool_megatron.cluster.link.store import StoreRelay
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.shortage import patiently
-from deadpool_megatron.cluster.process.starter import (
-    ExecStarter,
-    ForkStarter,
-    StartError,
-    choose_method,
-)
+from deadpool_megatron.cluster.process.starter import StartError, choose_starter
 from deadpool_megatron.cluster.run_directory.cleanup import listing, remove_segments
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import EpochRecord, Inventory, Seat
@@ -88,21 +84,21 @@ class Agent:
 
     async def run(self) -> int:
         """Serve until the run is over; answers the exit status of the agent."""
-        method = choose_method(self._settings.start_method)
-        starter = ForkStarter() if method == "fork" else ExecStarter(self._options.modules)
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()
-        self._files = FileWorker()
+        self._logs = LocalLogs(self._options.logs)
+        self._files = FileWorker(self._options.logs, self._options.run.logs)
         spec = partial(member_spec, self._options)
-        self._members = Members(spec, starter, self._settings, self, self._files)
+        starter = choose_starter(self._settings.start_method, self._options.modules)
+        self._members = Members(spec, starter, self._settings, self)
         self._members.incarnations |= incarnations(self._node, self._segments)
         if self._options.standby:
             self._standby = StandbyKeeper(
                 self._options.standby,
                 str(self._options.run.path),
                 self._options.info.run_id,
-                self._options.run.log(f"node{self._node}-standby"),
+                self._logs.log(f"node{self._node}-standby"),
                 on_look=self._cut_limit.looked,
                 on_over=self._run_over,
             )
@@ -123,7 +119,7 @@ class Agent:
         )
         self._store = StoreRelay(self._link.send)
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
-        self._stacks = LastStacks(self._node, lambda: self._record, self._link.send, self._files)
+        self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -132,11 +128,11 @@ class Agent:
             self._options.host,
             report=self._link.send,
             listing_changed=self._write_listing,
-            files=self._files,
+            logs=self._logs,
         )
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
-        self._exports = NodeExports(*place, self._vault, self._files, self._link.send)
+        self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
         try:
@@ -370,6 +366,7 @@ class Agent:
     async def _tick(self) -> None:
         while True:
             self._members.check()
+            self._logs.trim()
             if self._link.beat_is_due:
                 beats = {"members": self._members.beats(), "vault": self._vault.status}
                 self._link.beat({"t": "beat", **beats})
@@ -415,7 +412,8 @@ class Agent:
         if not self._exit_code:
             self._exit_code = code
             print(f"agent of node {self._node} ends: {why}", file=sys.stderr, flush=True)
-        self._end(why, not (keep or self._options.keeps_slots))
+        comes_again = self._options.keeps_slots and code != EXIT_LEFT_OUT
+        self._end(why, not (keep or comes_again))
 
     def _end(self, reason: str, remove: bool) -> None:
         if self._ending is None:
@@ -439,10 +437,11 @@ class Agent:
         self._link.close()
         await self._exports.close()
         await self._vault.shut_down(remove)
+        if self._standby is not None:
+            grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
+            await self._standby.close(grace)
+        await self._files.copy_logs(_FLUSH_SECONDS)
         if remove:
             remove_segments(self._segments)
         self._files.replace(self._options.run.node(self._node), None)
         await self._files.close(_FLUSH_SECONDS)
-        if self._standby is not None:
-            grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
-            await self._standby.close(grace)

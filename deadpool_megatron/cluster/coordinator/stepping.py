@@ -62,7 +62,7 @@ class Stepper:
     def _take_queue(self) -> Exception | None:
         """Handle what waits, up to what may take long. Returns the first error at a report."""
         refused: Exception | None = None
-        while self._queue:
+        while self._queue and not self._is_over:
             item, who = self._queue.popleft()
             now = time.monotonic()
             if goes_far(self.state, item, now):

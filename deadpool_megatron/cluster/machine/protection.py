@@ -6,9 +6,9 @@ that is protected (epoch/pausing), so that nothing is computed again.
 
 With ``mixed`` there is one choice at the start, none afterwards. How the members lay out their
 state is known when all have built it, in the first epoch, or from the slots of a run that goes on
-from memory. The rule (layout.choice) is applied then, before anything is computed. Later nodes may
-be lost: a plan that the others lack memory for is not changed for another one; the run waits for a
-node to join, and is saved if none does. Pure functions.
+from memory. The rule (reckoning.choice) is applied then, before anything is computed. Later nodes
+may be lost: a plan that the others lack memory for is not changed for another one; the run waits
+for a node to join, and is saved if none does. Pure functions.
 """
 
 from __future__ import annotations

@@ -1,23 +1,31 @@
 """A process that does file operations one after the other, for one that must not hang with them.
 
-Reads one request per line of standard input, a JSON object, and answers each with a line. Only the
-standard library is imported, so that it starts at once (see files.py).
+``file_worker.py LOGS TARGET`` also appends what is written to the files in ``LOGS``, which is in
+this host's memory, to those of the same names in ``TARGET``, which may be full, or hang. Reads one
+request per line of standard input, a JSON object, and answers each with a line; at the end of it
+the logs are copied once more. Only the standard library is imported, so that it starts at once (see
+files.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import signal
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import TextIO
 
-
-def size(path: Path) -> int:
-    """Returns the bytes of a file; 0 without one."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+_LOOK_SECONDS = 0.2
+_PIECE_BYTES = 1 << 20
+# At the end nobody waits for a file system that hangs.
+_LAST_SECONDS = 2
+_PAUSE_SECONDS = 0.01
+_COPIED, _LOCK = ".copied", ".lock"
 
 
 def read(path: Path, start: int, nbytes: int) -> str:
@@ -42,21 +50,106 @@ def replace(path: Path, text: str | None) -> None:
     temporary.replace(path)
 
 
+class LogCopier:
+    """Copies what logs have grown by. How far it is stands beside them, for whoever goes on."""
+
+    def __init__(self, logs: Path, target: Path) -> None:
+        self._logs, self._target = logs, target
+        self._turn = threading.Lock()
+        self._copied: dict[str, int] = {}
+
+    def watch(self) -> None:
+        """Copy for ever."""
+        while True:
+            self.copy()
+            time.sleep(_LOOK_SECONDS)
+
+    def copy(self) -> str:
+        """Copy what there is. Returns why not all of it could be copied, empty if it could."""
+        with self._turn:
+            try:
+                if grown := [entry for entry in os.scandir(self._logs) if self._has_grown(entry)]:
+                    with open(self._logs / _LOCK, "w") as lock:
+                        _wait_for(lock)
+                        self._copy_all(grown)
+            except OSError as error:  # what is left stays, for the next time
+                return str(error)
+        return ""
+
+    def _has_grown(self, entry: os.DirEntry[str]) -> bool:
+        copied = self._copied.get(entry.name, 0)
+        return not entry.name.startswith(".") and entry.stat().st_size > copied
+
+    def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
+        """With the lock: another process may have copied meanwhile."""
+        with contextlib.suppress(OSError, ValueError):
+            self._copied = json.loads((self._logs / _COPIED).read_text())
+        try:
+            for entry in grown:
+                self._copy(entry)
+        finally:
+            replace(self._logs / _COPIED, json.dumps(self._copied))
+
+    def _copy(self, entry: os.DirEntry[str]) -> None:
+        if not self._has_grown(entry):
+            return
+        start = self._copied.get(entry.name, 0)
+        with open(entry.path, "rb", buffering=0) as log:
+            # Of a log that grew too long while nothing could be copied the oldest part is gone.
+            data = os.lseek(log.fileno(), start, os.SEEK_DATA)
+            target = os.open(
+                self._target / entry.name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644
+            )
+            try:
+                if data > start:
+                    os.write(target, f"\n[{data - start} bytes are missing here]\n".encode())
+                    self._copied[entry.name] = data
+                log.seek(data)
+                while piece := log.read(_PIECE_BYTES):
+                    while piece:
+                        written = os.write(target, piece)
+                        self._copied[entry.name] = self._copied.get(entry.name, 0) + written
+                        piece = piece[written:]
+            finally:
+                os.close(target)
+
+
+def _wait_for(lock: TextIO) -> None:
+    """Raises OSError when another process has it for longer than copying takes."""
+    limit = time.monotonic() + _LAST_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(_PAUSE_SECONDS)
+
+
+def answer(request: dict[str, str], copier: LogCopier) -> tuple[str, str]:
+    """Returns the text that a request asks for, and what went wrong."""
+    try:
+        if request["do"] == "copy":
+            return "", copier.copy()
+        path = Path(request["path"])
+        if request["do"] == "read":
+            return read(path, int(request["start"]), int(request["nbytes"])), ""
+        replace(path, request["text"])
+    except OSError as trouble:
+        return "", f"{request['path']}: {trouble}"
+    return "", ""
+
+
 def main() -> None:
     """Until the end of standard input."""
+    copier = LogCopier(Path(sys.argv[1]), Path(sys.argv[2]))
+    threading.Thread(target=copier.watch, daemon=True).start()
     for line in sys.stdin:
-        request = json.loads(line)
-        path, text, error = Path(request["path"]), "", ""
-        try:
-            if request["do"] == "size":
-                text = str(size(path))
-            elif request["do"] == "read":
-                text = read(path, int(request["start"]), int(request["nbytes"]))
-            else:
-                replace(path, request["text"])
-        except OSError as trouble:
-            error = str(trouble)
+        text, error = answer(json.loads(line), copier)
         print(json.dumps({"text": text, "error": error}), flush=True)
+    signal.alarm(_LAST_SECONDS)
+    copier.copy()
 
 
 if __name__ == "__main__":

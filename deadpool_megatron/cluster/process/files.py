@@ -17,18 +17,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deadpool_megatron.cluster.process import file_worker, posix
-from deadpool_megatron.cluster.process.liveness import TAIL_BYTES, ChildWatch, Ending
+from deadpool_megatron.cluster.process import file_worker
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
 
 _PIECE_BYTES = 1 << 16
 
 
 class FileWorker:
-    """What an agent does with files that are not in its host's memory, done by a process. One
-    request is under way at a time; what is to be read goes first. For one loop.
+    """Has a process do it, which also copies what is printed to ``logs`` to ``target``. One request
+    is under way at a time; what is to be read goes first. What fails is said on standard error.
+    For one loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path, target: Path) -> None:
+        self._directories = (str(logs), str(target))
         self._readings: deque[tuple[dict[str, Any], asyncio.Future[str]]] = deque()
         self._writings: dict[Path, str | None] = {}
         self._current: asyncio.Future[str] | None = None
@@ -38,11 +40,6 @@ class FileWorker:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def size(self, path: Path, limit_seconds: float) -> int:
-        """Returns the bytes of a file; 0 without one. Raises TimeoutError."""
-        text = await self._reading({"do": "size", "path": str(path)}, limit_seconds)
-        return int(text or 0)
-
     async def read(self, path: Path, start: int, nbytes: int, limit_seconds: float) -> str:
         """Returns what a file holds from ``start`` on (negative: so far from its end), at most
         ``nbytes``; empty without a file. Raises TimeoutError.
@@ -50,30 +47,26 @@ class FileWorker:
         request = {"do": "read", "path": str(path), "start": start, "nbytes": nbytes}
         return await self._reading(request, limit_seconds)
 
-    async def tail(self, path: Path, limit_seconds: float) -> str:
-        """Returns the end of a log, from somewhere in a line; empty when there is none, or when it
-        is not had within the limit.
-        """
-        try:
-            return await self.read(path, -TAIL_BYTES, TAIL_BYTES, limit_seconds)
-        except TimeoutError:
-            return ""
-
     async def _reading(self, request: dict[str, Any], limit_seconds: float) -> str:
         text = asyncio.get_running_loop().create_future()
         self._readings.append((request, text))
         self._next()
         return await asyncio.wait_for(text, limit_seconds)
 
+    async def copy_logs(self, limit_seconds: float) -> None:
+        """Wait until what was printed so far is in ``target``, or until the limit is over."""
+        with contextlib.suppress(TimeoutError):
+            await self._reading({"do": "copy"}, limit_seconds)
+
     def replace(self, path: Path, text: str | None) -> None:
         """Have a file hold this text, or (None) be gone, as soon as that is possible. Of several
-        texts for one path the newest counts. What fails is said on standard error.
+        texts for one path the newest counts.
         """
         self._writings[path] = text
         self._next()
 
     async def close(self, limit_seconds: float) -> None:
-        """Wait until everything is done, or until the limit is over; end the process, which may
+        """Wait until everything is done, or until the limit is over, and end the process, which may
         hang in what it is doing.
         """
         try:
@@ -105,7 +98,7 @@ class FileWorker:
             try:
                 self._ask(request)
             except OSError as error:
-                self._answered("", f"{request['path']}: {error}")
+                self._answered("", str(error))
         if self._current is None:
             self._idle.set()
 
@@ -117,15 +110,14 @@ class FileWorker:
 
     def _start(self) -> None:
         pipes: list[int] = []
-        parent = os.getpid()
         try:
             pipes += os.pipe()
             pipes += os.pipe()
+            # At the end of this process it copies what has been printed, and goes.
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", file_worker.__file__],
+                [sys.executable, "-I", "-S", file_worker.__file__, *self._directories],
                 stdin=pipes[0],
                 stdout=pipes[3],
-                preexec_fn=lambda: posix.die_with_parent(parent),
                 process_group=0,
             )
             process.returncode = 0  # reaped by its pid: this object must not try to as well

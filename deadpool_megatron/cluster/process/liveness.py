@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.exit_words import last_words
 from deadpool_megatron.cluster.process.file_worker import read
 
-TAIL_BYTES = 32768
+_TAIL_BYTES = 32768
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,11 @@ class FreezeDetector:
         return now - self._alive_at >= self._freeze_seconds
 
 
+def tail(log: Path) -> str:
+    """Returns the end of a log, from somewhere in a line; empty when there is none."""
+    return read(log, -_TAIL_BYTES, _TAIL_BYTES)
+
+
 def last_line(log: Path) -> str:
     """What a log says about the end of its process; see :func:`.exit_words.last_words`."""
-    return last_words(read(log, -TAIL_BYTES, TAIL_BYTES))
+    return last_words(tail(log))

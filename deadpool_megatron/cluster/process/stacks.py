@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
-from deadpool_megatron.cluster.process.files import FileWorker
+from deadpool_megatron.cluster.process.file_worker import read
 
 ASK = signal.SIGUSR2
 _LOOK_SECONDS = 0.02
@@ -56,22 +56,22 @@ def read_stacks(text: str) -> Stacks:
     return Stacks(tuple(threads[-1][:_MOST_FRAMES]), len(threads))
 
 
-async def ask(pid: int, log: Path, files: FileWorker, limit_seconds: float) -> Stacks:
+async def ask(pid: int, log: Path, limit_seconds: float) -> Stacks:
     """Ask a process for its stacks; returns them, or why they are missing after the limit.
 
-    ``log``: what the process writes to, through ``files``. The signal goes out as soon as the size
-    of the log is known, so that what the process is told next does not change the answer.
+    ``log``: what the process writes to, in the memory of this host. The signal goes out at once, so
+    that what the process is told next does not change the answer.
     """
     before = ""
     try:
         async with asyncio.timeout(limit_seconds):
-            start = await files.size(log, limit_seconds)
+            start = log.stat().st_size if log.exists() else 0
             if missing := _why_it_cannot(pid):
                 return Stacks(missing=missing)
             posix.kill(pid, ASK)
             while True:
                 await asyncio.sleep(_LOOK_SECONDS)
-                text = await files.read(log, start, _MOST_BYTES, limit_seconds)
+                text = read(log, start, _MOST_BYTES)
                 if text == before and "Current thread" in text:
                     break
                 before = text

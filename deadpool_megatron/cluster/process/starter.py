@@ -153,6 +153,11 @@ def choose_method(wanted: str) -> str:
     return "exec" if NVIDIA_CONTROL_DEVICE.exists() else "fork"
 
 
+def choose_starter(wanted: str, modules: Sequence[str]) -> Starter:
+    """``modules``: what a fresh process imports before it is needed; see :func:`choose_method`."""
+    return ForkStarter() if choose_method(wanted) == "fork" else ExecStarter(modules)
+
+
 def _own_group(pid: int) -> None:
     """Parent and child both set the group, so that neither sees it unset."""
     try:

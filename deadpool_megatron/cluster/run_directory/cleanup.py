@@ -20,8 +20,10 @@ from typing import Any
 
 from deadpool_megatron import ownership
 from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process.file_worker import LogCopier
 from deadpool_megatron.cluster.run_directory.directory import (
     ENVIRONMENT_RUN_ID,
+    LOGS,
     RUN_ID,
     SEGMENT_ROOT,
     RunDirectory,
@@ -184,6 +186,8 @@ def clean_node(run: RunDirectory, run_id: str, node: int, *, keep_slots: bool = 
     """Remove what a node whose agent died has left: as if its host had been switched off."""
     pids = node_processes(run, node)
     end_processes(pids)
+    if not keep_slots:
+        _copy_logs(run, run.segments(run_id, node))
     nbytes, directories = _remove([] if keep_slots else [run.segments(run_id, node)])
     run.node(node).unlink(missing_ok=True)
     return Cleaned(tuple(pids), nbytes, directories)
@@ -194,6 +198,9 @@ def clean_run(run: RunDirectory, run_id: str, *, keep_slots: bool = False) -> Cl
     kept for a restart."""
     pids = run_processes(run, run_id)
     end_processes(pids)
+    if not keep_slots:
+        for directory in node_directories(run_id):
+            _copy_logs(run, directory)
     nbytes, directories = _remove([] if keep_slots else [segment_root(run_id)])
     for node in run.node_listings():
         run.node(node).unlink(missing_ok=True)
@@ -221,6 +228,11 @@ def runs_in_memory() -> dict[str, Path | None]:
             directory = None
         found[run_id] = directory
     return found
+
+
+def _copy_logs(run: RunDirectory, segments: Path) -> None:
+    """What a node has printed last may be in its memory only."""
+    LogCopier(segments / LOGS, run.logs).copy()
 
 
 def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:

@@ -22,6 +22,8 @@ from typing import Any
 from deadpool_megatron import ownership
 from deadpool_megatron.settings import Settings, SettingsError
 
+# In the directory of a node in shared memory: what its processes print, before it is copied.
+LOGS = "logs"
 SEGMENT_ROOT = Path("/dev/shm")
 ENVIRONMENT_DIRECTORY = "DEADPOOL_RUN_DIR"
 ENVIRONMENT_RUN_ID = "DEADPOOL_RUN_ID"
@@ -156,9 +158,14 @@ class RunDirectory:
         """Process listing of a node."""
         return self.path / "nodes" / f"{node}.json"
 
+    @property
+    def logs(self) -> Path:
+        """What processes of the run have printed, a file for each."""
+        return self.path / "logs"
+
     def log(self, name: str) -> Path:
         """``name``: ``node0-agent``, ``node0-slot1-2``, ``node0-standby``, ..."""
-        return self.path / "logs" / f"{name}.log"
+        return self.logs / f"{name}.log"
 
     def segments(self, run_id: str, node: int) -> Path:
         """Shared-memory directory of a node."""

@@ -43,6 +43,14 @@ def claim(segments: Path, node: int) -> int:
     directory is not this user's alone.
     """
     ownership.make_private(segments)
+    return _lock(segments, node)
+
+
+def _lock(segments: Path, node: int) -> int:
+    """Of a directory that is there: who looks after one of another node must not make it again.
+
+    Raises NodeTaken, and FileNotFoundError for one that is just being removed.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     lock = os.open(segments / _LOCK, flags, 0o600)
     try:
@@ -84,7 +92,7 @@ def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
             found.append((newest_sealed(directory), int(name), directory))
     for _, number, directory in sorted(found, reverse=True):
         try:
-            lock = claim(directory, number)
+            lock = _lock(directory, number)
         except (NodeTaken, FileNotFoundError):
             continue  # it is alive, or another agent was first
         try:
@@ -104,7 +112,7 @@ def remove_unclaimed(run_id: str) -> None:
     """After the end of the run: the directories on this host whose agents are gone."""
     for directory in node_directories(run_id):
         try:
-            lock = claim(directory, -1)
+            lock = _lock(directory, -1)
         except (NodeTaken, FileNotFoundError):
             continue
         remove_segments(directory)

@@ -175,7 +175,7 @@ class Ledger:
         return self._record.protection.scheme(name, domain).kind
 
     def _is_coded(self, role: int, name: str) -> bool:
-        """Shard parts only: blocks are computed of nothing else (layout.parity.parity_layout)."""
+        """Shard parts only: blocks are computed of nothing else (places.parity.parity_layout)."""
         return "@" not in name and self._kind(role, name) is Kind.PARITY
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:

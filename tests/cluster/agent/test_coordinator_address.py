@@ -5,19 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
-from tests.cluster.direct_files import DirectFiles
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20.0):
-        while not condition():
-            await asyncio.sleep(0.01)
+from tests.waiting import until
 
 
 def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:
@@ -25,7 +18,7 @@ def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -
     os.mkfifo(run.coordinator)
 
     async def story() -> None:
-        files = FileWorker()
+        files = FileWorker(tmp_path / "logs", tmp_path / "copied")
         address = CoordinatorAddress(run, files, None, seen=lambda: None)
         began = time.monotonic()
         for _ in range(3):
@@ -47,9 +40,8 @@ def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
 
     async def story() -> None:
         fixed = ("fixed", 1)
-        address = CoordinatorAddress(
-            run, DirectFiles(), fixed, seen=lambda: seen[-1] if seen else None
-        )
+        files = FileWorker(tmp_path / "logs", tmp_path / "copied")
+        address = CoordinatorAddress(run, files, fixed, seen=lambda: seen[-1] if seen else None)
         assert address.newest() == fixed
         write_json(run.coordinator, {"host": "told", "port": 2})
         await until(lambda: address.newest() == ("told", 2))

@@ -168,7 +168,7 @@ def test_a_takeover_behind_an_unreadable_journal_may_be_as_old_as_the_look_befor
     unreadable=[(0.025, 4.08), (6.34, 10.89)],
     taken_over_at=0.0,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(INTERVALS, INTERVALS, INTERVALS, INTERVALS, st.floats(0, 80))
 def test_a_node_is_stopped_before_its_roles_are_given_away(
     cut: list[tuple[float, float]],

@@ -117,9 +117,11 @@ def test_after_the_end_nothing_comes_of_it() -> None:
     async def scenario() -> None:
         rig = Rigged()
         rig.stepper.feed(inputs.NodeLost(2, "gone"))
-        rig.stepper.end()
         rig.stepper.feed(inputs.StepReported(1, 1))
+        rig.stepper.end()
+        rig.stepper.feed(inputs.StepReported(1, 2))
         await rig.wait()
+        assert rig.machine.handled == [inputs.NodeLost(2, "gone")], "what waited is left out too"
         assert rig.peers.refused == []
 
     asyncio.run(scenario())

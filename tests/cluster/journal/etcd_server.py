@@ -5,24 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from deadpool_megatron.cluster.journal.etcd_client import Credentials, EtcdClient, EtcdError
+from tests.ports import free_port
 
 _PATIENCE_SECONDS = 30.0
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-        return int(listener.getsockname()[1])
 
 
 class EtcdServer:

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -21,18 +20,13 @@ from deadpool_megatron.cluster.journal.etcd_journal import EtcdJournal
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings, SettingsError
-from tests.cluster.journal.etcd_server import EtcdServer, free_port
+from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import Run, deadpool, send
+from tests.ports import free_port
+from tests.waiting import wait_for
 from tests.wire import certificates
 
 SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    yield server
-    server.kill()
 
 
 def client(*ports: int, seconds: float = SECONDS) -> EtcdClient:
@@ -107,9 +101,14 @@ def test_lost_answers_are_found_out(
 def test_a_write_that_failed_may_be_tried_again(etcd: EtcdServer, tmp_path: Path) -> None:
     """All its answers were lost and it was given up, though it had been carried out."""
     with LossyProxy(etcd.port, 1000) as proxy:
-        ours = journal(tmp_path, proxy.port, seconds=0.1)
-        with pytest.raises(JournalError, match="cannot write"):
-            ours.write("epoch", 1, {"by": "first"})
+        hasty, ours = (journal(tmp_path, proxy.port, seconds=s) for s in (0.1, SECONDS))
+
+        def carried_out() -> bool:
+            with pytest.raises(JournalError, match="cannot write"):
+                hasty.write("epoch", 1, {"by": "first"})
+            return journal(tmp_path, etcd.port).newest("epoch") is not None
+
+        wait_for("a try that gets as far as etcd", carried_out)
         proxy.lost = 0
         with pytest.raises(LostRace):
             ours.write("epoch", 1, {"by": "first, with another mind"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from deadpool_megatron.settings import Settings
 from tests.cluster.journal.etcd_server import EtcdServer
 
 Opener = Callable[[], Journal]
-
-
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path_factory.mktemp("etcd"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture(params=["directory", "etcd"])

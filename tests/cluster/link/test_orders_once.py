@@ -81,7 +81,7 @@ def test_order_that_is_cut_off_arrives(kind: str, how: How) -> None:
 steps = st.lists(st.sampled_from([*ORDERS, "report"]), max_size=4)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(steps, min_size=1, max_size=8),
     st.dictionaries(st.integers(0, 60), st.sampled_from(How), max_size=4),
@@ -120,7 +120,7 @@ def test_nothing_is_lost_doubled_or_stalled(
     play(cuts, scenario)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     steps,
     steps,

@@ -270,7 +270,6 @@ class Cluster(RuleBasedStateMachine):
 Cluster.TestCase.settings = settings(
     max_examples=250,
     stateful_step_count=60,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCluster = Cluster.TestCase

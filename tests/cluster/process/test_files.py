@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import tempfile
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
-from deadpool_megatron.cluster.process import posix
+from deadpool_megatron.cluster.process import file_worker, posix
 from deadpool_megatron.cluster.process.files import FileWorker
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 
 SECONDS = 20.0
 
 
-def working(scenario: Callable[[FileWorker], Awaitable[None]]) -> None:
+def working(tmp_path: Path, scenario: Callable[[FileWorker], Awaitable[None]]) -> None:
     """Run a scenario; nothing is left of the process afterwards."""
 
     async def run() -> None:
-        worker = FileWorker()
+        worker = FileWorker(tmp_path / "logs", tmp_path / "target")
         try:
             await asyncio.wait_for(scenario(worker), SECONDS)
         finally:
@@ -46,10 +51,9 @@ def test_reads_writes_and_removes(tmp_path: Path) -> None:
     log.write_text("0123456789")
 
     async def scenario(worker: FileWorker) -> None:
-        assert await worker.size(log, SECONDS) == 10
         assert await worker.read(log, 3, 4, SECONDS) == "3456"
-        assert await worker.tail(log, SECONDS) == "0123456789"
-        assert await worker.tail(tmp_path / "none", SECONDS) == ""
+        assert await worker.read(log, -4, 9, SECONDS) == "6789"
+        assert await worker.read(tmp_path / "none", 0, 1, SECONDS) == ""
         worker.replace(file, "one")
         await done(worker)
         assert file.read_text() == "one"
@@ -57,7 +61,7 @@ def test_reads_writes_and_removes(tmp_path: Path) -> None:
         await done(worker)
         assert not file.exists()
 
-    working(scenario)
+    working(tmp_path, scenario)
 
 
 def test_while_one_hangs_nobody_waits_and_then_everything_is_written(tmp_path: Path) -> None:
@@ -66,20 +70,20 @@ def test_while_one_hangs_nobody_waits_and_then_everything_is_written(tmp_path: P
     log.write_text("words")
 
     async def scenario(worker: FileWorker) -> None:
-        assert await worker.tail(hangs, 0.01) == ""
         with pytest.raises(TimeoutError):
-            await worker.size(log, 0.01)
+            await worker.read(hangs, 0, 9, 0.01)
         for number in range(100):
             worker.replace(file, str(number))
-        assert await worker.tail(log, 0.01) == ""
+        with pytest.raises(TimeoutError):
+            await worker.read(log, 0, 9, 0.01)
         assert not file.exists()
         with open(hangs, "w"):
             pass  # the file system is back
-        assert await worker.tail(log, SECONDS) == "words"
+        assert await worker.read(log, 0, 9, SECONDS) == "words"
         await done(worker)
         assert file.read_text() == "99"
 
-    working(scenario)
+    working(tmp_path, scenario)
 
 
 def test_its_end_does_not_wait_for_what_hangs(
@@ -88,8 +92,9 @@ def test_its_end_does_not_wait_for_what_hangs(
     hangs = hanging(tmp_path)
 
     async def run() -> None:
-        worker = FileWorker()
-        assert await worker.tail(hangs, 0.01) == ""
+        worker = FileWorker(tmp_path / "logs", tmp_path / "target")
+        with pytest.raises(TimeoutError):
+            await worker.read(hangs, 0, 9, 0.01)
         worker.replace(tmp_path / "file", "text")
         watch = worker._watch
         assert watch is not None
@@ -109,7 +114,7 @@ def test_what_fails_is_said_and_the_next_is_done(
         await done(worker)
         assert (tmp_path / "file").read_text() == "text"
 
-    working(scenario)
+    working(tmp_path, scenario)
     assert "No such file or directory" in capsys.readouterr().err
 
 
@@ -119,11 +124,104 @@ def test_another_process_follows_one_that_was_killed(tmp_path: Path) -> None:
 
     async def scenario(worker: FileWorker) -> None:
         hangs = hanging(tmp_path)
-        reading = asyncio.create_task(worker.tail(hangs, SECONDS))
+        reading = asyncio.create_task(worker.read(hangs, 0, 9, SECONDS))
         while worker._watch is None:
             await asyncio.sleep(0)
         worker._watch.kill()
         assert await reading == ""
-        assert await worker.tail(log, SECONDS) == "words"
+        assert await worker.read(log, 0, 9, SECONDS) == "words"
 
-    working(scenario)
+    working(tmp_path, scenario)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_logs_are_copied_once_whoever_copies(tmp_path: Path) -> None:
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    copy = target / "one.log"
+    copy.write_text("of an earlier run\n")
+    logs.log("one").write_text("first\n")
+
+    async def scenario(worker: FileWorker) -> None:
+        worker.replace(tmp_path / "file", "text")  # it runs from the first request on
+        await until(lambda: copy.read_text() == "of an earlier run\nfirst\n")
+        assert worker._watch is not None
+        worker._watch.kill()
+        await until(lambda: worker._watch is None)
+        with open(logs.log("one"), "a") as log:
+            log.write("second\n")
+        await worker.copy_logs(SECONDS)
+        assert copy.read_text() == "of an earlier run\nfirst\nsecond\n"
+
+    working(tmp_path, scenario)
+
+
+def test_logs_wait_for_a_target_that_takes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    logs.log("one").write_text("words\n")
+
+    async def scenario(worker: FileWorker) -> None:
+        await worker.copy_logs(SECONDS)
+        target.mkdir()  # there is room again
+        await until((target / "one.log").exists)
+        await worker.copy_logs(SECONDS)
+        assert (target / "one.log").read_text() == "words\n"
+
+    working(tmp_path, scenario)
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_what_is_printed_last_is_copied_though_the_agent_is_killed(tmp_path: Path) -> None:
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    worker = subprocess.Popen(
+        [sys.executable, "-I", "-S", file_worker.__file__, logs.directory, target],
+        stdin=subprocess.PIPE,
+    )
+    logs.log("one").write_text("last words\n")
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(SECONDS) == 0
+    assert (target / "one.log").read_text() == "last words\n"
+
+
+def test_a_log_that_is_not_copied_gives_its_oldest_part_up(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-logs-") as memory:
+        logs, target = LocalLogs(Path(memory)), tmp_path / "target"
+        target.mkdir()
+        path = logs.log("one")
+        size = 40 << 20
+        with open(path, "wb") as log:
+            for _ in range(40):
+                log.write(b"x" * (1 << 20))
+        logs.trim()
+        assert path.stat().st_blocks * 512 <= 17 << 20
+        copier = file_worker.LogCopier(logs.directory, target)
+        assert copier.copy() == ""
+        text = (target / "one.log").read_bytes()
+    missing = size - text.count(b"x")
+    assert text.startswith(f"\n[{missing} bytes are missing here]\nxxx".encode())
+    assert 20 << 20 < missing < size
+
+
+def test_who_copies_last_leaves_nothing_out_and_nothing_twice(tmp_path: Path) -> None:
+    """The node's own process, and who cleans up after it."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    copiers = [file_worker.LogCopier(logs.directory, target) for _ in range(2)]
+    for number in range(5):
+        with open(logs.log("one"), "a") as log:
+            log.write(f"line {number}\n" * 1000)
+        threads = [threading.Thread(target=copier.copy) for copier in copiers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (target / "one.log").read_text() == logs.log("one").read_text()

@@ -15,6 +15,7 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
+from tests.waiting import wait_for
 
 SECONDS = 20.0
 BUSY = "while True: pass"
@@ -36,16 +37,9 @@ def start() -> Iterator[object]:
         child.wait()
 
 
-def until(what: str, ready: object) -> None:
-    limit = time.monotonic() + SECONDS
-    while not ready():  # type: ignore[operator]
-        assert time.monotonic() < limit, what
-        time.sleep(0.01)
-
-
 def settle(pid: int) -> None:
     """Until the interpreter has started and sleeps."""
-    until("a sleeping child", lambda: _quiet(pid))
+    wait_for("a sleeping child", lambda: _quiet(pid))
 
 
 def _quiet(pid: int) -> bool:
@@ -73,7 +67,7 @@ def test_idle_process_without_beats_is_frozen_after_the_limit(start) -> None:  #
 def test_stopped_process_is_frozen(start) -> None:  # type: ignore[no-untyped-def]
     child = start(BUSY)
     os.kill(child.pid, signal.SIGSTOP)
-    until("stopped", lambda: (posix.state_and_cpu_ticks(child.pid) or ("",))[0] == "T")
+    wait_for("stopped", lambda: (posix.state_and_cpu_ticks(child.pid) or ("",))[0] == "T")
     found = verdict(FreezeDetector(child.pid, 3.0, 0.0), 0.0, 10)
     assert found is not None
     assert 3.0 <= found <= 3.3
@@ -127,7 +121,7 @@ def test_child_watch_reports_the_end_and_kills_the_group() -> None:
 
     ending, grandchild = asyncio.run(watch())
     assert ending == Ending(signal_name="SIGSEGV")
-    until("the grandchild to end", lambda: not posix.is_alive(grandchild))
+    wait_for("the grandchild to end", lambda: not posix.is_alive(grandchild))
 
 
 def test_endings_in_words() -> None:

@@ -20,7 +20,6 @@ from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.process.starter import StartedMember, Starter
 from deadpool_megatron.settings import Settings
-from tests.cluster.direct_files import DirectFiles
 
 
 class Short:
@@ -97,7 +96,7 @@ def members(starter: Starter) -> Members:
     def spec(slot: int, incarnation: int, _: object) -> MemberSpec:
         return MemberSpec(0, slot, incarnation, (), {}, Path(os.devnull), Path())
 
-    return Members(spec, starter, Settings(), Reports(), DirectFiles())
+    return Members(spec, starter, Settings(), Reports())
 
 
 def test_member_starts_after_a_moment_without_processes_or_descriptors(

@@ -7,18 +7,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import stacks
 from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
-from tests.cluster.direct_files import DirectFiles
+from tests.waiting import wait_for
 
 _STANDS = """
 import threading, time
 from deadpool_megatron.cluster.process import stacks
+from tests.waiting import wait_for
 
 def innermost():
     print("ready", flush=True)
@@ -40,10 +40,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
     with open(log, "ab") as output:
         child = subprocess.Popen([sys.executable, "-c", program], stdout=output, stderr=output)
     try:
-        limit = time.monotonic() + 60
-        while b"ready" not in log.read_bytes():
-            assert time.monotonic() < limit
-            time.sleep(0.01)
+        wait_for("a line of the child", lambda: b"ready" in log.read_bytes())
         yield child.pid, log
     finally:
         child.kill()
@@ -51,7 +48,7 @@ def process(tmp_path: Path, program: str) -> Iterator[tuple[int, Path]]:
 
 
 def ask(pid: int, log: Path) -> Stacks:
-    return asyncio.run(stacks.ask(pid, log, DirectFiles(), 30.0))
+    return asyncio.run(stacks.ask(pid, log, 30.0))
 
 
 def test_main_thread_innermost_frame_first(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,7 @@ from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
 from deadpool_megatron.vault.errors import VaultError
-from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained, session
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
-    with session(monkeypatch, tmp_path) as made:
-        yield made
-
+from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
 
 # Exceptions that are no EpochClosed (rule 11).
 

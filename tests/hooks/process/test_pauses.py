@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,14 +14,7 @@ from deadpool_megatron.hooks.checkpoints import durable_saves
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.layout.records import Generation
-from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig, drained, session
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
-    with session(monkeypatch, tmp_path) as made:
-        yield made
-
+from tests.hooks.process.session_rig import ELSEWHERE, SECONDS, Rig, drained
 
 # The planned pause.
 

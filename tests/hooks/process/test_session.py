@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,15 +20,7 @@ from tests.hooks.process.session_rig import (
     FakeLoop,
     Rig,
     drained,
-    session,
 )
-
-
-@pytest.fixture
-def rig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rig]:
-    with session(monkeypatch, tmp_path) as made:
-        yield made
-
 
 # The ordinary way.
 

@@ -321,7 +321,7 @@ def test_whole_copies_take_no_more_memory_than_the_owners_slots(tmp_path: Path) 
     assert blocks(segment) < (2 * 3 + 1) << 20
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     st.integers(2, 5),
     st.integers(2, 4),

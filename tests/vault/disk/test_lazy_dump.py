@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,7 +52,7 @@ FILES = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(files=FILES, limit=st.integers(0, 4))
 def test_the_newest_whole_generation_of_the_kept_line(
     files: dict[tuple[int, int, int, int], set[str]], limit: int
@@ -115,18 +112,6 @@ def test_all_generations_are_written_each_to_its_place(tmp_path: Path) -> None:
         dumped = Segment.open(Path(path), writable=False)
         assert dumped.generation(0) == G(1, k)
         assert bytes(dumped.data(0, "extras@step", 9)) == b"content %d" % k
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with 1 MB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("may not mount a tmpfs here")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
 
 
 def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path, small_disk: Path) -> None:

@@ -80,7 +80,7 @@ def give(assembly: Assembly, stream: Stream, owner: object, block: bytes, damage
     assembly.combine(stream, owner, piece, digest)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 5 * CHUNK), min_size=1, max_size=5),
     st.integers(1, 3),

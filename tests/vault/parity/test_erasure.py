@@ -32,7 +32,7 @@ def encode(coder: Coder, blocks: list[bytes], chunk: int, chance: random.Random)
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 9), st.integers(1, 4), st.integers(1, 80), st.integers(1, 33), st.integers(0, 99)
 )

@@ -51,7 +51,7 @@ def own(table: Table, *generations: Generation) -> Segment:
     return segment
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     slots=st.integers(2, 4),
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 3)), max_size=14),

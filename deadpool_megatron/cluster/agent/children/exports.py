@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
-from deadpool_megatron.cluster.process.exit_words import last_words
-from deadpool_megatron.cluster.process.files import FileWorker
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory.bounds import (
     OutsideError,
     export_directory,
@@ -33,7 +32,6 @@ from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import Code, VaultError
 
 _END_SECONDS = 5.0
-_WORDS_SECONDS = 1.0
 
 
 class Taker(Protocol):
@@ -53,7 +51,7 @@ class NodeExports:
         info: RunInfo,
         segments: Path,
         vault: Taker,
-        files: FileWorker,
+        logs: LocalLogs,
         send: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._node = node
@@ -61,7 +59,7 @@ class NodeExports:
         self._info = info
         self._segments = segments
         self._vault = vault
-        self._files = files
+        self._log = logs.log(f"node{node}-persist")
         self._send = send
         self._name = ""
         self._taken: list[Taken] = []
@@ -148,7 +146,7 @@ class NodeExports:
             self.drop()
 
     def _write(self, message: Mapping[str, Any]) -> None:
-        name, log = self._name, self._run.log(f"node{self._node}-persist")
+        name = self._name
         job = self._segments / "export.json"
         dump = message.get("dump")
         # Of roles that are lost with their nodes only the shared disk has the skeletons.
@@ -171,13 +169,13 @@ class NodeExports:
             ["deadpool_megatron.persist", str(job), "--parent", str(os.getpid())],
             self._run,
             self._info.run_id,
-            log,
-            lambda ending: self._written(name, Path(message["directory"]), log, ending),
+            self._log,
+            lambda ending: self._written(name, Path(message["directory"]), ending),
             # It computes nothing on devices, and must not take memory there.
             {"CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def _written(self, name: str, directory: Path, log: Path, ending: Ending) -> None:
+    def _written(self, name: str, directory: Path, ending: Ending) -> None:
         if name != self._name:  # dropped; there may be a new one
             # The coordinator removes it, too, but may have done so before this process was gone.
             self._remove(directory)
@@ -186,14 +184,10 @@ class NodeExports:
         if ending.exit_code == 0:
             self._tell(name, "written")
         else:
-            self._spawn(self._tell_failure(name, log, ending))
+            words = last_line(self._log)
+            self._tell(name, "failed", text=f"the exporter {ending}: {words}".rstrip(": "))
         self._taken = []
         drop_taken(self._segments)
-
-    async def _tell_failure(self, name: str, log: Path, ending: Ending) -> None:
-        words = last_words(await self._files.tail(log, _WORDS_SECONDS))
-        if name == self._name:
-            self._tell(name, "failed", text=f"the exporter {ending}: {words}".rstrip(": "))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -15,10 +15,6 @@ from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
 )
 
-# Opens the log in the child: a file system that hangs must not hold the agent up, and one that is
-# full costs the log only.
-_LOGGED = 'if true >>"$0"; then exec "$@" >>"$0" 2>&1; else exec "$@"; fi'
-
 
 def start_child(
     command: Sequence[str],
@@ -31,23 +27,24 @@ def start_child(
 ) -> ChildWatch:
     """Start ``python -m *command`` in a process group of its own, found by the run's name.
 
-    What it prints is appended to ``log``; ``environment`` is added to this process's own,
-    ``sockets`` are descriptors that it inherits under their numbers. Without a parent-death signal:
-    who should have one sets it. For the loop's thread; raises OSError.
+    What it prints is appended to ``log``, in the host's memory; ``environment`` is added to this
+    process's own, ``sockets`` are descriptors that it inherits under their numbers. Without a
+    parent-death signal: who should have one sets it. For the loop's thread; raises OSError.
     """
-    process = subprocess.Popen(
-        ["/bin/sh", "-c", _LOGGED, str(log), sys.executable, "-m", *command],
-        pass_fds=tuple(sockets),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        process_group=0,
-        env={
-            **os.environ,
-            ENVIRONMENT_DIRECTORY: str(run.path),
-            ENVIRONMENT_RUN_ID: run_id,
-            **environment,
-        },
-    )
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            pass_fds=tuple(sockets),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            env={
+                **os.environ,
+                ENVIRONMENT_DIRECTORY: str(run.path),
+                ENVIRONMENT_RUN_ID: run_id,
+                **environment,
+            },
+        )
     process.returncode = 0  # reaped by its pid: this object must not try to as well
     return ChildWatch(process.pid, on_end)

@@ -18,9 +18,8 @@ from typing import Any
 from deadpool_megatron.cluster.agent.children.starting import start_child
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.link.pacing import is_told
-from deadpool_megatron.cluster.process.exit_words import last_words
-from deadpool_megatron.cluster.process.files import FileWorker
-from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending
+from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, last_line
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.process.shortage import patiently
 from deadpool_megatron.cluster.run_directory.bounds import OutsideError, dump_directory
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
@@ -39,7 +38,6 @@ _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 5.0
 _SHORTAGE_SECONDS = 5.0
-_WORDS_SECONDS = 1.0
 # In a row, in about ten seconds; a vault that came up once counts anew.
 _MOST_FAILED_STARTS = 8
 _BACKLOG = 512
@@ -67,7 +65,7 @@ class VaultKeeper:
         host: str,
         report: Callable[[Mapping[str, Any]], None],
         listing_changed: Callable[[], None],
-        files: FileWorker,
+        logs: LocalLogs,
     ) -> None:
         self._node = node
         self._run = run
@@ -77,8 +75,7 @@ class VaultKeeper:
         self._segments = segments
         self._report = report
         self._listing_changed = listing_changed
-        self._files = files
-        self._telling: set[asyncio.Task[None]] = set()
+        self._log_path = logs.log(f"node{node}-vault")
         self._tcp = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         self._tcp.bind((host, 0))
         self._tcp.listen(_BACKLOG)
@@ -120,7 +117,6 @@ class VaultKeeper:
             raise VaultGivenUp(f"no vault can be started: {error}") from error
 
     def _start(self) -> ChildWatch:
-        log = self._run.log(f"node{self._node}-vault")
         unix, tcp = self._unix.fileno(), self._tcp.fileno()
         places = ["--run-dir", str(self._run.path), "--segment-dir", str(self._segments)]
         sockets = ["--unix-fd", str(unix), "--tcp-fd", str(tcp)]
@@ -128,7 +124,7 @@ class VaultKeeper:
             ["deadpool_megatron.vault", "--node", str(self._node), *places, *sockets],
             self._run,
             self._info.run_id,
-            log,
+            self._log_path,
             self._ended,
             {ENVIRONMENT_NAME: self._settings.to_json()},
             (unix, tcp),
@@ -315,15 +311,7 @@ class VaultKeeper:
         self._ready.clear()
         if self._shutting_down:
             return
-        task = asyncio.get_running_loop().create_task(self._tell_end(ending))
-        self._telling.add(task)
-        task.add_done_callback(self._telling.discard)
-
-    async def _tell_end(self, ending: Ending) -> None:
-        line = ""
-        if ending.exit_code:
-            log = self._run.log(f"node{self._node}-vault")
-            line = last_words(await self._files.tail(log, _WORDS_SECONDS))
+        line = last_line(self._log_path) if ending.exit_code else ""
         self._event(Event(Kind.VAULT_LOST, data={"cause": f"{ending}: {line}".rstrip(": ")}))
 
     def _event(self, event: Event) -> None:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
-from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.liveness import (
     ChildWatch,
     Ending,
     FreezeDetector,
+    tail,
 )
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.starter import Starter
@@ -26,7 +26,6 @@ from deadpool_megatron.wire.framing import FrameBuffer, WireError, encode
 
 _RECEIVE_BYTES = 1 << 16
 # What a log says last is worth waiting for, but not while its file system hangs.
-_WORDS_SECONDS = 1.0
 # What a coordinator that has just started must hear again, newest of each kind.
 STICKY = (
     *("hello", "warm", "registered", "drained", "restored", "done"),
@@ -135,7 +134,6 @@ class Member:
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
-        files: FileWorker,
     ) -> None:
         self.slot = spec.slot
         self.incarnation = spec.incarnation
@@ -144,8 +142,6 @@ class Member:
         self.said: dict[str, dict[str, Any]] = {}
         self.started_at = time.monotonic()
         self.ended = asyncio.Event()  # the process is reaped, and its end was reported
-        self._files = files
-        self._ending: asyncio.Task[None] | None = None
         self._kill_cause = ""
         self._frozen = False
         self._settings = settings
@@ -211,12 +207,9 @@ class Member:
     def _ended(self, ending: Ending) -> None:
         self._pipe.read_rest()
         self._pipe.close()
-        self._ending = asyncio.get_running_loop().create_task(self._report_end(ending))
-
-    async def _report_end(self, ending: Ending) -> None:
         ordered, cause = bool(self._kill_cause), self._kill_cause
         if not ordered and ending.exit_code != 0:
-            text = await self._files.tail(self.log, _WORDS_SECONDS)
+            text = tail(self.log)
             cause = last_words(text) if ending.exit_code else fatal_words(text)
         self._reports.member_ended(self, ending, cause, ordered)
         self.ended.set()
@@ -231,10 +224,8 @@ class Members:
         starter: Starter,
         settings: Settings,
         reports: MemberReports,
-        files: FileWorker,
     ) -> None:
         self._make_spec = make_spec
-        self._files = files
         self._starter = starter
         self._settings = settings
         self._reports = reports
@@ -254,7 +245,7 @@ class Members:
             # A stopped predecessor that woke up would write into its successor's slots.
             raise RuntimeError(f"slot {slot} still has process {old.pid}")
         spec = self._make_spec(slot, incarnation, environment)
-        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports, self._files)
+        self.by_slot[slot] = Member(spec, self._starter, self._settings, self._reports)
         self.incarnations[slot] = incarnation
 
     def prepare(self, slot: int) -> None:

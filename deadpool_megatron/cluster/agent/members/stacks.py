@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.agent.members.members import Member
-from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.stacks import Stacks, ask
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.records import EpochRecord, Seat
@@ -17,7 +16,7 @@ _ANSWER_SECONDS = 0.5
 
 class LastStacks:
     """Used from the agent's loop. ``record()`` is the newest record, ``report`` takes a message for
-    the coordinator, ``files`` reads what members write.
+    the coordinator.
     """
 
     def __init__(
@@ -25,12 +24,10 @@ class LastStacks:
         node: int,
         record: Callable[[], EpochRecord | None],
         report: Callable[[Mapping[str, Any]], None],
-        files: FileWorker,
     ) -> None:
         self._node = node
         self._record = record
         self._report = report
-        self._files = files
         self._asked: dict[Member, asyncio.Task[None]] = {}
 
     def kill(self, member: Member, cause: str) -> None:
@@ -44,7 +41,7 @@ class LastStacks:
 
     async def _take(self, member: Member, cause: str) -> None:
         try:
-            self._tell(member, await ask(member.pid, member.log, self._files, _ANSWER_SECONDS))
+            self._tell(member, await ask(member.pid, member.log, _ANSWER_SECONDS))
         finally:
             member.kill(cause)
             del self._asked[member]

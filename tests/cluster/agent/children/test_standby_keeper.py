@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
+from tests.waiting import until
 
 # Reports every line of its standard input as a sign of life.
 _ECHO = """
@@ -19,11 +19,6 @@ for line in sys.stdin:
 
 def test_each_standby_is_told_its_place_and_whether_there_is_contact(tmp_path: Path) -> None:
     heard: list[str] = []
-
-    async def until(ready: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20.0):
-            while not ready():
-                await asyncio.sleep(0.01)
 
     async def run() -> None:
         keeper = StandbyKeeper(

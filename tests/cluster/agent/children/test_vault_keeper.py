@@ -20,10 +20,10 @@ from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.machine.inputs import NodeLost
 from deadpool_megatron.cluster.process.liveness import Ending
+from deadpool_megatron.cluster.process.local_logs import LocalLogs
 from deadpool_megatron.cluster.run_directory import cleanup
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.settings import Settings
-from tests.cluster.direct_files import DirectFiles
 
 SECONDS = 20.0
 
@@ -80,7 +80,8 @@ def keeper(tmp_path: Path, info: RunInfo) -> Iterator[VaultKeeper]:
     run.create(info)
     segments.mkdir()
     made = VaultKeeper(
-        0, run, info, segments, "127.0.0.1", lambda _: None, lambda: None, DirectFiles()
+        *(0, run, info, segments, "127.0.0.1", lambda _: None, lambda: None),
+        LocalLogs(segments / "logs"),
     )
     yield made
     made._tcp.close()

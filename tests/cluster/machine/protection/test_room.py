@@ -228,7 +228,7 @@ def test_where_nobody_joins_the_state_is_saved() -> None:
     assert rig.state.phase is Phase.DUMPING
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     nodes=st.integers(3, 7),
     spares=st.integers(0, 3),
