@@ -38,6 +38,7 @@ from deadpool_megatron.vault.parity.decoder import load_code
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.server import Server
+from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Vault:
         self._agent: Link | None = None
         self._alone_since = time.monotonic()
         self._kept_events: collections.deque[Event] = collections.deque(maxlen=_MOST_KEPT_EVENTS)
+        self._damaged: set[tuple[Segment, int, str, int]] = set()
         self._stop = threading.Event()
         self._remove = False
         self.ended_by_signal = False
@@ -81,6 +83,7 @@ class Vault:
         with self._state.lock:
             found = self._state.table.scan()
             self._state.table.require_read()
+        self._report_damage()
         data = {"pid": os.getpid(), "slots_found": found}
         self._emit(Event(Kind.VAULT_STARTED, node=self._state.node, data=data))
         self._server.start()
@@ -89,6 +92,7 @@ class Vault:
     def wait(self) -> None:
         """Until told to stop, or for want of an agent. Then everything is stopped."""
         while not self._stop.wait(timeout=0.2) and not self.ended_by_signal:
+            self._state.table.removed.clear()
             with self._event_lock:
                 alone = self._agent is None
             if alone and time.monotonic() - self._alone_since > self._settings.restore_seconds:
@@ -196,6 +200,7 @@ class Vault:
             if not self._state.adopt(record):
                 return
             before_roles_come(self._state)
+            self._state.table.removed.clear()  # members that make slots now may need the room
             self._workers = {
                 role: RoleWorker(self._state, self._transport, record, role, seat)
                 for role, seat in self._state.own_roles().items()
@@ -209,6 +214,7 @@ class Vault:
 
     def status(self) -> dict[str, Any]:
         """For people and tests: epoch, counters, commits, memory, processor time (seconds)."""
+        self._report_damage()
         state = self._state
         usage = resource.getrusage(resource.RUSAGE_SELF)
         with state.lock:
@@ -232,6 +238,18 @@ class Vault:
                 "limit_bytes": state.table.budget.limit_bytes,
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
             }
+
+    def _report_damage(self) -> None:
+        """Tell once of state words that nobody of ours has stored: a stray store, or bad memory."""
+        with self._state.lock:
+            segments = list(self._state.table.segments.values())
+            found = {(one, *word) for one in segments for word in one.foreign_words()}
+        for segment, slot, name, word in found - self._damaged:
+            generation, where = segment.generation(slot), f"header of slot {slot}"
+            self._state.counters["corruption"] += 1
+            role, where = segment.layout.role, f"{where} of {segment.path.name}"
+            self._state.emit_corruption(role, generation, name, where, 0, word)
+        self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> list[str]:
         generation = Generation.from_list(message["generation"])

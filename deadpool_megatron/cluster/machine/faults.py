@@ -1,4 +1,4 @@
-"""Faults that repeat on one node, and losses that are not finite. Pure functions on a Turn."""
+"""What roles report as wrong, faults that repeat on one node, and losses that are not finite."""
 
 from __future__ import annotations
 
@@ -14,9 +14,56 @@ from deadpool_megatron.cluster.machine.state.fleet import NodeState
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.replaying import REPLAY, suspects
+from deadpool_megatron.layout.schemes import recomputes, without_recompute
 
 # A device that failed once may have been hit by a stray particle; one that fails again is broken.
 _DEVICE_ERRORS = 2
+
+
+def fault_reported(turn: Turn, event: ev.MemberFault) -> None:
+    """Communication has failed in a role."""
+    if (role := turn.player(event)) is not None:
+        text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
+        turn.suspect(Failure(text, kind, ("fault",), node=event.node))
+
+
+def restore_failed(turn: Turn, event: ev.RestoreFailed) -> None:
+    """No place had good bytes of a part: the next restore does without those that were tried."""
+    role, record = turn.player(event), turn.state.record
+    if role is None or record is None:
+        return
+    restore, generation = record.restore, record.restore.generation
+    tried = [*restore.sources.get(role, {}).get(event.part, ())]
+    recipe = restore.recipes.get(role)
+    decoding = recipe.decodings.get(event.part) if recipe is not None else None
+    if decoding is not None:
+        # Its parity blocks: no decoding goes without one. What other roles hold of their own is
+        # not in doubt for that; where it is damaged, the node that holds it has found out.
+        for number, places in decoding.blocks.items():
+            if number >= len(decoding.group):
+                tried += places
+    bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
+    if recipe is not None:
+        bad |= frozenset(suspects(recipe, generation, event.part))
+        if event.part == REPLAY:
+            _give_up_recomputing(turn, role, event.text)
+    # Falling to the next source, generation or checkpoint is progress of a kind.
+    what = (event.part, str(role), str(generation) if bad else restore.path)
+    cause = f"role {role} cannot be restored: {event.text}"
+    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
+    turn.suspect(failure, bad, doubtful=not bad)
+
+
+def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
+    """Intact bytes gave another result: whole copies for the rest of the run."""
+    chosen = turn.state.protection
+    if recomputes(chosen.plan):
+        chosen = replace(chosen, plan=without_recompute(chosen.plan))
+        turn.state = turn.state._replace(protection=chosen)
+        why = "from the next epoch on every iteration is copied whole"
+        turn.log("warning", f"role {role}: {text}; {why}")
 
 
 def with_restart(turn: Turn, node: NodeState) -> NodeState:

@@ -192,6 +192,18 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _dump_requested(turn, reason, seconds)
         case ev.UserStop(reason):
             ending.stop(turn, reason)
+        case ev.MemberFault():
+            faults.fault_reported(turn, event)
+        case ev.RestoreFailed():
+            faults.restore_failed(turn, event)
+        case ev.Restored():
+            opening.restored(turn, event)
+        case ev.MemberDone():
+            pausing.note_done(turn, event)
+        case ev.Paused():
+            pausing.note_paused(turn, event)
+        case ev.PauseRefused():
+            pausing.pause_later(turn, event)
         case ev.OfMember():
             members.handle(turn, event)
 

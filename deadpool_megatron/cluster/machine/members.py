@@ -1,4 +1,4 @@
-"""Inputs of the coordinator's state machine that come from, or are about, one member process."""
+"""The life of member processes: one comes up, is ready, says how it lays out its state, ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from deadpool_megatron.cluster.machine.epoch.closing import (
     drop_node,
     note_failure,
 )
-from deadpool_megatron.cluster.machine.epoch.ending import check_done, end_as_found
-from deadpool_megatron.cluster.machine.epoch.opening import check_opened
+from deadpool_megatron.cluster.machine.epoch.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch.pausing import (
-    check_paused,
     consider_pause,
-    note_paused,
-    pause_later,
 )
 from deadpool_megatron.cluster.machine.gathering import restart
 from deadpool_megatron.cluster.machine.gathering.start import check_gathered
@@ -31,18 +27,11 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.cluster.run_directory.directory import member_log_name
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import BadPart
-from deadpool_megatron.layout.records import Restore
-from deadpool_megatron.layout.replaying import REPLAY, suspects
-from deadpool_megatron.layout.schemes import recomputes, without_recompute
 
 
 def handle(turn: Turn, event: ev.OfMember) -> None:
-    """Check that the process is the present one of its slot, then pass on to the handler."""
-    place = (event.node, event.slot)
-    member = turn.state.fleet.members.get(place)
-    if member is None or member.incarnation != event.incarnation:
-        turn.refuse(_name(event), "not the present process of its slot", event.node)
+    """Pass on to the handler what comes from, or is about, the present process of a slot."""
+    if not turn.is_present(event):
         return
     match event:
         case ev.MemberHello():
@@ -55,13 +44,6 @@ def handle(turn: Turn, event: ev.OfMember) -> None:
             _lost(turn, event)
         case ev.MemberSuspected():
             _suspected(turn, event)
-        case ev.OfPlayer():
-            _of_player(turn, event)
-
-
-def _name(event: ev.OfMember) -> str:
-    kind = type(event).__name__
-    return f"{kind} of member {event.node}.{event.slot}.{event.incarnation}"
 
 
 def _tell(turn: Turn, what: Kind, /, of: ev.OfMember, role: int | None = None, **data: Any) -> None:
@@ -101,7 +83,7 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     state, layout = turn.state, event.layout
     role = _role(turn, event)
     if role != layout.role or state.heard_epoch is None or state.record is None:
-        turn.refuse(_name(event), f"it does not play role {layout.role}", event.node)
+        turn.refuse_of(event, f"it does not play role {layout.role}")
         return
     if role in state.memory.inherited and restart.refuses(turn, layout):
         return
@@ -204,85 +186,6 @@ def _suspected(turn: Turn, event: ev.MemberSuspected) -> None:
             event.cause, FailureKind.MEMBER_FROZEN, ("suspected", str(role)), node=event.node
         )
         close(turn, failure, silent_seconds=event.silent_seconds)
-
-
-def _of_player(turn: Turn, event: ev.OfPlayer) -> None:
-    role, doing, record = _role(turn, event), turn.state.doing, turn.state.record
-    if (
-        role is None
-        or record is None
-        or event.epoch != record.epoch
-        or not isinstance(doing, phases.Heard)
-    ):
-        why = "it has no seat" if role is None else f"epoch {event.epoch} is not open"
-        turn.refuse(_name(event), why, event.node)
-        return
-    match event:
-        case ev.MemberFault():
-            text, kind = f"role {role}: {event.text}", FailureKind.COMMUNICATOR_ERROR
-            _suspect(turn, Failure(text, kind, ("fault",), node=event.node))
-        case ev.RestoreFailed():
-            _restore_failed(turn, event, role, record.restore)
-        case ev.Restored(generation=generation):
-            if generation != record.restore.generation:
-                text = f"role {role} restored {generation} instead of {record.restore.generation}"
-                kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
-                _suspect(turn, Failure(text, kind, signature, node=event.node), doubtful=True)
-            elif isinstance(doing, phases.Rejoining | phases.Opening):
-                turn.enter(replace(doing, restored=doing.restored.with_item(role)))
-                check_opened(turn)
-        case ev.MemberDone():
-            turn.enter(replace(doing, done=doing.done.with_item(role)))
-            check_done(turn)
-            check_paused(turn)
-        case ev.Paused(iteration=iteration):
-            note_paused(turn, role, iteration)
-        case ev.PauseRefused(iteration=iteration):
-            pause_later(turn, iteration)
-
-
-def _suspect(
-    turn: Turn,
-    failure: Failure,
-    bad_parts: frozenset[BadPart] = frozenset(),
-    *,
-    doubtful: bool = False,
-) -> None:
-    blame = turn.state.blame.suspecting(failure, turn.now, bad_parts, doubtful=doubtful)
-    turn.state = turn.state._replace(blame=blame)
-
-
-def _restore_failed(turn: Turn, event: ev.RestoreFailed, role: int, restore: Restore) -> None:
-    generation = restore.generation
-    tried = [*restore.sources.get(role, {}).get(event.part, ())]
-    recipe = restore.recipes.get(role)
-    decoding = recipe.decodings.get(event.part) if recipe is not None else None
-    if decoding is not None:
-        # Its parity blocks: no decoding goes without one. What other roles hold of their own is
-        # not in doubt for that; where it is damaged, the node that holds it has found out.
-        for number, places in decoding.blocks.items():
-            if number >= len(decoding.group):
-                tried += places
-    bad = frozenset(BadPart(one.node, one.role, generation, event.part) for one in tried)
-    if recipe is not None:
-        bad |= frozenset(suspects(recipe, generation, event.part))
-        if event.part == REPLAY:
-            _give_up_recomputing(turn, role, event.text)
-    # Falling to the next source, generation or checkpoint is progress of a kind.
-    what = (event.part, str(role), str(generation) if bad else restore.path)
-    cause = f"role {role} cannot be restored: {event.text}"
-    failure = Failure(cause, FailureKind.CORRUPT_STATE, ("restore", *what), node=event.node)
-    _suspect(turn, failure, bad, doubtful=not bad)
-
-
-def _give_up_recomputing(turn: Turn, role: int, text: str) -> None:
-    """Intact bytes gave another result: whole copies for the rest of the run."""
-    chosen = turn.state.protection
-    if recomputes(chosen.plan):
-        chosen = replace(chosen, plan=without_recompute(chosen.plan))
-        turn.state = turn.state._replace(protection=chosen)
-        why = "from the next epoch on every iteration is copied whole"
-        turn.log("warning", f"role {role}: {text}; {why}")
 
 
 def _signal_name(number: int) -> str:

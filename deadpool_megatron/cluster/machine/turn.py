@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.machine.actions import Action, EmitEvent, KillMember, StartMembers
+from deadpool_megatron.cluster.machine.inputs import OfMember, OfPlayer
+from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, Place
 from deadpool_megatron.cluster.machine.state.phases import Doing, Open
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.decision import Planner, RestoreQuery
+from deadpool_megatron.layout.decision import BadPart, Planner, RestoreQuery
 from deadpool_megatron.layout.records import Seat
 
 
@@ -55,6 +57,44 @@ class Turn:
     def refuse(self, who: str, why: str, node: int | None = None) -> None:
         """Report an input that changes nothing, because it is stale or makes no sense."""
         self.emit(Kind.REFUSED, node=node, who=who, why=why)
+
+    def refuse_of(self, event: OfMember, why: str) -> None:
+        """Report an input of a member that changes nothing."""
+        process = f"{event.node}.{event.slot}.{event.incarnation}"
+        self.refuse(f"{type(event).__name__} of member {process}", why, event.node)
+
+    def is_present(self, event: OfMember) -> bool:
+        """Whether the process is the present one of its slot; refuses the input if it is not."""
+        member = self.state.fleet.members.get((event.node, event.slot))
+        if member is None or member.incarnation != event.incarnation:
+            self.refuse_of(event, "not the present process of its slot")
+            return False
+        return True
+
+    def player(self, event: OfPlayer) -> int | None:
+        """Returns the role that the process plays in the epoch of which it speaks; None, and
+        refuses the input, if it plays none there."""
+        state = self.state
+        if not self.is_present(event):
+            return None
+        role = state.role_at(event.node, event.slot, event.incarnation)
+        if role is None:
+            self.refuse_of(event, "it has no seat")
+        elif event.epoch != state.heard_epoch:
+            self.refuse_of(event, f"epoch {event.epoch} is not open")
+            role = None
+        return role
+
+    def suspect(
+        self,
+        failure: Failure,
+        bad_parts: frozenset[BadPart] = frozenset(),
+        *,
+        doubtful: bool = False,
+    ) -> None:
+        """Hold this against the epoch unless a better cause comes within half a second."""
+        blame = self.state.blame.suspecting(failure, self.now, bad_parts, doubtful=doubtful)
+        self.state = self.state._replace(blame=blame)
 
     def set_member(
         self, place: Place, status: MemberStatus, incarnation: int | None = None

@@ -10,7 +10,7 @@ from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory.limits import memlock_bytes
 from deadpool_megatron.vault.memory.needs import node_needs, objection, warnings
 from deadpool_megatron.vault.memory.usable import node_rooms
-from deadpool_megatron.vault.shm.segment import segment_bytes
+from deadpool_megatron.vault.shm.geometry import segment_bytes
 
 
 def admit(

@@ -5,13 +5,15 @@ Never less than what vault.shm.segment really takes: a plan that fits by these f
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from deadpool_megatron.layout.records import RoleLayout
 
-_PAGE = 4096
-# Of a slot's header: eight words, and four for each part (vault/shm/segment.py).
+# Of the machine; 64 KB on many of aarch64.
+PAGE_BYTES = max(4096, mmap.PAGESIZE)
+# Of a slot's header: eight words, and four for each part (vault/shm/geometry.py).
 _HEADER_BYTES = 64
 _ENTRY_BYTES = 32
 # Of the description in JSON: keys and hashes, each part without its name, each role number.
@@ -57,8 +59,8 @@ def _described(parts: int, names: int, numbers: int) -> int:
 
 def _bytes(slots: int, parts: int, described: int, sizes: Iterable[int]) -> int:
     slot = _pages(_HEADER_BYTES + _ENTRY_BYTES * parts) + sum(_pages(size) for size in sizes)
-    return _PAGE + _pages(described) + slots * slot
+    return PAGE_BYTES + _pages(described) + slots * slot
 
 
 def _pages(nbytes: int) -> int:
-    return -(-nbytes // _PAGE) * _PAGE
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

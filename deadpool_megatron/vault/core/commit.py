@@ -105,6 +105,11 @@ class Ledger:
         """A node has sealed these parts, or the parity blocks they are in."""
         self._acknowledged.setdefault((role, generation, node), set()).update(names)
 
+    def forget_before(self, role: int, oldest: Generation) -> None:
+        """No slot holds anything older any more: nothing of it can be asked for."""
+        for key in [k for k in self._acknowledged if k[0] == role and k[1] < oldest]:
+            del self._acknowledged[key]
+
     def forget(self, role: int, generation: Generation, node: int, names: Iterable[str]) -> None:
         """A node has lost these parts again; what was reported as committed stays so."""
         self._acknowledged.get((role, generation, node), set()).difference_update(names)

@@ -72,7 +72,7 @@ def own_come_first(state: VaultState) -> bool:
 
 def give_back(state: VaultState, offered: Generation) -> bool:
     """Give memory back that is not needed once ``offered`` is offered; False when there is none."""
-    table, given = state.table, False
+    table, chosen = state.table, list[tuple[Segment, int, list[str]]]()
     with state.lock:
         if state.record is None or not state.open_epoch:
             return False
@@ -90,8 +90,14 @@ def give_back(state: VaultState, offered: Generation) -> bool:
                 enough = 1 if segment.layout.slots <= 2 + state.settings.max_lag else 2
                 has_passed = found == restored and later >= enough and not is_own
                 is_old = found < restored or has_passed
-                given |= _give_back(segment, slot, owed, is_old=is_old)
-    return given
+                if names := _unneeded(segment, slot, owed, is_old=is_old):
+                    chosen.append((segment, slot, names))
+                    table.writers.add(key)
+    # Gigabytes take a while, and a close does not wait for them: nobody takes the slots meanwhile.
+    given = [segment.give_back(names, slot) for segment, slot, names in chosen]
+    for segment, slot, _ in chosen:
+        state.release(segment, slot)
+    return any(given)
 
 
 def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
@@ -106,8 +112,8 @@ def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
     return {name for name, nodes in ledger.owed(layout).items() if state.node in nodes}
 
 
-def _give_back(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> bool:
-    """Parts of one slot that nobody needs; False where there is no memory behind any."""
+def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: bool) -> list[str]:
+    """Parts of one slot that nobody needs; they do not count any more."""
     names = []
     for part in segment.layout.parts:
         entry = segment.entry(slot, part.name)
@@ -116,4 +122,4 @@ def _give_back(segment: Segment, slot: int, owed: Collection[str], *, is_old: bo
             continue
         segment.invalidate_part(slot, part.name, PartState.ABSENT)
         names.append(part.name)
-    return segment.give_back(names, slot) > 0
+    return names

@@ -41,6 +41,7 @@ from deadpool_megatron.vault.shm.table import Place, Table
 log = logging.getLogger(__name__)
 # Strangers must not be able to flood the event log: one event a second for each reason.
 _REFUSAL_EVENT_SECONDS = 1.0
+_MOST_REASONS = 200
 _NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
@@ -223,16 +224,8 @@ class VaultState:
                 segment.set_state(slot, SlotState.SEALED)
                 self.traffic.sealed(role, generation)
             self._after_seal(role, generation)
-        self.emit(
-            Event(
-                Kind.SEALED,
-                epoch=epoch,
-                node=self.node,
-                role=role,
-                iteration=generation.iteration,
-                data={"lineage": generation.lineage, "parts": sorted(digests)},
-            )
-        )
+            facts = {"lineage": generation.lineage, "parts": sorted(digests)}
+            self._emit(Kind.SEALED, role, generation, facts)
         return True
 
     def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> bool:
@@ -308,12 +301,14 @@ class VaultState:
 
     def refuse(self, why: str, **facts: object) -> None:
         """Count something that was not accepted, and report it at most once a second."""
-        now = time.monotonic()
+        now, reason = time.monotonic(), _NUMBERS.sub("N", why)
         with self.lock:
-            self.counters[_NUMBERS.sub("N", f"refused: {why}")] += 1
-            if now - self._reported.get(why, -1e9) < _REFUSAL_EVENT_SECONDS:
+            if reason not in self._reported and len(self._reported) >= _MOST_REASONS:
+                reason = "another reason"
+            self.counters[f"refused: {reason}"] += 1
+            if now - self._reported.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
                 return
-            self._reported[why] = now
+            self._reported[reason] = now
         log.warning("refused: %s %s", why, facts)
         data = {"why": why, **{key: str(value) for key, value in facts.items()}}
         self.emit(Event(Kind.REFUSED, epoch=self.open_epoch, node=self.node, data=data))
@@ -386,7 +381,10 @@ class VaultState:
         layout = self.table.layout(role)
         if layout is None or self.ledger is None or role not in self.own_roles():
             return
-        for generation in self.tracked(role):
+        tracked = self.tracked(role)
+        if tracked:
+            self.ledger.forget_before(role, tracked[0])
+        for generation in tracked:
             sealed = self.table.parts(role, generation)
             boundary = self.ledger.boundary(layout, generation, sealed)
             if boundary is None or (generation, boundary) == self.committed.get(role):

@@ -11,6 +11,7 @@ An own slot holds every role's state whole, whatever the scheme of protection.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import time
 from collections.abc import Mapping
@@ -18,12 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, extras_part
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, TooLate, VaultError
+from deadpool_megatron.vault.shm.segment import checksum
 from deadpool_megatron.vault.shm.table import Place, SealedSlot
 
 _PREFIX = "taken-"
@@ -216,18 +216,14 @@ class _Taker:
     def _copy(self, place: Place) -> None:
         """Append the bytes of a part, and prove that it is them."""
         failpoints.hit("persist.take", role=self._role, iteration=self._generation.iteration)
-        digest, view = xxhash.xxh3_64(), place.view
-        size = self._state.settings.chunk_bytes
-        buffer = bytearray(min(size, max(1, len(view))))
-        for start in range(0, len(view), size):
-            piece = memoryview(buffer)[: len(view[start : start + size])]
-            # What is hashed is what is written, whatever the member does to the slot meanwhile.
-            piece[:] = view[start : start + size]
-            digest.update(piece)
-            done = 0
-            while done < len(piece):
-                done += os.pwrite(self._file, piece[done:], self._end + start + done)
-        if digest.intdigest() != place.checksum:
+        view, done = place.view, 0
+        while done < len(view):
+            done += os.pwrite(self._file, view[done:], self._end + done)
+        # What was written counts, whatever the member has done to the slot meanwhile.
+        if done:
+            written = memoryview(mmap.mmap(self._file, 0, access=mmap.ACCESS_READ))
+            view = written[self._end : self._end + done]
+        if checksum(view) != place.checksum:
             raise self._too_late()
         self._parts[place.name] = (self._end, place.nbytes, place.checksum)
         # Aligned, so that tensors of any dtype can lie in the mapped file.

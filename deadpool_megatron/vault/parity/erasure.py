@@ -14,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy
+from numpy.typing import NDArray
 
 from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
 _ALL_BYTES = bytes(range(256))
 _NO_BYTES = bytes(256)
+_PAIRS = 1 << 16  # looked up at once, within the cache
 
 
 class Coder:
@@ -73,16 +76,33 @@ class Coder:
         return _solve(self.data, self.parities, chosen, wanted)
 
 
-def _xor(target: memoryview, source: bytes | bytearray | memoryview) -> None:
+def _xor(target: memoryview, source: Buffer) -> None:
     into = numpy.frombuffer(target, numpy.uint8)
     numpy.bitwise_xor(into, numpy.frombuffer(source, numpy.uint8), out=into)
 
 
-def _translated(table: bytes, chunk: bytearray | memoryview) -> bytes | bytearray | memoryview:
-    """bytes.translate() looks a byte up in 0.7 ns, an indexed numpy array needs six times that."""
+def _translated(table: bytes, chunk: Buffer) -> Buffer:
+    """Two bytes at a time by numpy, as fast as bytes.translate(), which would keep the interpreter
+    lock all the while: commits, closes and all other roles would stand still."""
     if table == _ALL_BYTES:
         return chunk
-    return chunk.translate(table) if isinstance(chunk, bytearray) else bytes(chunk).translate(table)
+    even = len(chunk) // 2 * 2
+    pairs = numpy.frombuffer(chunk, numpy.uint16, even // 2)
+    found = numpy.empty(len(chunk), numpy.uint8)
+    out = found[:even].view(numpy.uint16)
+    for start in range(0, len(pairs), _PAIRS):
+        part = slice(start, start + _PAIRS)
+        numpy.take(_pair_table(table), pairs[part], out=out[part], mode="clip")
+    if even < len(chunk):
+        found[-1] = table[chunk[-1]]
+    return found.data
+
+
+@cache
+def _pair_table(table: bytes) -> NDArray[numpy.uint16]:
+    """For every two neighbouring bytes: either order of bytes in a word has the same."""
+    each = numpy.frombuffer(table, numpy.uint8).astype(numpy.uint16)
+    return (each[None, :] | each[:, None] << 8).astype(numpy.uint16).reshape(-1)
 
 
 @cache

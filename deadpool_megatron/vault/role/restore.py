@@ -218,12 +218,6 @@ class Obtainer:
         if source == Source(self._state.node, self._role):
             raise _Hopeless("not held intact here")
         channel = self._channel(source.node)
-        with self._target(layout, wanted) as (segment, slot):
-            return self._transfer(channel, source, segment, slot, wanted)
-
-    def _transfer(
-        self, channel: Channel, source: Source, segment: Segment, slot: int, wanted: _Wanted
-    ) -> Place:
         state, record = self._state, self._record
         generation, name = wanted.generation, wanted.name
         channel.send(
@@ -242,6 +236,22 @@ class Obtainer:
                 raise ConnectionError("has not adopted the epoch yet")
             raise _Hopeless(str(answer["why"]))
         nbytes, expected = int(answer["nbytes"]), int(answer["checksum"])
+        # Memory is taken for what is on its way, not for what a source may turn out to lack.
+        with self._target(layout, wanted) as (segment, slot):
+            return self._receive(channel, source, segment, slot, wanted, nbytes, expected)
+
+    def _receive(
+        self,
+        channel: Channel,
+        source: Source,
+        segment: Segment,
+        slot: int,
+        wanted: _Wanted,
+        nbytes: int,
+        expected: int,
+    ) -> Place:
+        state, record = self._state, self._record
+        generation, name = wanted.generation, wanted.name
         if not 0 <= nbytes <= segment.capacity(name):
             self._forget(source.node)
             raise _Hopeless(f"part of {nbytes} bytes does not fit")

@@ -119,6 +119,8 @@ class RoleWorker(threading.Thread):
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
             wanted = bool(self._waiting)
+        if self._outcome is None and not wanted and self._is_past():
+            return  # a vault that was restarted: what the epoch began with is behind its member
         if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
             try:
                 self._outcome = self._obtainer.obtain(layout)
@@ -126,6 +128,16 @@ class RoleWorker(threading.Thread):
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
         self._answer(self._outcome)
+
+    def _is_past(self) -> bool:
+        """Whether the member has finished a generation of this epoch."""
+        with self._state.lock:
+            segment = self._state.table.own(self._role, self._seat)
+            return segment is not None and any(
+                segment.state(slot) in (SlotState.FILLED, SlotState.SEALED)
+                and segment.generation(slot).lineage == self.epoch
+                for slot in range(segment.slots)
+            )
 
     def _answer(self, outcome: dict[str, Place] | VaultError) -> None:
         with self._lock:
@@ -216,6 +228,10 @@ class RoleWorker(threading.Thread):
         names = []
         for part in segment.layout.parts:
             entry = segment.entry(slot, part.name)
-            if entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
+            if entry.state is PartState.FILLED and entry.checksum:
+                # Of another generation: the header is damaged, if it has not just been taken anew.
+                if segment.entry(slot, part.name) == entry:
+                    self._state.on_bad(self._role, generation, part.name)
+            elif entry.state in ready and entry.epoch == self.epoch and entry.nbytes <= part.nbytes:
                 names.append(part.name)
         return names

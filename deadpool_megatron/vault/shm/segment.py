@@ -1,6 +1,6 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
-File: one page of words, the description (JSON: role, seat, layout, slots), then the slots: as many
+File: words, the description and the slots (:mod:`.geometry`): as many
 as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault; a
@@ -21,30 +21,36 @@ reads, so one of the two must see the other; the member's fast path stays a plai
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
 import xxhash
 
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import BLOCK_BYTES, Budget
+from deadpool_megatron.vault.shm.geometry import (
+    ENTRIES,
+    ENTRY_WORDS,
+    FIRST_BYTES,
+    MAGIC,
+    W_CHECKSUM,
+    W_FROZEN,
+    W_LENGTH,
+    W_MAGIC,
+    Geometry,
+    read_description,
+)
 
-PAGE = 4096
-_MAGIC = 0x3130_4745_5350_4D44  # "DMPSEG01", little endian
-# Words of the first page.
-_W_MAGIC, _W_FROZEN, _W_LENGTH, _W_CHECKSUM = range(4)
 # Words of a slot header, then entries of four words each.
 _W_STATE, _W_LINEAGE, _W_ITERATION, _W_EPOCH = range(4)
-_ENTRIES = 8
 _E_STATE, _E_NBYTES, _E_CHECKSUM, _E_EPOCH = range(4)
-_ENTRY_WORDS = 4
 _HASH_BYTES = 16 << 20
 
 
@@ -66,9 +72,15 @@ class PartState(IntEnum):
     BAD = 3  # the checksum did not match when it was read again
 
 
+# What the words mean. Anything else was stored by nobody of ours, and vouches for nothing.
+_SLOT_STATES: Mapping[int, SlotState] = {state.value: state for state in SlotState}
+_PART_STATES: Mapping[int, PartState] = {state.value: state for state in PartState}
+
+
 @dataclass(frozen=True)
 class PartEntry:
-    """One entry of a slot header; ``epoch`` is the one in which it was filled or sealed."""
+    """One entry of a slot header; ``epoch`` is the one in which it was filled or sealed, the
+    ``checksum`` of a FILLED one 0: anything else says that the header names another generation."""
 
     state: PartState
     nbytes: int
@@ -117,41 +129,6 @@ def parse_name(name: str) -> tuple[int, Seat | None]:
     return int(match[1]), Seat(int(match[2]), int(match[3]), int(match[4]))
 
 
-def is_torn(path: Path) -> bool:
-    """True for a file that no version has finished: the magic is written last, and never zero."""
-    with path.open("rb") as file:
-        return int.from_bytes(file.read(8).ljust(8, b"\0"), "little") == 0
-
-
-def segment_bytes(layout: RoleLayout) -> int:
-    """Memory of an own segment with all its slots, headers included."""
-    return _Geometry(layout, None, layout.slots).nbytes
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
-class _Geometry:
-    """Where everything lies in the file, derived from its description alone."""
-
-    def __init__(self, layout: RoleLayout, seat: Seat | None, slots: int) -> None:
-        described = {
-            "layout": layout.to_dict(),
-            "seat": seat.to_list() if seat else None,
-            "slots": slots,
-        }
-        self.description = json.dumps(described, separators=(",", ":"), sort_keys=True).encode()
-        self.first = PAGE + _pages(len(self.description))
-        self.header = _pages(8 * (_ENTRIES + _ENTRY_WORDS * len(layout.parts)))
-        self.offsets: dict[str, int] = {}
-        self.stride = self.header
-        for part in layout.parts:
-            self.offsets[part.name] = self.stride
-            self.stride += _pages(part.nbytes)
-        self.nbytes = self.first + self.stride * slots
-
-
 class Segment:
     """A mapped segment file. Not thread-safe: the vault's lock or the member's one thread guards
     the header; bytes of parts are touched by whoever owns the slot at that time."""
@@ -162,7 +139,7 @@ class Segment:
         layout: RoleLayout,
         seat: Seat | None,
         file: int,
-        slots: int,
+        geometry: Geometry,
         writable: bool = True,
         budget: Budget | None = None,
     ) -> None:
@@ -170,10 +147,10 @@ class Segment:
         self._budget = budget or Budget(path.parent)
         self.layout = layout
         self.seat = seat
-        self.slots = slots
+        self.slots = geometry.slots
         self._file = file
         self._index = {part.name: i for i, part in enumerate(layout.parts)}
-        self._geometry = geometry = _Geometry(layout, seat, slots)
+        self._geometry = geometry
         self.nbytes = geometry.nbytes
         self._reserved: set[tuple[int, str]] = set()
         try:
@@ -186,10 +163,10 @@ class Segment:
             os.close(file)
             raise
         self._bytes = memoryview(self._map)
-        self._words = self._bytes[:PAGE].cast("Q")
+        self._words = self._bytes[:FIRST_BYTES].cast("Q")
         self._slots = [
             self._bytes[start : start + geometry.header].cast("Q")
-            for start in (geometry.first + i * geometry.stride for i in range(slots))
+            for start in (geometry.first + i * geometry.stride for i in range(geometry.slots))
         ]
 
     @staticmethod
@@ -200,6 +177,7 @@ class Segment:
         reserve: Collection[str],
         slots: int | None = None,
         budget: Budget | None = None,
+        page_bytes: int = PAGE_BYTES,
     ) -> Segment:
         """Make the file with memory for the parts in ``reserve``; it appears under its name whole.
 
@@ -208,7 +186,7 @@ class Segment:
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         slots = layout.slots if slots is None else slots
-        geometry = _Geometry(layout, seat, slots)
+        geometry = Geometry(layout, seat, slots, page_bytes)
         description = geometry.description
         budget = budget or Budget(path.parent)
         temporary.unlink(missing_ok=True)  # of a process of this number that was killed
@@ -225,13 +203,13 @@ class Segment:
             temporary.unlink(missing_ok=True)
             raise
         try:
-            segment = Segment(path, layout, seat, file, slots, budget=budget)
+            segment = Segment(path, layout, seat, file, geometry, budget=budget)
             segment.reserve(reserve)
             words = segment._words
-            words[_W_LENGTH] = len(description)
-            words[_W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
-            segment._bytes[PAGE : PAGE + len(description)] = description
-            words[_W_MAGIC] = _MAGIC
+            words[W_LENGTH] = len(description)
+            words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
+            segment._bytes[FIRST_BYTES : FIRST_BYTES + len(description)] = description
+            words[W_MAGIC] = MAGIC
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -245,18 +223,20 @@ class Segment:
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(path, flags)
         try:
-            layout, slots = _read_description(file, path)
+            layout, geometry = read_description(file, path, seat)
         except BaseException:
             os.close(file)
             raise
         if layout.role != role:
             os.close(file)
             raise SegmentError(f"{path} holds role {layout.role}")
-        return Segment(path, layout, seat, file, slots, writable, budget)
+        return Segment(path, layout, seat, file, geometry, writable, budget)
 
     def __del__(self) -> None:
-        # The mapping itself goes with its last memoryview.
+        # The mapping goes with its last memoryview. Then the memory, if the file has no name any
+        # more: with the file, as os.close() does not hold the interpreter lock.
         if getattr(self, "_bytes", None) is not None:
+            del self._words, self._slots, self._bytes, self._map
             with contextlib.suppress(OSError):
                 os.close(self._file)
 
@@ -274,11 +254,9 @@ class Segment:
             for slot in (range(self.slots) if slots is None else slots)
             for name in names
         } - self._reserved
-        self._budget.allocate(
-            self._file,
-            self.path,
-            [(self.offset(slot, n), _pages(self.capacity(n))) for slot, n in sorted(wanted)],
-        )
+        pages = self._geometry.pages
+        ranges = [(self.offset(slot, n), pages(self.capacity(n))) for slot, n in sorted(wanted)]
+        self._budget.allocate(self._file, self.path, ranges)
         self._reserved |= wanted
 
     def give_back(self, names: Collection[str], slot: int) -> int:
@@ -287,7 +265,7 @@ class Segment:
         """
         before = os.fstat(self._file).st_blocks
         for name in names:
-            size = _pages(self.capacity(name))
+            size = self._geometry.pages(self.capacity(name))
             if size:
                 with contextlib.suppress(OSError):
                     self._map.madvise(mmap.MADV_REMOVE, self.offset(slot, name), size)
@@ -302,15 +280,24 @@ class Segment:
 
     def is_frozen(self) -> bool:
         """True while the member must not write. Another process changes it at any time."""
-        return bool(self._words[_W_FROZEN])
+        return bool(self._words[W_FROZEN])
 
     def freeze(self, value: bool) -> None:
         """Forbid the member to write, or let it again."""
-        self._store(self._words, _W_FROZEN, int(value))
+        self._store(self._words, W_FROZEN, int(value))
 
     def state(self, slot: int) -> SlotState:
-        """State word of a slot."""
-        return SlotState(self._slots[slot][_W_STATE])
+        """State word of a slot; EMPTY if it is none."""
+        return _SLOT_STATES.get(self._slots[slot][_W_STATE], SlotState.EMPTY)
+
+    def foreign_words(self) -> Iterator[tuple[int, str, int]]:
+        """Words that are no states: slot, what they are the state of, and the word."""
+        for slot, words in enumerate(self._slots):
+            if (word := words[_W_STATE]) not in _SLOT_STATES:
+                yield slot, "slot", word
+            for name in self._index:
+                if (word := words[self._entry(name) + _E_STATE]) not in _PART_STATES:
+                    yield slot, name, word
 
     def generation(self, slot: int) -> Generation:
         """Meaningful unless the slot is EMPTY or was WRITING when its writer was killed."""
@@ -322,17 +309,26 @@ class Segment:
         return int(self._slots[slot][_W_EPOCH])
 
     def entry(self, slot: int, name: str) -> PartEntry:
-        """Header entry of a part. Raises KeyError for an unknown part."""
+        """Header entry of a part, BAD if its state word is none. Raises KeyError for an unknown
+        part."""
         words, base = self._slots[slot], self._entry(name)
         return PartEntry(
-            PartState(words[base + _E_STATE]),
+            _PART_STATES.get(words[base + _E_STATE], PartState.BAD),
             words[base + _E_NBYTES],
-            words[base + _E_CHECKSUM],
+            words[base + _E_CHECKSUM] ^ self._identity(slot, name),
             words[base + _E_EPOCH],
         )
 
+    def _identity(self, slot: int, name: str) -> int:
+        """What every checksum is stored with: the bytes are those of this part of this generation
+        of this role, as the header says, or they are not what was sealed.
+        """
+        words = self._slots[slot]
+        text = f"{self.layout.role}/{words[_W_LINEAGE]}/{words[_W_ITERATION]}/{name}"
+        return int(xxhash.xxh3_64_intdigest(text.encode()))
+
     def offset(self, slot: int, name: str) -> int:
-        """Position of a part in the file, a multiple of 4096."""
+        """Position of a part in the file, a multiple of the page size."""
         geometry = self._geometry
         return geometry.first + slot * geometry.stride + geometry.offsets[name]
 
@@ -395,6 +391,7 @@ class Segment:
         """Declare the bytes of one part complete."""
         words, base = self._slots[slot], self._entry(name)
         self._store(words, base + _E_NBYTES, nbytes)
+        self._store(words, base + _E_CHECKSUM, self._identity(slot, name))
         self._store(words, base + _E_EPOCH, epoch)
         self._store(words, base + _E_STATE, PartState.FILLED)
 
@@ -414,7 +411,7 @@ class Segment:
         """Vouch for the bytes of a part."""
         words, base = self._slots[slot], self._entry(name)
         self._store(words, base + _E_NBYTES, nbytes)
-        self._store(words, base + _E_CHECKSUM, digest)
+        self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
         self._store(words, base + _E_EPOCH, epoch)
         self._store(words, base + _E_STATE, PartState.SEALED)
 
@@ -423,23 +420,8 @@ class Segment:
         self._store(self._slots[slot], _W_STATE, state)
 
     def _entry(self, name: str) -> int:
-        return _ENTRIES + _ENTRY_WORDS * self._index[name]
+        return ENTRIES + ENTRY_WORDS * self._index[name]
 
     def _store(self, words: memoryview, index: int, value: int) -> None:
         """The only place where a word of a live segment changes (tests cut off after any)."""
         words[index] = value
-
-
-def _read_description(file: int, path: Path) -> tuple[RoleLayout, int]:
-    words = memoryview(os.pread(file, PAGE, 0).ljust(PAGE, b"\0")).cast("Q")
-    length = min(words[_W_LENGTH], 64 << 20)
-    text = os.pread(file, length, PAGE)
-    if words[_W_MAGIC] != _MAGIC:
-        raise SegmentError(f"{path} is no segment of this version")
-    if xxhash.xxh3_64_intdigest(text) != words[_W_CHECKSUM]:
-        raise SegmentError(f"{path} is not a whole segment: its description is damaged")
-    try:
-        described = json.loads(text)
-        return RoleLayout.from_dict(described["layout"]), int(described["slots"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise SegmentError(f"{path}: description not understood: {error}") from error

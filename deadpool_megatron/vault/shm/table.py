@@ -24,13 +24,13 @@ from deadpool_megatron.layout.replaying import chain, keeps_steps, needed, shard
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.barriers import fence
+from deadpool_megatron.vault.shm.geometry import is_torn
 from deadpool_megatron.vault.shm.segment import (
     PartEntry,
     PartState,
     Segment,
     SlotState,
     copy_name,
-    is_torn,
     own_name,
 )
 
@@ -77,6 +77,7 @@ class Table:
         self.writers: set[tuple[str, int]] = set()
         self._promised: list[SealedSlot] | None = None
         self._unread: list[str] = []
+        self.removed: list[Segment] = []
 
     # Which segments there are.
 
@@ -132,8 +133,9 @@ class Table:
         return None
 
     def remove(self, segment: Segment) -> None:
-        """Take a segment away, file and all."""
+        """Take a segment away; its memory goes when ``removed`` is cleared, unlocked."""
         segment.unlink()
+        self.removed.append(segment)
         del self.segments[segment.path.name]
         if self._promised is not None:
             self._promised = [s for s in self._promised if s.segment is not segment]
@@ -366,10 +368,8 @@ class Table:
         is not needed here either. ``successors(g)``: how many generations after g have certainly
         been written by then (layout.cadence).
         """
-        name = segment.path.name
-        if any(self.pins[name, slot] for slot in range(segment.slots)):
-            return False
-        if any((name, slot) in self.writers for slot in range(segment.slots)):
+        keys = [(segment.path.name, slot) for slot in range(segment.slots)]
+        if any(self.pins[key] or key in self.writers for key in keys):
             return False
         held = [
             slot.generation
@@ -434,7 +434,7 @@ def _settle_twins(segment: Segment) -> None:
     for slot in range(segment.slots):
         if segment.state(slot) is not SlotState.WRITING:
             continue
-        names = {part.name for part in segment.layout.parts}
+        names = (part.name for part in segment.layout.parts)
         sealed = {n for n in names if segment.entry(slot, n).state is PartState.SEALED}
         if not sealed:
             continue

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Sized
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.events import Event
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
     NodeAddress,
     Restore,
+    RoleLayout,
     Seat,
+    Source,
 )
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.core.traffic import Traffic
+from deadpool_megatron.vault.errors import RestoreUnavailable
+from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
 from deadpool_megatron.vault.shm.table import Place
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout
 
 LAYOUT = make_layout(0, nbytes=100)
@@ -88,3 +101,150 @@ def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: 
     state.mark_bad(place, 0)
     assert segment.entry(0, "shard").state is PartState.BAD
     assert told == [NEW]
+
+
+def test_a_node_without_room_does_not_flood_the_log(state: VaultState) -> None:
+    """Each refusal names other bytes: it is one reason, told once a second, and takes no memory."""
+    events: list[Event] = []
+    state.emit = events.append
+    for count in range(1000):
+        state.refuse(f"no copy possible: {count} bytes needed", role=count)
+    assert len(events) == 1
+    assert state.counters == {"refused: no copy possible: N bytes needed": 1000}
+    for count in range(1000):
+        state.refuse("abcdefghij"[count % 10] * count)
+    assert len(events) <= 1 + 201
+    assert len(state.counters) <= 1 + 201
+
+
+def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultState) -> None:
+    assert state.ledger is not None
+    segment = next(iter(state.table.segments.values()))
+    for k in range(6, 60):
+        generation = Generation(1, k)
+        sealed(segment, k % 2, generation)
+        state.acknowledge(LAYOUT, generation, 1, NAMES, 1, 30)
+        assert state.committed[0] == (generation, "step")
+    assert {g.iteration for _, g, _ in state.ledger._acknowledged} == {58, 59}
+
+
+def test_a_month_of_generations_takes_no_memory(state: VaultState) -> None:
+    """10^6 of them, in the books of a vault that are kept by generation."""
+    ledger, traffic = state.ledger, Traffic(1 << 20, 0.0)
+    assert ledger is not None
+    for k in range(1_000_000):
+        generation = Generation(1, k)
+        for node in (1, 2):
+            ledger.acknowledge(0, generation, node, NAMES)
+        ledger.forget_before(0, Generation(1, k - 1))
+        if k % 100 == 0:
+            traffic.sealed(0, generation)
+            traffic.committed(0, generation)
+    assert len(ledger._acknowledged) == 4
+    known = traffic._roles[0]
+    books = [*vars(known).values(), *vars(known.window).values()]
+    assert max(len(book) for book in books if isinstance(book, Sized)) < 100
+
+
+RESTORED = Generation(0, 3)
+
+
+def restarted(state: VaultState) -> tuple[RoleWorker, list[RoleLayout]]:
+    """A worker of epoch 1, which began with RESTORED from memory, and what it has obtained."""
+    assert state.record is not None
+    record = replace(state.record, restore=Restore("memory", RESTORED))
+    network = FakeNetwork()
+    worker = RoleWorker(state, network.transport("a", 1, 1.0), record, 0, Seat(0, 0, 0))
+    obtained: list[RoleLayout] = []
+
+    def obtain(layout: RoleLayout) -> dict[str, Place]:
+        obtained.append(layout)
+        return {}
+
+    worker._obtainer.obtain = obtain  # type: ignore[method-assign]
+    return worker, obtained
+
+
+def test_a_restarted_vault_does_not_restore_what_its_member_has_left_behind(
+    state: VaultState,
+) -> None:
+    worker, obtained = restarted(state)
+    worker._restore(LAYOUT)
+    assert not obtained, "the own slots hold generations of this epoch"
+    answers: list[object] = []
+    worker.want(LAYOUT, answers.append)
+    worker._restore(LAYOUT)
+    assert obtained == [LAYOUT], "a member that asks gets what it asks for"
+    assert answers == [{}]
+
+
+def test_what_nobody_has_left_behind_is_restored(state: VaultState) -> None:
+    segment = next(iter(state.table.segments.values()))
+    for slot in range(segment.slots):
+        segment.set_state(slot, SlotState.EMPTY)
+    worker, obtained = restarted(state)
+    worker._restore(LAYOUT)
+    assert obtained == [LAYOUT]
+
+
+def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path: Path) -> None:
+    network = FakeNetwork()
+    theirs = network.transport("h", 1, 10.0)
+    assert state.record is not None
+    sources = {0: {"shard": (Source(1, 0),)}}
+    record = replace(state.record, restore=Restore("memory", RESTORED, sources=sources))
+    obtainer = Obtainer(state, network.transport("here", 2, 10.0), record, 0)
+
+    def refuse() -> None:
+        channel = theirs.accept(10.0)
+        assert channel is not None
+        assert channel.receive()["t"] == "fetch"
+        channel.send({"t": "refused", "why": "not held"})
+
+    source = threading.Thread(target=refuse)
+    source.start()
+    with pytest.raises(RestoreUnavailable, match="not held"):
+        obtainer.obtain(LAYOUT)
+    source.join(10.0)
+    assert not list(tmp_path.glob("copy-*"))
+
+
+def test_memory_is_given_back_without_the_lock(
+    state: VaultState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = make_layout(7, nbytes=1 << 20)
+    copy = state.ensure_copy(layout)
+    copy.reserve(NAMES)
+    copy.open_slot(0, Generation(1, 0), 1)
+    given: list[int] = []
+
+    def checked(_: Segment, __: list[str], slot: int) -> int:
+        other = threading.Thread(target=take_and_release, daemon=True)
+        other.start()
+        other.join(5.0)
+        assert not other.is_alive(), "the lock is held"
+        assert state.claim(copy, NEW, 1) is None, "the slots are nobody's meanwhile"
+        given.append(slot)
+        return 1
+
+    def take_and_release() -> None:
+        with state.lock:
+            pass
+
+    monkeypatch.setattr(Segment, "give_back", checked)
+    monkeypatch.setattr(making_room, "_owed", lambda *_: ())
+    assert making_room.give_back(state, NEW)
+    assert given == [0, 1]
+    assert not state.table.writers
+
+
+def test_a_removed_segment_is_let_go_later(state: VaultState) -> None:
+    """Its memory is gigabytes, and whoever removes it holds the lock."""
+    copy = state.ensure_copy(make_layout(7, nbytes=1 << 20))
+    alive = weakref.ref(copy)
+    with state.lock:
+        state.table.remove(copy)
+        del copy
+        assert alive() is not None
+    state.table.removed.clear()
+    assert alive() is None

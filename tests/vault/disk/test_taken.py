@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,8 +11,13 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk import taken as taking
 from deadpool_megatron.vault.disk.taken import Taken, drop_taken
 from deadpool_megatron.vault.errors import TooLate, VaultError
+from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.vault.shm.table import Place
 from tests.vault.harness import (
     DEADLINE,
     Cluster,
@@ -132,3 +138,26 @@ def test_it_ends_with_its_deadline(tmp_path: Path) -> None:
         steps(members, range(2))
         with pytest.raises(VaultError, match="waited too long for iteration 7"):
             order(running.nodes[0], 7, seconds=0.1).result(DEADLINE)
+
+
+def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what was read before: the bytes go from the slot to the file, and are hashed there."""
+    layout = make_layout(0, nbytes=100_000)
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
+    segment.open_slot(0, Generation(1, 1), 1)
+    segment.data(0, "shard")[:] = content(0, Generation(1, 1), "shard", 100_000)
+    place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")))
+    taker = taking._Taker(state, "test", Generation(1, 1), 0)
+    taker.reserve(layout)
+    taker._copy(place)
+    assert taker.path.read_bytes()[:100_000] == bytes(place.view)
+
+    def spoil(file: int, data: memoryview, position: int) -> int:
+        return written(file, bytes(len(data)), position)
+
+    written = os.pwrite
+    monkeypatch.setattr(taking.os, "pwrite", spoil)
+    with pytest.raises(TooLate):
+        taker._copy(place)
+    taker.close()

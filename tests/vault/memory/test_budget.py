@@ -25,7 +25,8 @@ from deadpool_megatron.vault.memory.needs import Room, node_needs, objection, wa
 from deadpool_megatron.vault.memory.usable import usable_bytes
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name, segment_bytes
+from deadpool_megatron.vault.shm.geometry import segment_bytes
+from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
 from deadpool_megatron.wire import framing
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
 from tests.vault.harness import Member as HarnessMember

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+import sys
+import threading
+import time
 
 import pytest
 import zfec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.vault.parity import erasure
 from deadpool_megatron.vault.parity.erasure import Coder
 
 
@@ -75,3 +79,37 @@ def test_what_cannot_be_computed_is_refused() -> None:
         coder.decode(two, 1, memoryview(bytearray(2)))
     with pytest.raises(ValueError, match="no code for 255 data and 2 parity"):
         Coder(255, 2)
+
+
+def test_the_tables_of_bytes_and_of_pairs_agree() -> None:
+    """Lengths that are no whole number of pairs, and more than what is looked up at once."""
+    table = bytes(random.Random(5).sample(range(256), 256))
+    for length in (0, 1, 2, 3, 1001, (1 << 17) + 1):
+        chunk = random.Random(length).randbytes(length)
+        for piece in (chunk, bytearray(chunk), memoryview(bytearray(chunk))):
+            assert bytes(erasure._translated(table, piece)) == chunk.translate(table)
+
+
+def test_others_work_while_a_block_is_computed() -> None:
+    """The interpreter lock is not kept for as long as megabytes take."""
+    coder, data = Coder(2, 2), bytearray(random.Random(6).randbytes(16 << 20))
+    accumulator = memoryview(bytearray(len(data)))
+    coder.add(accumulator[:16], 1, 1, data[:16])
+    turns, over = 0, threading.Event()
+
+    def compute() -> None:
+        coder.add(accumulator, 1, 1, data)
+        over.set()
+
+    thread = threading.Thread(target=compute)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(100.0)  # nobody is made to let go: only who does so by itself
+    try:
+        thread.start()
+        while not over.wait(0):
+            turns += 1
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    assert turns > 50

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.found import found_slots
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm import segment as segments
+from deadpool_megatron.vault.shm.geometry import ENTRIES
 from deadpool_megatron.vault.shm.segment import (
-    PAGE,
     PartState,
     Segment,
     SlotState,
@@ -179,7 +181,7 @@ def test_geometry_survives_reopening(tmp_path: Path) -> None:
     assert bytes(again.data(1, "shard", 5)) == b"bytes"
     starts = {again.offset(slot, name) for slot in range(2) for name in NAMES}
     assert len(starts) == 2 * len(NAMES)
-    assert all(start % PAGE == 0 for start in starts)
+    assert all(start % PAGE_BYTES == 0 for start in starts)
     assert path.stat().st_size == segment.nbytes
     assert list(tmp_path.iterdir()) == [path]
 
@@ -264,3 +266,99 @@ def test_full_shared_memory_by_the_error_alone(
     with pytest.raises(VaultError, match="no room for"):
         Segment.create(tmp_path / copy_name(3), LAYOUT, None, NAMES)
     assert list(tmp_path.iterdir()) == []
+
+
+def damage(segment: Segment, slot: int, index: int, word: int) -> None:
+    """One stray store of eight bytes into the header of a slot."""
+    segment._slots[slot][index] = word
+
+
+def sealed_twice(directory: Path) -> Segment:
+    """A copy with FIRST and SECOND, whole."""
+    segment = Segment.create(directory / copy_name(3), LAYOUT, None, NAMES)
+    for slot, generation in enumerate((FIRST, SECOND)):
+        segment.open_slot(slot, generation, 1)
+        for name in ("shard", "tail"):
+            data = content(3, generation, name, segment.capacity(name))
+            segment.data(slot, name)[:] = data
+            segment.seal_part(slot, name, len(data), checksum(memoryview(data)), 1)
+    return segment
+
+
+@pytest.mark.parametrize("word", [4, 7, 1 << 63, (1 << 64) - 1])
+def test_a_foreign_state_word_is_worth_nothing(tmp_path: Path, word: int) -> None:
+    segment = sealed_twice(tmp_path)
+    damage(segment, 0, 0, word)
+    damage(segment, 1, ENTRIES, word)
+    assert segment.state(0) is SlotState.EMPTY
+    assert segment.entry(1, "shard").state is PartState.BAD
+    table = Table(tmp_path)
+    assert table.scan() == 1
+    assert table.parts(3, SECOND) == {"tail"}
+    table.freeze()
+    table.adopt(SECOND, "step", 2, {})
+    events: list[Event] = []
+    with socket.socket(socket.AF_UNIX) as local:
+        vault = Vault(0, tmp_path, Settings(), FakeNetwork().transport("here", 1, 1.0), local)
+        vault._state.emit = events.append
+        vault._state.table.scan()
+        for _ in range(2):
+            vault.status()
+    told = {(e.data["part"], e.data["found"]) for e in events if e.kind is Kind.CORRUPTION}
+    assert told == {("slot", f"{word:016x}"), ("shard", f"{word:016x}")}
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize("index", [1, 2])  # lineage, iteration
+def test_a_checksum_vouches_for_one_generation_only(tmp_path: Path, index: int) -> None:
+    """The bytes of one generation under the name of another are no bytes at all."""
+    segment = sealed_twice(tmp_path)
+    for slot in (0, 1):
+        for name in ("shard", "tail"):
+            entry = segment.entry(slot, name)
+            assert checksum(segment.data(slot, name, entry.nbytes)) == entry.checksum
+    damage(segment, 0, index, 2)
+    table = Table(tmp_path)
+    table.scan()
+    for place in table.find(3, segment.generation(0), "shard"):
+        assert (checksum(place.view) == place.checksum) == (place.slot == 1)
+
+
+def test_parts_cannot_be_taken_for_each_other(tmp_path: Path) -> None:
+    """Equal bytes, other names or roles: what vouches for one does not for the other."""
+    words = set()
+    for role in (3, 4):
+        layout = make_layout(role, nbytes=1000)
+        segment = Segment.create(tmp_path / copy_name(role), layout, None, NAMES)
+        segment.open_slot(0, FIRST, 1)
+        for name in ("shard", "tail"):
+            segment.seal_part(0, name, 1000, checksum(segment.data(0, name)), 1)
+            words.add(segment._slots[0][segment._entry(name) + 2])
+    assert len(words) == 4
+
+
+def test_what_is_filled_names_its_generation(tmp_path: Path) -> None:
+    segment = Segment.create(tmp_path / own_name(3, SEAT), LAYOUT, SEAT, NAMES)
+    segment.mark_writing(0)
+    segment.begin(0, FIRST, 1)
+    segment.fill(0, {"shard": 5000}, 1)
+    assert segment.entry(0, "shard").checksum == 0
+    damage(segment, 0, 2, 9)
+    assert segment.entry(0, "shard").checksum != 0
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 64 << 10])
+def test_pages_of_the_machine(tmp_path: Path, page_bytes: int) -> None:
+    """Each part has whole pages of its own, for page-locks and for giving memory back, and a file
+    is read with the pages it was made with."""
+    path = tmp_path / copy_name(3)
+    made = Segment.create(path, LAYOUT, None, NAMES, page_bytes=page_bytes)
+    made.data(1, "tail")[:5] = b"bytes"
+    again = Segment.open(path)
+    assert again.nbytes == made.nbytes
+    assert bytes(again.data(1, "tail", 5)) == b"bytes"
+    starts = {again.offset(slot, name) for slot in range(2) for name in NAMES}
+    assert len(starts) == 2 * len(NAMES)
+    assert all(start % page_bytes == 0 for start in starts)
+    assert again.give_back(["shard"], 0) in (0, -(-5000 // page_bytes) * page_bytes)
+    assert bytes(again.data(1, "tail", 5)) == b"bytes"

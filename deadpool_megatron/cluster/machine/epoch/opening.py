@@ -6,15 +6,17 @@ from dataclasses import replace
 
 from immutables import Map
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Announce
 from deadpool_megatron.cluster.machine.epoch.deciding import decide
 from deadpool_megatron.cluster.machine.epoch.ending import check_done
 from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause, pause
 from deadpool_megatron.cluster.machine.gathering import restart
+from deadpool_megatron.cluster.machine.inputs import Restored
 from deadpool_megatron.cluster.machine.protection import tell_plan
 from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
-from deadpool_megatron.cluster.machine.state.phases import Deciding, Opening, Running
+from deadpool_megatron.cluster.machine.state.phases import Deciding, Opening, Rejoining, Running
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
@@ -90,6 +92,22 @@ def opening_seconds(turn: Turn, record: EpochRecord) -> float:
     if record.restore.kind in ("durable", "dump"):
         limit += settings.first_step_seconds
     return limit
+
+
+def restored(turn: Turn, event: Restored) -> None:
+    """A role has its state; with the last one the epoch opens."""
+    role, record = turn.player(event), turn.state.record
+    if role is None or record is None:
+        return
+    if event.generation != record.restore.generation:
+        text = f"role {role} restored {event.generation} instead of {record.restore.generation}"
+        kind, signature = FailureKind.CORRUPT_STATE, ("restore", "generation")
+        turn.suspect(Failure(text, kind, signature, node=event.node), doubtful=True)
+        return
+    doing = turn.state.doing
+    if isinstance(doing, Rejoining | Opening):
+        turn.enter(replace(doing, restored=doing.restored.with_item(role)))
+        check_opened(turn)
 
 
 def check_opened(turn: Turn) -> None:

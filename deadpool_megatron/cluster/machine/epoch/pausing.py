@@ -9,6 +9,8 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine.actions import Pause
 from deadpool_megatron.cluster.machine.epoch.closing import close
 from deadpool_megatron.cluster.machine.epoch.deciding import owed_copies, record_nodes, seating
+from deadpool_megatron.cluster.machine.epoch.ending import check_done
+from deadpool_megatron.cluster.machine.inputs import MemberDone, Paused, PauseRefused
 from deadpool_megatron.cluster.machine.protection import pause_cause
 from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
@@ -86,13 +88,24 @@ def _boundary_after(state: State, iteration: int) -> int:
     return next_due(iteration + 2, every)
 
 
-def note_paused(turn: Turn, role: int, iteration: int) -> None:
-    """A role stands still after ``iteration``.
+def note_done(turn: Turn, event: MemberDone) -> None:
+    """A role has completed its last iteration: nobody waits for it to pause."""
+    role, doing = turn.player(event), turn.state.doing
+    if role is not None and isinstance(doing, Rejoining | Opening | Running | Pausing):
+        turn.enter(replace(doing, done=doing.done.with_item(role)))
+        check_done(turn)
+        check_paused(turn)
+
+
+def note_paused(turn: Turn, event: Paused) -> None:
+    """A role stands still after an iteration.
 
     When nobody waits for that, an earlier coordinator has ordered it. Only a close gets the member
     moving again, and nothing is recomputed when all stand still at the same iteration.
     """
-    doing = turn.state.doing
+    role, doing, iteration = turn.player(event), turn.state.doing, event.iteration
+    if role is None:
+        return
     if isinstance(doing, Pausing):
         order = doing.order
         if iteration != order.iteration:
@@ -113,9 +126,11 @@ def note_paused(turn: Turn, role: int, iteration: int) -> None:
         pause(turn, order)
 
 
-def pause_later(turn: Turn, iteration: int) -> None:
+def pause_later(turn: Turn, event: PauseRefused) -> None:
     """Somebody is past the wanted iteration: choose a later one. The deadline stays."""
-    state, pausing = turn.state, turn.state.doing
+    state, pausing, iteration = turn.state, turn.state.doing, event.iteration
+    if turn.player(event) is None:
+        return
     if isinstance(pausing, Pausing) and iteration >= pausing.order.iteration and state.record:
         later = _boundary_after(state, max(state.line.newest, iteration))
         order = replace(pausing.order, iteration=later, paused=PersistentSet())
