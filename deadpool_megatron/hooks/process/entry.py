@@ -355,6 +355,7 @@ class EpochEntry(Stages):
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
+            warn=self._warn,
             steps=steps,
         )
         protection = self._protection
