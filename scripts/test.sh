@@ -3,10 +3,10 @@
 #
 #   ./scripts/test.sh [--fast | --full | --all] [--slurm] [arguments of pytest]
 #
-#   (nothing)   checks of the source, unit tests, whole runs with real kills, covering arrays of
+#   (nothing)   checks of the source, unit tests, whole runs with real kills, a covering array of
 #               faults
-#   --fast      checks of the source and the tests that need neither a whole training run nor the
-#               source of Megatron-LM
+#   --fast      checks of the source and the tests that need neither a whole training run, or other
+#               processes for long, nor the source of Megatron-LM
 #   --full      in addition every layout, every cell in the array of some scheme, and all else that
 #               takes minutes
 #   --all       in addition every cell of the full fault matrix

@@ -20,9 +20,10 @@ SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
 _GRACE_SECONDS = 5.0
 
 
-# How long an example may take says how busy the machine is.
-settings.register_profile("tests", deadline=None)
-settings.load_profile("tests")
+# How long an example may take says how busy the machine is. A test that has its own number of
+# examples makes it from that of the profile where its examples take long.
+settings.register_profile("some", deadline=None, max_examples=25)
+settings.register_profile("many", deadline=None, max_examples=100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,13 +39,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("many" if _wants_all(config) else "some")
+
+
+def _wants_all(config: pytest.Config) -> bool:
+    """Whether somebody asked for it. Who names a file wants all of it."""
+    named = config.args_source is config.ArgsSource.ARGS
+    return bool(config.getoption("--full") or config.getoption("--all") or named)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = set()
     if not config.getoption("--all"):
         left_out.add("exhaustive")
-        # Somebody who names a file wants all of it.
-        if not config.getoption("--full") and config.args_source is not config.ArgsSource.ARGS:
-            left_out.add("full")
+    if not _wants_all(config):
+        left_out.add("full")
     deselected = [i for i in items if any(i.get_closest_marker(name) for name in left_out)]
     if deselected:
         items[:] = [item for item in items if item not in deselected]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 CONFTEST = Path(__file__).with_name("conftest.py")
 
 

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from deadpool_megatron.cli.common import CommandError, ask
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Kind
@@ -16,6 +18,7 @@ from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
 from tests.waiting import wait_for
 
+pytestmark = pytest.mark.slow
 # Nobody may be fenced, however busy the machine is.
 _PATIENT = (
     *("--deadpool-fence-seconds", "16"),

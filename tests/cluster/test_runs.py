@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import time
@@ -132,6 +131,7 @@ def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
     assert final["recoveries"] == []
 
 
+@pytest.mark.full
 def test_a_run_whose_first_coordinators_nodes_die_is_coordinated_by_others(tmp_path: Path) -> None:
     """Two nodes keep standbys; when they have gone one after the other, others do."""
     with Run(tmp_path / "r", nodes=2, spares=2, options=_SOON) as run:
@@ -264,38 +264,8 @@ def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
     assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
 
 
-def test_all_copies_lost_goes_back_to_the_durable_checkpoint(tmp_path: Path) -> None:
-    with Run(
-        tmp_path / "r",
-        *("--save-interval", "10", "--step-seconds", "0.03"),
-        options=("--refill", "2", *_SOON),
-    ) as run:
-        run.wait_event(Kind.DURABLE)
-        run.wait_iteration(13)
-        # The two nodes that hold all copies between them, before either can be replaced. Their
-        # memory goes as it does with a host: the next nodes here would find the slots of dead ones.
-        for node in (0, 1, 2):
-            for pid in _pids(run, node):
-                os.kill(pid, signal.SIGSTOP)
-        for node in (0, 1, 2):
-            shutil.rmtree(run.listing(node)["segment_dir"])
-        for node in (0, 1, 2):
-            for pid in _pids(run, node):
-                os.kill(pid, signal.SIGKILL)
-        run.wait_event(Kind.RECOVERED)
-        run.wait_iteration(30)  # beyond what was told before
-        final = run.finish()
-    assert final["durable"][0]["path"].endswith("iter_0000010")
-    assert any(r["generation"][1] % 10 == 0 for r in final["recoveries"])
-
-
 def _text(log: Path) -> str:
     return log.read_text() if log.exists() else ""
-
-
-def _pids(run: Run, node: int) -> list[int]:
-    listing = run.listing(node)
-    return [listing["agent"], listing["vault"], *listing["members"].values()]
 
 
 def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:

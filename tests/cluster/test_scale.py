@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 AGENTS = 24
 
 
+@pytest.mark.full
 def test_simulated_agents_live_through_a_loss_and_a_takeover(tmp_path: Path) -> None:
     """The bench ends well only if every agent hears of each decision and is back after a kill."""
     bench = ROOT / "scripts" / "bench" / "coordinator.py"

@@ -85,6 +85,7 @@ def test_node_of_the_coordinator_and_a_training_node_die_together(tmp_path: Path
     assert [list(r["seats_changed"]) for r in final["recoveries"]] == [["1"]]
 
 
+@pytest.mark.full
 def test_stopped_agent_comes_back_as_a_new_spare(tmp_path: Path) -> None:
     # What members say meanwhile waits in their sockets, which hold some hundred steps.
     with Agents(tmp_path / "r", "--step-seconds", "0.1", spares=2) as run:

@@ -25,6 +25,7 @@ from deadpool_megatron.platform.cpu import CpuPlatform
 from .ranks import Member, Ranks, run
 from .test_forwarding import everything
 
+pytestmark = pytest.mark.slow
 KIND = "fake-nccl"
 
 
@@ -159,7 +160,7 @@ def host_points(member: Member) -> bool:
     return True
 
 
-LATE_SECONDS = 0.3
+LATE_SECONDS = 0.1
 
 
 def late(member: Member) -> None:

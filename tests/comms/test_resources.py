@@ -62,7 +62,8 @@ def many_swaps(member: Member, count: int, interrupts: bool) -> tuple[Any, Any]:
     return first, settle(member, interrupts)
 
 
-@pytest.mark.parametrize("interrupts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupts", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_fifty_swaps(interrupts: bool) -> None:
     results = run(3, many_swaps, 50, interrupts, operation_timeout_seconds=TIMEOUT_SECONDS)
     for first, last in results.values():

@@ -70,7 +70,7 @@ PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
     "layout",
     [
         layouts.PP2_DP2,
-        layouts.FP16,
+        pytest.param(layouts.FP16, marks=pytest.mark.full),
         pytest.param(layouts.OVERLAP, marks=pytest.mark.full),
         pytest.param(layouts.VIRTUAL, marks=pytest.mark.full),
     ],
@@ -92,6 +92,7 @@ def test_junk_of_a_step_goes_nowhere(
     assert "allreduce" in {entry["operation"] for entry in read}
 
 
+@pytest.mark.full
 def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
     plan = [

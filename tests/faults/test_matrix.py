@@ -106,12 +106,17 @@ def strike_once(
 
 
 def parametrised(layout: Layout, chosen: list[Cell]) -> pytest.MarkDecorator:
-    """Chains of these cells, all of one length, so that one undisturbed run serves them."""
+    """Chains of these cells, all of one length, so that one undisturbed run serves them. A person
+    waits for the last one, which has the evaluations and the saves."""
     found = list(chains(chosen, CHAIN_LENGTH))
     names = [f"{layout.name}-{part[0].name}..{part[-1].name}" for part, _ in found]
     iterations = max(last_iteration(plan) for _, plan in found)
-    values = [(part, plan, iterations) for part, plan in found]
-    return pytest.mark.parametrize(("part", "plan", "iterations"), values, ids=names)
+    marks = [*([pytest.mark.full] * (len(found) - 1)), ()]
+    values = [
+        pytest.param(part, plan, iterations, marks=mark, id=name)
+        for (part, plan), mark, name in zip(found, marks, names, strict=True)
+    ]
+    return pytest.mark.parametrize(("part", "plan", "iterations"), values)
 
 
 @pytest.mark.exhaustive
@@ -122,11 +127,8 @@ def test_four_roles_every_cell(
     strike(tmp_path, PP2_DP2, part, plan, iterations)
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Buddy is the scheme of the eight roles below.
-    [pytest.param(name, marks=() if name == "parity" else pytest.mark.full) for name in SCHEMES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEMES)
 def test_four_roles_covering_array_of_each_scheme(tmp_path: Path, name: str) -> None:
     scheme = SCHEMES[name]
     array = [

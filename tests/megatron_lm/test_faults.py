@@ -36,11 +36,13 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return strike(tmp_path_factory.mktemp("struck") / "run", gpt(**BASE), plan)
 
 
+@pytest.mark.full
 def test_in_the_iterations(struck: Outcome) -> None:
     assert set(restart_kinds(struck)[1:]) == {"memory"}
     assert max(recomputed(struck)) <= 1
 
 
+@pytest.mark.full
 def test_tensorboard_has_each_point_once(struck: Outcome) -> None:
     """The process that writes died before and after its line, and around two evaluations."""
     wanted = scalars(undisturbed(gpt(**BASE)))

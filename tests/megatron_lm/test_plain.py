@@ -68,6 +68,7 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     assert "not a Megatron-LM checkout" in refused(tmp_path, gpt(within=tmp_path))
 
 
+@pytest.mark.full
 def test_a_tree_that_is_patched_by_half(
     tmp_path: Path, patched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

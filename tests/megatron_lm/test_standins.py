@@ -63,7 +63,13 @@ def test_where_everything_comes_from(parent: RankParent) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name == "sequence-parallel" else pytest.mark.full)
+        for name in LAYOUTS
+    ],
+)
 def test_trains_and_resumes_exactly(parent: RankParent, layout: str, tmp_path: Path) -> None:
     flags = {"train_iters": ITERATIONS, "ckpt_format": "torch_dist", **LAYOUTS[layout]}
     whole = parent.train(4, small(**flags, save=tmp_path, save_interval=SAVED_AT))
@@ -90,6 +96,7 @@ def test_trains_and_resumes_exactly(parent: RankParent, layout: str, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_real_text_equally_each_time(parent: RankParent, tmp_path: Path) -> None:
     flags: dict[str, object] = {
         **SHARDED,
@@ -106,31 +113,29 @@ def test_real_text_equally_each_time(parent: RankParent, tmp_path: Path) -> None
     assert _losses(once)[ITERATIONS] < _losses(once)[1] - 0.2
 
 
-def test_nothing_is_replaced_on_a_gpu_machine() -> None:
-    answer = _run("""
+def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path: Path) -> None:
+    answers = _run(f"""
+absent = torch.cuda.is_available
 torch.cuda.is_available = lambda: True
 before = [sys.path[:], sys.pycache_prefix, dict(vars(torch.cuda))]
 megatron_lm.install(tree)
-print([sys.path, sys.pycache_prefix, dict(vars(torch.cuda))] == before, "megatron" in sys.modules)
-""")
-    assert answer == "True False"
+print([sys.path, sys.pycache_prefix, dict(vars(torch.cuda))] == before, "megatron" in sys.modules,
+      end=";")
+torch.cuda.is_available = absent
 
-
-def test_what_is_refused(tmp_path: Path) -> None:
-    answers = _run(f"""
 def attempt(checkout):
     try:
         megatron_lm.install(checkout)
     except (RuntimeError, ValueError) as error:
         print(type(error).__name__, error, end=";")
-from pathlib import Path
-attempt(Path({str(tmp_path)!r}))
+attempt(pathlib.Path({str(tmp_path)!r}))
 from deadpool_megatron.platform import standins
 standins.install()
 attempt(tree)
 """).split(";")
-    assert answers[0].startswith("NotACheckoutError")
-    assert answers[1].startswith("RuntimeError megatron.core was imported from")
+    assert answers[0] == "True False"
+    assert answers[1].startswith("NotACheckoutError")
+    assert answers[2].startswith("RuntimeError megatron.core was imported from")
 
 
 def _run(program: str) -> str:

@@ -11,6 +11,8 @@ import pytest
 from tests.trainer.layouts import BF16, LAYOUTS, MODEL, make_loop, steps
 from tests.trainer.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def observe(arguments: str) -> dict[str, Any]:
     """Six iterations with everything due between them."""

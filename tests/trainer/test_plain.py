@@ -10,32 +10,24 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.trainer import plain
 from tests.trainer.layouts import MODEL, losses, train
 from tests.trainer.ranks import run_ranks
 
 
-def start(arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deadpool_megatron.trainer.plain", *arguments.split()]
-    variables = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        command,
-        env={**variables, **environment},
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
+    out = tmp_path / "final.json"
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-m", "deadpool_megatron.trainer.plain", *MODEL.split()]
+    done = subprocess.run(
+        [*command, *text.split(), "--out", str(out)],
+        env={**os.environ, **rank},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-    )
-
-
-@pytest.mark.slow
-def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
-    out = tmp_path / "final.json"
-    done = start(
-        f"{MODEL} {text} --out {out}",
-        RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
     )
     assert done.returncode == 0, done.stderr
     assert [line.split(" |")[0] for line in done.stdout.splitlines()] == [
@@ -49,11 +41,16 @@ def test_a_run_writes_its_facts(text: str, tmp_path: Path) -> None:
     assert facts["hashes"] == forked["hashes"], "a fork and a fresh process train the same"
 
 
-def test_bad_use_costs_one_line() -> None:
-    missing = start(MODEL)
-    assert missing.returncode == 2
-    assert "WORLD_SIZE' is not set: start the ranks with torchrun" in missing.stderr
-    assert missing.stderr.count("\n") == 1
-    wrong = start("--pipeline-model-parallel-size 2", WORLD_SIZE="3")
-    assert wrong.returncode == 2
-    assert "3 ranks do not divide" in wrong.stderr
+def test_bad_use_costs_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match="2"):
+        plain.main(MODEL.split())
+    told = capsys.readouterr().err
+    assert "WORLD_SIZE' is not set: start the ranks with torchrun" in told
+    assert told.count("\n") == 1
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SystemExit, match="2"):
+        plain.main(["--pipeline-model-parallel-size", "2"])
+    assert "3 ranks do not divide" in capsys.readouterr().err

@@ -13,6 +13,8 @@ import pytest
 from tests.trainer.nursery import other_threads
 from tests.trainer.ranks import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def alone(folder: Path, rank: int, world_size: int) -> None:
     """No groups."""

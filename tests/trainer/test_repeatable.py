@@ -47,6 +47,7 @@ def test_two_runs_are_bit_identical(name: str, text: str) -> None:
         assert one["skipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_seed_matters(text: str) -> None:
     arguments = f"{MODEL} {text} {BF16} --train-iters 3"
     (one,) = run_ranks(1, train, arguments)
@@ -55,6 +56,7 @@ def test_the_seed_matters(text: str) -> None:
     assert losses(one) != losses(other)
 
 
+@pytest.mark.slow
 def test_at_the_default_scale_a_half_precision_run_starts_by_skipping(text: str) -> None:
     (facts,) = run_ranks(1, train, f"{MODEL} {text} --fp16 --use-distributed-optimizer")
     assert facts["skipped"] == 6

@@ -42,10 +42,9 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
 from deadpool_megatron.vault.member.client import VaultClient
-from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.segment import PartState, Segment
-from tests.vault.fake_network import FakeNetwork, FakeTransport
+from tests.vault.fake_network import FakeNetwork, QuickListener
 from tests.vault.harness import Member, content, make_layout
 
 SHARDS = ("shard", "tail")
@@ -70,29 +69,12 @@ SCHEMES = {
 }
 
 
-_LOOK_SECONDS = 0.005
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_process() -> Iterator[None]:
     """Threads of one process need no barrier between processes, which takes 10 ms."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deadpool_megatron.vault.shm.table.fence", lambda: None)
         yield
-
-
-class QuickTransport(FakeTransport):
-    """Looks more often whether it is to end."""
-
-    def accept(self, seconds: float) -> Channel | None:
-        return super().accept(min(seconds, _LOOK_SECONDS))
-
-
-class QuickListener(socket.socket):
-    """The same for members."""
-
-    def settimeout(self, value: float | None) -> None:
-        super().settimeout(_LOOK_SECONDS if value else value)
 
 
 class LocalNode:
@@ -111,8 +93,7 @@ class LocalNode:
         self.listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(self.socket_path)
         self.listener.listen()
-        self.network.transport("fake", self.number, 5.0)
-        transport = QuickTransport(self.network, ("fake", self.number), 5.0)
+        transport = self.network.transport("fake", self.number, 5.0)
         self.vault = Vault(self.number, self.directory, SETTINGS, transport, self.listener)
         self.vault.start()
         self.end = threading.Thread(target=self.vault.wait, name=f"vault{self.number}")
@@ -432,7 +413,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
     """Rules 2, 3 and 7, and again after the recovery."""
@@ -450,7 +431,7 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
             expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=True))
 def test_damaged_bytes_are_never_restored(case: Case) -> None:
     """Rule 4: another source, an older generation, or nothing."""
@@ -463,7 +444,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 10)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:
     """Rule 4: of one role every sealed byte of the newest generation is wrong, on every node."""

@@ -95,7 +95,7 @@ def test_a_silent_run_is_interrupted_and_may_clean_up(
     directory = tmp_path / "run"
     command = demo.launch_command(directory, 12)
     with pytest.raises(RunFailedError, match="no news from the run for"):
-        watch_run(command, os.environ, directory, PlainDisplay(), silence_seconds=2.0)
+        watch_run(command, os.environ, directory, PlainDisplay(), silence_seconds=0.5)
     assert (directory / "interrupted").exists()
 
 

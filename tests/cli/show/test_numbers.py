@@ -9,7 +9,7 @@ from deadpool_megatron.events import Event, Kind
 
 
 def test_a_story_of_many_steps_takes_little_memory() -> None:
-    story, steps = Story(), 100_000
+    story, steps = Story(), 20_000
     data = {"loss": (2.5).hex(), "grad_norm": None, "skipped": True, "samples": 8}
     tracemalloc.start()
     try:

@@ -50,5 +50,6 @@ def test_the_newest_that_is_known_counts(tmp_path: Path) -> None:
         assert address.newest() == ("told", 2), "what cannot be read says nothing"
         seen.append(("seen", 3))
         assert address.newest() == ("seen", 3)
+        await files.close(1.0)
 
     asyncio.run(story())

@@ -125,7 +125,7 @@ def test_a_result_that_cannot_be_written_ends_the_run_in_one_clear_line(
     timer.start()
     status, longest = end(tmp_path, monkeypatch, removes, patience_seconds=0.5)
     release.set()
-    timer.join()
+    timer.cancel()
     assert (status, removes) == (130, [False]), "its memory is all there is left"
     assert longest < 1.0, "the loop waited for the disk"
     (said,) = capfd.readouterr().err.splitlines()

@@ -267,6 +267,7 @@ def test_damage_and_foreign_keys_are_named(etcd: EtcdServer, tmp_path: Path) -> 
         ours.entries("node")
 
 
+@pytest.mark.slow
 def test_a_writer_killed_before_the_head_leaves_nothing_that_counts(
     etcd: EtcdServer, tmp_path: Path
 ) -> None:

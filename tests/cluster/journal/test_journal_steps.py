@@ -41,6 +41,7 @@ def test_a_writer_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path
     assert found["whole"] > 2, "also after it has its name, and before it is known to be durable"
 
 
+@pytest.mark.slow
 def test_a_writer_to_etcd_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_path: Path) -> None:
     server = EtcdServer(tmp_path)
     try:
@@ -51,6 +52,7 @@ def test_a_writer_to_etcd_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_pa
     assert found["whole"] > 2
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_durable(
     tmp_path: Path,
 ) -> None:

@@ -302,6 +302,7 @@ def test_members_and_unprotected_runs_have_no_problem() -> None:
 # With Megatron-LM's own parser.
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 def test_every_flag_of_the_table_exists() -> None:
@@ -353,6 +354,7 @@ WORLD_SIZES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 @pytest.mark.parametrize("flag", EXAMPLES)
@@ -363,6 +365,7 @@ def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
     assert answer.refused.startswith(row_of(flag).line)
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 @pytest.mark.parametrize("extra", HARMLESS)
@@ -371,6 +374,7 @@ def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> Non
     assert (answer.error, answer.refused) == ("", "")
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> None:
@@ -379,6 +383,7 @@ def test_without_deadpool_megatron_decides_alone(answers: dict[str, Answer]) -> 
     assert answers["async"].shown == {"async_save": "False"}
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 def test_configurations_are_valid_and_can_be_protected(answers: dict[str, Answer]) -> None:

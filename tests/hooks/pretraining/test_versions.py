@@ -159,6 +159,7 @@ def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
     assert not is_marked(loaded[TRAIN].pretrain)
 
 
+@pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
 def test_the_real_one() -> None:

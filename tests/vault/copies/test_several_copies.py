@@ -15,7 +15,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddres
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.service import Vault
-from tests.vault.fake_network import FakeNetwork
+from tests.vault.fake_network import FakeNetwork, QuickListener
 from tests.vault.harness import content, make_layout, wait_until
 
 SETTINGS = Settings(connect_seconds=5.0, chunk_bytes=4096)
@@ -35,7 +35,7 @@ class Nodes:
         for number in range(count):
             place = directory / "deadpool-copies" / f"node{number}"
             place.mkdir(parents=True)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind(str(place / "vault.sock"))
             listener.listen()
             transport = self.network.transport("fake", number, deadline_seconds=5.0)

@@ -13,7 +13,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddres
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.service import Vault
-from tests.vault.fake_network import FakeNetwork
+from tests.vault.fake_network import FakeNetwork, QuickListener
 from tests.vault.harness import make_layout
 
 SETTINGS = Settings(connect_seconds=5.0)
@@ -26,7 +26,7 @@ class FakeNode:
     def __init__(self, network: FakeNetwork, number: int, directory: Path) -> None:
         directory.mkdir(parents=True)
         path = str(directory / "vault.sock")
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener = QuickListener(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(path)
         listener.listen()
         transport = network.transport("fake", number, deadline_seconds=5.0)

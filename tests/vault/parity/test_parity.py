@@ -33,6 +33,7 @@ from tests.vault.harness import (
     wait_until,
 )
 
+pytestmark = pytest.mark.slow
 FIRST = Generation(1, 0)
 SIZES = {0: 64 << 10, 1: 100_000, 2: 4096}
 BIG = 6 << 20
@@ -277,7 +278,7 @@ def test_other_bytes_than_sealed_poison_no_block(tmp_path: Path) -> None:
         step(members, FIRST)
         for member in members:
             member.write(Generation(1, 1))
-        assert members[0].wait(Generation(1, 1), seconds=1.5) == "shut"
+        assert members[0].wait(Generation(1, 1), seconds=0.5) == "shut"
         where = {event.data["where"] for event in running.nodes[3].told(Kind.CORRUPTION)}
         assert where == {"contribution"}
         slots = {event.data["where"] for event in running.nodes[1].told(Kind.CORRUPTION)}
@@ -316,8 +317,10 @@ def test_nothing_is_sealed_when_the_epoch_is_closed_in_the_middle(tmp_path: Path
         step(members, FIRST)
         for member in members[:2]:
             member.write(Generation(1, 1))
-        assert members[0].wait(Generation(1, 1), seconds=1.3) == "shut"
-        assert running.nodes[3].count("bytes combined") > 3 * 41_000
+        wait_until(
+            lambda: running.nodes[3].count("bytes combined") > 3 * 41_000, "two contributions"
+        )
+        assert members[0].wait(Generation(1, 1), seconds=0.3) == "shut"
         inventories = running.close(1)
         blocks = [h for h in inventories[3].holdings if is_parity_role(h.role)]
         assert {h.generation for h in blocks} == {FIRST}
