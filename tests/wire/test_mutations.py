@@ -64,6 +64,7 @@ def test_a_coordinator_under_damaged_conversations(tmp_path: Path) -> None:
 _JOIN: dict[str, Any] = {
     "t": "join",
     "term": 0,
+    "greeting": 1,
     "node": 7,
     "boot": "a",
     "host": "127.0.0.1",

@@ -229,10 +229,10 @@ class Coordinator:
         """A node is new to the machine, unless its agent merely changed the connection."""
         joined = reports.join(message)
         peer.told = int(message.get("told", 0))
-        if again:
-            self._orders.welcome(peer.node, self._state.record, self._state)
-        else:
+        if not again:
             self.feed(joined)
+        elif peer.welcomed:  # else the machine has its first join, and is yet to answer that
+            self._orders.welcome(peer.node, self._state.record, self._state)
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         """A report. Of a dropped node only numbers of the kept line are of use: :meth:`_event`."""

@@ -12,16 +12,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from deadpool_megatron.cluster.link.greetings import Greetings, Session
 from deadpool_megatron.cluster.link.outbox import Outbox
-from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds
+from deadpool_megatron.cluster.link.pacing import Pace, answer_seconds, contact_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
-from deadpool_megatron.wire.auth import connect_stream
 from deadpool_megatron.wire.framing import WireError
-from deadpool_megatron.wire.tls import contexts, open_stream
 
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -38,21 +36,6 @@ _MOST_REPORT_BYTES = 1 << 30
 
 class CoordinatorLost(Exception):
     """No connection for longer than this node may go on without one."""
-
-
-@dataclass(frozen=True)
-class _Session:
-    """One authenticated connection whose welcome has arrived."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    address: tuple[str, int]
-    welcome: Mapping[str, Any]
-
-    @property
-    def term(self) -> int:
-        """Of the coordinator at the other end; 0 when it refused."""
-        return int(self.welcome.get("term", 0))
 
 
 class CoordinatorLink:
@@ -74,13 +57,14 @@ class CoordinatorLink:
         on_heard: Callable[[float, int], None] = lambda sent_at, term: None,
     ) -> None:
         self._address = address
-        self._secret = secret
-        self._run_id = run_id
         self._settings = settings
         self._join = join
         self._on_message = on_message
         self._on_heard = on_heard
-        self._session: _Session | None = None
+        self._greetings = Greetings(secret, run_id, settings, self._first_message)
+        self._session: Session | None = None
+        self._reading: asyncio.Task[None] | None = None  # of the session
+        self._lost_at = 0.0  # the end of the last session
         self._heard_at = 0.0
         self._number = 0
         self._pace = Pace(settings.beat_interval_seconds)
@@ -157,90 +141,87 @@ class CoordinatorLink:
     async def run(self, patience_seconds: float) -> None:
         """Connect, serve, reconnect with growing pauses; returns only by exception.
 
-        Raises CoordinatorLost when there was no connection for ``patience_seconds``, and
-        AuthenticationError when the coordinator refuses the run secret.
+        Raises CoordinatorLost when there was no connection for ``patience_seconds``, or when the
+        coordinator refuses this node.
         """
-        pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
-        why, greeting = "never reached", self._settings.connect_seconds
+        pause, self._lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
         while True:
-            try:
-                await self._serve(await self._open(greeting))
-            except (OSError, TimeoutError, WireError) as error:
-                why = str(error) or type(error).__name__
+            before = self._lost_at
+            await self._stay_in_contact()
             if self._refused:
                 raise CoordinatorLost("this node is refused")
-            if self._session is not None:
-                # From here on the fence has a limit, and the next one may be elsewhere any moment.
-                greeting = self._settings.fence_seconds / 3
-                self.close()
-                pause, lost_at = _FIRST_PAUSE_SECONDS, time.monotonic()
-            if time.monotonic() - lost_at > patience_seconds:
+            if self._lost_at > before:
+                pause = _FIRST_PAUSE_SECONDS
+            if time.monotonic() - self._lost_at > patience_seconds:
+                why = self._greetings.why
                 raise CoordinatorLost(f"no coordinator for {patience_seconds:g} s: {why}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_SECONDS)
 
-    async def _open(self, greeting_seconds: float) -> _Session:
-        """A connection up to its welcome. Once ``join`` is sent the welcome gets its whole time:
-        to leave then would look like the death of this node.
+    async def _stay_in_contact(self) -> None:
+        """From a first greeting until neither a session nor a greeting is left.
+
+        A greeting that is not answered, a session that is silent, and one with a coordinator that
+        is not the newest get another greeting beside them: a fresh one gets through a mended
+        network at once, where an old connection waits for its next retransmission.
         """
+        self._greet()
+        try:
+            while ways := self._ways():
+                first = asyncio.FIRST_COMPLETED
+                done, _ = await asyncio.wait(ways, timeout=self._look_seconds, return_when=first)
+                if not done and self._is_in_doubt():
+                    self._greet()
+                try:
+                    if (fresh := self._greetings.take()) is not None:
+                        self._begin(fresh)
+                    elif self._reading is not None and self._reading.done():
+                        self._reading.result()
+                except (OSError, TimeoutError, WireError):
+                    self._end_session()
+        finally:
+            self._greetings.close()
+            if self._reading is not None:
+                self._reading.cancel()
+
+    @property
+    def _look_seconds(self) -> float:
+        if self._greetings.is_urgent:
+            return _FIRST_PAUSE_SECONDS
+        calm = self._session is not None and not self._greetings.tasks
+        return self.contact_seconds if calm else self._settings.fence_seconds / 12
+
+    def _ways(self) -> set[asyncio.Task[Any]]:
+        return self._greetings.tasks | ({self._reading} if self._reading is not None else set())
+
+    def _greet(self) -> None:
         address = self._address()
-        if address is None:
-            raise OSError("the coordinator has not said where it listens")
-        limit = self._settings.connect_seconds
-        tls = contexts(self._settings)
-        reader, writer = await asyncio.wait_for(open_stream(address, tls), greeting_seconds)
-        try:
-            handshake = connect_stream(reader, writer, self._secret, self._run_id)
-            await asyncio.wait_for(handshake, greeting_seconds)
-            sent_at = time.monotonic()
-            had = {"term": self._term, "of": self._boot, "o": self._ordered}
-            writer.write(framing.encode({**self._join(), **had}))
-            welcome = await asyncio.wait_for(self._welcome(reader, address), limit)
-        except BaseException:
-            writer.close()
-            raise
-        if welcome.get("t") == "welcome":
-            self._heard(sent_at, int(welcome["term"]))
-        return _Session(reader, writer, address, welcome)
+        if self._session is not None:
+            limit = self.contact_seconds
+        elif self._boot or self._greetings.tasks:
+            # The fence has a limit from the first welcome on, and the next one may be elsewhere.
+            limit = answer_seconds(self._settings)
+        else:
+            limit = self._settings.connect_seconds
+        if address is not None:
+            self._greetings.begin(address, limit)
 
-    async def _welcome(
-        self, reader: asyncio.StreamReader, address: tuple[str, int]
-    ) -> dict[str, Any]:
-        """The answer to the join; raises ConnectionError when another coordinator takes over."""
-        reading = asyncio.create_task(framing.read_frame(reader))
-        try:
-            while not reading.done():
-                await asyncio.wait({reading}, timeout=self._settings.fence_seconds / 12)
-                if not reading.done() and self._address() not in (None, address):
-                    raise ConnectionError("the coordinator was superseded while it greeted")
-            return reading.result()
-        finally:
-            reading.cancel()
+    def _is_in_doubt(self) -> bool:
+        """Whether what there is may not lead to the newest coordinator any more."""
+        in_touch = self._session is not None and not self._is_silent(self.contact_seconds)
+        if self._refused or (in_touch and not self._has_moved()):
+            return False
+        return not self._greetings.tasks or self._greetings.needs_another(self._address())
 
-    async def _serve(self, session: _Session) -> None:
-        """Until the connection ends. While it is silent, or another coordinator is the newest, a
-        second one is tried beside it: a fresh greeting gets through a mended network at once, where
-        an old connection waits for its next retransmission.
-        """
-        reading = self._begin(session)
-        try:
-            while True:
-                retry = self.contact_seconds
-                done, _ = await asyncio.wait({reading}, timeout=retry)
-                if done:
-                    reading.result()
-                elif not self._refused and (self._is_silent(retry) or self._has_moved()):
-                    try:
-                        fresh = await self._open(retry)
-                    except (OSError, TimeoutError, WireError):
-                        continue  # the present one may still come back
-                    reading.cancel()
-                    self._leave(fresh)
-                    reading = self._begin(fresh)
-        finally:
-            reading.cancel()
+    def _first_message(self) -> dict[str, Any]:
+        return {**self._join(), "term": self._term, "of": self._boot, "o": self._ordered}
 
-    def _leave(self, fresh: _Session) -> None:
+    def _end_session(self) -> None:
+        self.close()
+        self._reading, self._lost_at = None, time.monotonic()
+        self._greetings.hurry()
+
+    def _leave(self, fresh: Session) -> None:
         """Close the connection that a fresh one replaces. To a coordinator that does not know of
         its successor this would look like the death of this node, so it is told.
         """
@@ -250,9 +231,15 @@ class CoordinatorLink:
             self.supersede(f"went over to term {fresh.term}")
         self._session.writer.close()
 
-    def _begin(self, session: _Session) -> asyncio.Task[None]:
+    def _begin(self, session: Session) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        self._leave(session)
         self._session = session
         self._refused = session.welcome.get("t") == "refused"
+        if not self._refused:
+            self._heard(session.joined_at, session.term)
         self._unacknowledged.acknowledge(int(session.welcome.get("seen", 0)))
         self._term = max(self._term, session.term)
         asked = float(session.welcome.get("beat_seconds", 0.0))
@@ -268,12 +255,11 @@ class CoordinatorLink:
         for _, data in self._unacknowledged:
             session.writer.write(data)
         self._on_message(session.welcome)
-        reading = asyncio.create_task(self._read(session))
-        # It may end while the one that replaces it is being opened; nobody asks it then.
-        reading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return reading
+        self._reading = asyncio.create_task(self._read(session))
+        # It may end in the moment in which another one takes its place; nobody asks it then.
+        self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
 
-    async def _read(self, session: _Session) -> None:
+    async def _read(self, session: Session) -> None:
         # A silent coordinator (its host cut off) shows by missing acknowledgements of beats.
         silence = max(4 * self._settings.node_silence_seconds, self._settings.connect_seconds)
         while True:

@@ -34,6 +34,13 @@ def contact_seconds(beat_seconds: float, settings: Settings) -> float:
     return max(_DOUBT * settings.fence_seconds, 2 * beat_seconds)
 
 
+def answer_seconds(settings: Settings) -> float:
+    """An agent whose greeting is not answered for longer sends another one beside it, the next one
+    after twice that. The first two are over before the limit of the fence.
+    """
+    return 2 * _DOUBT * settings.fence_seconds
+
+
 def repeat_seconds(roles: int) -> float:
     """The time over which agents spread what a new coordinator has to hear again. In a large run
     that is more than it can take at once, and it must first welcome every agent.

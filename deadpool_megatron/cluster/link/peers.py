@@ -112,7 +112,9 @@ class PeerEvents(Protocol):
     """What the coordinator does about connections."""
 
     def agent_joined(self, peer: AgentPeer, message: Message, again: bool) -> None:
-        """``again``: the same agent process, before its old connection was noticed to be gone."""
+        """``again``: the same agent process, before its old connection was noticed to be gone. It
+        is ``welcomed`` if it was on that one.
+        """
 
     def agent_said(self, peer: AgentPeer, message: Message) -> None:
         """A numbered report, once, in order; also of a node that was dropped. What is raised
@@ -152,6 +154,8 @@ class Peers:
         self._term = term
         # Newest report taken from each agent process, kept beyond the end of its connection.
         self._taken: dict[tuple[int, str], int] = {}
+        # The same for its newest greeting: an older one comes late, and its agent has gone on.
+        self._greeted: dict[tuple[int, str], int] = {}
 
     def send_all(self, message: Message) -> None:
         """Give an order to every agent that has been welcomed and not been dropped."""
@@ -289,6 +293,8 @@ class Peers:
             if int(first["term"]) > self._term:
                 self._events.superseded(f"node {first['node']}: has heard of term {first['term']}")
                 return
+            if self._is_late(first):
+                return
             peer, again = self._admit(writer, first)
         except (WireError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.refuse("an agent", f"{type(error).__name__}: {error}")
@@ -303,6 +309,13 @@ class Peers:
             if self.agents.get(peer.node) is peer:
                 del self.agents[peer.node]
                 self._events.agent_left(peer, cause)
+
+    def _is_late(self, first: Message) -> bool:
+        """Whether the agent has greeted anew since it said this."""
+        process, number = (int(first["node"]), str(first["boot"])), int(first["greeting"])
+        newest = self._greeted.get(process, 0)
+        self._greeted[process] = max(newest, number)
+        return number < newest
 
     def _admit(self, writer: asyncio.StreamWriter, first: Message) -> tuple[AgentPeer, bool]:
         """The agent by its first message, and whether it was connected already. Raises WireError
@@ -319,7 +332,7 @@ class Peers:
                 raise WireError(f"a second agent calls itself node {node}")
             self.forget(old)
             if again:
-                peer.orders = old.orders
+                peer.orders, peer.welcomed = old.orders, old.welcomed
         if first.get("of") == self.boot:
             peer.orders.acknowledge(int(first["o"]))
         self.agents[node] = peer

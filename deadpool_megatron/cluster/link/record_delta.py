@@ -67,11 +67,14 @@ class RecordKeeper:
         return 0 if self._record is None else self._record.epoch
 
     def take(self, parts: Mapping[str, Any]) -> EpochRecord:
-        """The record that the message means. Raises WireError when it cannot be understood; after
-        the next connect the agent is told everything it lacks.
+        """The record that the message means, or the one at hand if that is no older: it may have
+        come on one connection after the agent had greeted on another. Raises WireError when it
+        cannot be understood; after the next connect the agent is told everything it lacks.
         """
         try:
-            self._record = apply(self._record, unpack(str(parts["change"])), parts["sources"])
+            changed = unpack(str(parts["change"]))
+            if self._record is None or int(changed["epoch"]) > self._record.epoch:
+                self._record = apply(self._record, changed, parts["sources"])
         except (KeyError, TypeError, ValueError, zlib.error) as error:
             self._record = None
             raise WireError(f"a record that cannot be used: {error!r}") from error

@@ -194,6 +194,7 @@ class Agent:
         self._heard_at = 0.0
         self._said_in_beats = (-1, "")
         self._attempt = 0
+        self._greetings = 0
         self._beating = False
 
     @property
@@ -286,8 +287,10 @@ class Agent:
 
     def join(self) -> dict[str, Any]:
         """See Speaker."""
+        self._greetings += 1
         return {
             "t": "join",
+            "greeting": self._greetings,
             "node": self.node,
             "boot": f"{os.getpid()}.{self.node}",
             "host": f"10.{self.node >> 16}.{self.node >> 8 & 255}.{self.node & 255}",

@@ -13,13 +13,14 @@ import selectors
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cluster.coordinator.orders import Orders
-from deadpool_megatron.cluster.link import agent_link, peers
+from deadpool_megatron.cluster.link import agent_link, greetings, peers
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state.phases import Phase
@@ -27,6 +28,8 @@ from deadpool_megatron.settings import Settings
 
 NODE = 3
 _TICK_SECONDS = 0.1
+# Longer than an agent waits for an answer, shorter than the limit of its fence.
+_LATE_SECONDS = 2.5
 
 
 class _Selector(selectors.SelectSelector):
@@ -58,6 +61,7 @@ class How(StrEnum):
     RESET_AFTER = "reset-after"  # the same, once the frame has arrived
     SILENT = "silent"  # from this frame on nothing arrives, and nobody hears of it
     DEAF = "deaf"  # the same, in this direction only
+    LATE = "late"  # it arrives late, and what is sent after it in this direction not before it
 
 
 @dataclass
@@ -67,6 +71,7 @@ class _Connection:
     line: Line
     readers: list[asyncio.StreamReader]
     lost: set[int] = field(default_factory=set)
+    late: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     over: bool = False
 
     def carry(self, end: int, data: bytes) -> None:
@@ -74,8 +79,11 @@ class _Connection:
         self.line.frames += 1
         if how in (How.SILENT, How.DEAF):
             self.lost |= {end} if how is How.DEAF else {0, 1}
+        if how is How.LATE and end not in self.late:
+            self.late[end] = []
+            asyncio.get_running_loop().call_later(_LATE_SECONDS, self._deliver, end)
         if how is not How.RESET and end not in self.lost and not self.over:
-            self.readers[1 - end].feed_data(data)
+            self._pass_on(end, partial(self.readers[1 - end].feed_data, data))
         if how in (How.RESET, How.RESET_AFTER):
             self.end(ConnectionResetError("cut"))
 
@@ -87,9 +95,19 @@ class _Connection:
             if 1 - end in self.lost:
                 continue  # it never hears of it
             if error is None:
-                reader.feed_eof()
+                self._pass_on(1 - end, reader.feed_eof)
             else:
-                reader.set_exception(error)
+                self._pass_on(1 - end, partial(reader.set_exception, error))
+
+    def _pass_on(self, end: int, what: Callable[[], None]) -> None:
+        if end in self.late:
+            self.late[end].append(what)
+        else:
+            what()
+
+    def _deliver(self, end: int) -> None:
+        for what in self.late.pop(end):
+            what()
 
 
 class _Writer:
@@ -244,12 +262,13 @@ def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -
     async def run() -> Line:
         clock = SimpleNamespace(monotonic=asyncio.get_running_loop().time)
         patch.setattr(agent_link, "time", clock)
+        patch.setattr(greetings, "time", clock)
         patch.setattr(peers, "time", clock)
         line = Line(cuts)
-        patch.setattr(agent_link, "open_stream", line.open)
+        patch.setattr(greetings, "open_stream", line.open)
         await line.live(lambda: scenario(line))
         return line
 
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        patch.setattr(agent_link, "connect_stream", nothing)
+        patch.setattr(greetings, "connect_stream", nothing)
         return runner.run(run())

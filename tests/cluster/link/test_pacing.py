@@ -9,6 +9,7 @@ import pytest
 from deadpool_megatron.cluster.link.pacing import (
     Pace,
     acknowledge_seconds,
+    answer_seconds,
     beat_seconds,
     contact_seconds,
     hang_look_seconds,
@@ -37,6 +38,8 @@ def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float
     # The newest acknowledged beat is at most so old while all is well.
     assert beat + min(beat, acknowledge_seconds(settings)) <= contact_seconds(beat, settings)
     assert 2 * contact_seconds(beat, settings) < settings.fence_seconds
+    # As long for the handshake of the second greeting as for the answer to the first.
+    assert 2 * answer_seconds(settings) < settings.fence_seconds
 
 
 def test_hangs_are_looked_for_far_more_often_than_they_are_found() -> None:

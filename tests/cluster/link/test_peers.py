@@ -33,6 +33,7 @@ class Events:
         self.farewells: list[str] = []
         self.changed = asyncio.Event()
         self.peers: Peers | None = None
+        self.is_slow = False  # somebody else welcomes
         self.fails_at: dict[object, Exception] = {}  # values of reports
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
@@ -40,11 +41,16 @@ class Events:
         if "node-joined" in self.fails_at:
             raise self.fails_at["node-joined"]
         self.joined.append((peer.node, again))
+        if not self.is_slow:
+            self.welcome(peer)
+        self.changed.set()
+        del message
+
+    def welcome(self, peer: AgentPeer) -> None:
+        assert self.peers is not None
         self.peers.welcome(
             peer, {"t": "welcome", "term": 1, "seen": self.peers.taken(peer), "record": None}
         )
-        self.changed.set()
-        del message
 
     def agent_said(self, peer: AgentPeer, message: Mapping[str, Any]) -> None:
         del peer
@@ -100,8 +106,9 @@ def serve(scenario: Scenario, connect_seconds: float = SECONDS) -> Events:
     return asyncio.run(run())
 
 
-def join(node: int, boot: str = "a") -> dict[str, Any]:
-    return {"t": "join", "node": node, "boot": boot, "hostname": "h", "term": 0}
+def join(node: int, boot: str = "a", greeting: int = 1) -> dict[str, Any]:
+    first = {"t": "join", "node": node, "boot": boot, "greeting": greeting}
+    return {**first, "hostname": "h", "term": 0}
 
 
 async def connect(
@@ -188,6 +195,42 @@ def test_second_agent_of_a_node_is_refused_but_the_same_one_may_reconnect() -> N
     events = serve(scenario)
     assert events.joined == [(3, False), (3, True)]
     assert events.left == [3]
+
+
+def test_a_greeting_that_arrives_after_a_later_one_changes_nothing() -> None:
+    """Its agent has been welcomed on the later one and closes this one, which must not look like
+    the end of its node."""
+
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        late, (reader, writer) = await connect(address), await connect(address)
+        writer.write(framing.encode(join(3, greeting=2)))
+        assert (await framing.read_frame(reader))["t"] == "welcome"
+        late[1].write(framing.encode(join(3, greeting=1)))
+        late[1].close()
+        assert await late[0].read() == b""
+        writer.write(framing.encode({"t": "report", "n": 1, "value": "still here"}))
+        await events.until(lambda: events.said)
+        assert events.joined == [(3, False)]
+        assert events.left == events.refusals == []
+
+    serve(scenario)
+
+
+def test_an_agent_that_greets_again_before_its_welcome_has_one_answer() -> None:
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        events.is_slow = True
+        agents = [await connect(address), await connect(address)]
+        for number, (_, writer) in enumerate(agents, 1):
+            writer.write(framing.encode(join(3, greeting=number)))
+            await events.until(lambda number=number: len(events.joined) == number)
+        assert events.peers is not None
+        assert not events.peers.agents[3].welcomed
+        events.welcome(events.peers.agents[3])
+        assert await agents[0][0].read() == b""
+        assert (await framing.read_frame(agents[1][0]))["t"] == "welcome"
+        assert events.left == []
+
+    serve(scenario)
 
 
 def test_link_delivers_once_and_in_order_over_a_broken_connection(

@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.link.record_delta import (
     RecordTeller,
     apply,
     change,
+    pack,
 )
 from deadpool_megatron.layout.records import (
     Decoding,
@@ -179,6 +180,13 @@ def test_a_change_of_another_record_is_refused() -> None:
     first, second = cluster(2), cluster(2, epoch=2)
     with pytest.raises(NotTheBase, match="epoch 2 came, known is that of epoch 1"):
         apply(first, change(second, replace(second, epoch=3)), {})
+
+
+def test_a_record_that_has_come_on_the_connection_before_is_no_news() -> None:
+    keeper, first, second = RecordKeeper(), cluster(2), cluster(2, epoch=2)
+    for base, record in ((None, first), (first, second), (first, second), (None, first)):
+        keeper.take({"change": pack(change(base, record)), "sources": {}})
+    assert keeper.epoch == 2
 
 
 @pytest.mark.parametrize(
