@@ -13,7 +13,6 @@ from typing import Any
 from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import unpack_inventory
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -104,12 +103,6 @@ def from_event(event: Event) -> inputs.Input | None:
         )
     if event.kind is Kind.VAULT_LOST and event.node is not None:
         return inputs.VaultLost(event.node)
-    if event.kind is Kind.CORRUPTION and event.node is not None and event.role is not None:
-        if "generation" not in event.data or "part" not in event.data:
-            return None  # bytes in flight, not bytes in a slot
-        generation = Generation.from_list(event.data["generation"])
-        part = str(event.data["part"])
-        return inputs.CorruptionFound(BadPart(event.node, event.role, generation, part))
     return None
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Generation, Inventory, RoleLayout
 from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -177,13 +176,6 @@ class RestoreFailed(OfPlayer):
 
     part: str
     text: str
-
-
-@dataclass(frozen=True)
-class CorruptionFound(Input):
-    """A vault found a checksum wrong: these bytes must not be counted on again."""
-
-    bad: BadPart
 
 
 @dataclass(frozen=True)

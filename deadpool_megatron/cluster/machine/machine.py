@@ -146,8 +146,6 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             _roles_hung(turn, event)
         case ev.NodeInventory():
             closing.note_inventory(turn, event.inventory)
-        case ev.CorruptionFound(bad):
-            turn.state = turn.state._replace(blame=turn.state.blame.with_bad_parts([bad]))
         case ev.PhaseReported(epoch, phase, seconds):
             _phase_reported(turn, epoch, phase, seconds)
         case ev.Exposed(epoch, seconds):

@@ -9,7 +9,6 @@ import pytest
 from deadpool_megatron.cluster.link import reports
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.inventories import pack_inventory
 from deadpool_megatron.layout.records import Generation, Inventory
 from deadpool_megatron.preflight.facts import HostFacts, Link
@@ -108,11 +107,8 @@ def test_events_that_tell_the_machine_something() -> None:
     assert reports.from_event(step) == inputs.StepReported(2, 5)
     phase = Event(Kind.PHASE, 2, phase="rebuild", data={"seconds": 0.5})
     assert reports.from_event(phase) == inputs.PhaseReported(2, "rebuild", 0.5)
-    found = {"generation": [1, 5], "part": "w"}
-    corruption = Event(Kind.CORRUPTION, 2, node=3, role=1, data=found)
-    bad = BadPart(3, 1, Generation(1, 5), "w")
-    assert reports.from_event(corruption) == inputs.CorruptionFound(bad)
-    assert reports.from_event(Event(Kind.CORRUPTION, 2, node=3, role=1)) is None
+    corruption = Event(Kind.CORRUPTION, 2, node=3, role=1)
+    assert reports.from_event(corruption) is None, "its vault offers these bytes no more"
     assert reports.from_event(Event(Kind.LOG)) is None
 
 

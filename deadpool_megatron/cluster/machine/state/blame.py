@@ -94,10 +94,6 @@ class Blame:
         """Returns the blame with one more place where a process stood."""
         return replace(self, stacks=(*self.stacks, text)[-SHOWN_FAILURES:])
 
-    def with_bad_parts(self, bad: Iterable[BadPart]) -> Blame:
-        """Returns the blame with bytes that are wrong."""
-        return replace(self, bad_parts=self.bad_parts.union(bad))
-
     def with_failure(self, newest: int, failure: Failure) -> Blame:
         """Returns the blame with a failure after the iteration ``newest``; those before it had
         progress after them and do not count any more."""

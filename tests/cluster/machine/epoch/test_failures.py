@@ -310,14 +310,6 @@ def test_dead_source_is_a_better_cause_than_bad_bytes() -> None:
     assert not rig.state.blame.bad_parts
 
 
-def test_corruption_found_by_a_vault_counts_at_once() -> None:
-    rig = Rig().run()
-    rig.feed(ev.CorruptionFound(BadPart(0, 0, g(7), "main")))
-    rig.feed(killed(rig, 0))
-    rig.closed(g(7))
-    assert [s.node for s in rig.pending.restore.sources[0]["main"]] == [1]
-
-
 def test_hashes_that_differ_twice_give_the_generation_up() -> None:
     rig = Rig().run()
     rig.steps(7)
