@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,11 @@ class CudaPlatform(Platform):
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, length = host_range(memory)
-        torch.cuda.check_error(int(_driver().cudaHostRegister(address, length, 0)))
+        if code := int(_driver().cudaHostRegister(address, length, 0)):
+            # The runtime keeps the error of a refused call for the next kernel: have one take it.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device="cuda")
+            torch.cuda.check_error(code)
 
     def unregister_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, _ = host_range(memory)

@@ -100,6 +100,7 @@ class Protection:
         interrupt_fd: int,
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
+        warn: Callable[[str], None],
         steps: StepKeeper | None = None,
     ) -> None:
         self.layout = layout
@@ -131,7 +132,7 @@ class Protection:
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
         pinned = [*parts, *(steps.gradients if steps is not None else ())]
-        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes])
+        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes], warn)
 
     def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.

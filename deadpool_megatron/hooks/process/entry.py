@@ -43,7 +43,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
-from deadpool_megatron.vault.errors import Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 
 # A device gets at least this long to show that it is idle, however late it is asked.
@@ -122,13 +122,18 @@ class EpochEntry(Stages):
         return self._loop is not None
 
     def warm_up(self) -> None:
-        """One iteration without peers, so that kernels, allocator and schedules are warm.
+        """One iteration without peers, so that kernels, allocator and schedules are warm; and the
+        memory that a role needs for its generations.
 
         Its results mean nothing; whatever it changes is replaced by a restore before it is used.
         """
         self.loop.warm_up()
         assert self._leftovers is not None
         self._leftovers.forget()
+        try:
+            self._vault.park(self.protection.layout)
+        except NoRoom as error:
+            print(f"slots are made when there is a role for them: {error}", flush=True)
 
     # Stages.
 
@@ -355,6 +360,7 @@ class EpochEntry(Stages):
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
+            warn=self._warn,
             steps=steps,
         )
         protection = self._protection

@@ -19,10 +19,10 @@ from typing import Any, Literal
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
+from deadpool_megatron.vault.member.own_slots import OwnSlots
 from deadpool_megatron.vault.member.slot_choice import free_slot, slot_of
 from deadpool_megatron.vault.memory.budget import Budget
-from deadpool_megatron.vault.shm.affinity import memory_near
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from deadpool_megatron.wire import framing
 
 __all__ = ["RestoredParts", "SlotWriter", "VaultClient", "Verdict"]
@@ -54,10 +54,11 @@ class VaultClient:
     ) -> None:
         self._path = socket_path
         self.directory = Path(segment_dir)
-        self._budget = Budget(self.directory, memory_bytes)
+        self._slots = OwnSlots(
+            self.directory, seat, Budget(self.directory, memory_bytes), memory_node
+        )
         self._seat = seat
         self._connect_seconds = connect_seconds
-        self._memory_node = memory_node
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
         self._link: socket.socket | None = None
         self._buffer = framing.FrameBuffer()
@@ -75,7 +76,11 @@ class VaultClient:
 
     def has_segment(self, role: int) -> bool:
         """Whether the slots of this incarnation for ``role`` have been made."""
-        return (self.directory / own_name(role, self._seat)).exists()
+        return self._slots.path(role).exists()
+
+    def park(self, layout: RoleLayout) -> None:
+        """Make slots before there is a role: see :meth:`OwnSlots.park`. Raises NoRoom."""
+        self._slots.park(layout)
 
     def register(self, layout: RoleLayout, epoch: int) -> None:
         """Make this incarnation's segment for the role, or take it up again; tell the vault.
@@ -83,17 +88,10 @@ class VaultClient:
         Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
         of an existing segment, or the vault does not answer within ``connect_seconds``.
         """
-        path = self.directory / own_name(layout.role, self._seat)
+        path = self._slots.path(layout.role)
         if self._segment is None or self._segment.path != path:
             self._rehearsed = False  # another role updates other parameters
-            if path.exists():
-                self._segment = Segment.open(path, budget=self._budget)
-            else:
-                names = [part.name for part in layout.parts]
-                with memory_near(self._memory_node):
-                    self._segment = Segment.create(
-                        path, layout, self._seat, names, budget=self._budget
-                    )
+            self._segment = self._slots.take(layout)
         if self._segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
@@ -297,6 +295,7 @@ class VaultClient:
         """Close the connection; the segment stays."""
         self._disconnect()
         self._segment = None
+        self._slots.close()
 
     # The connection.
 

@@ -48,6 +48,10 @@ class Geometry:
             self.stride += self.pages(part.nbytes)
         self.nbytes = self.first + self.stride * slots
 
+    def is_laid_out_as(self, other: Geometry) -> bool:
+        """Whether the same parts lie in the same places."""
+        return (self.first, self.stride, self.offsets) == (other.first, other.stride, other.offsets)
+
     def pages(self, nbytes: int) -> int:
         """Bytes of the whole pages that so many bytes take."""
         return -(-nbytes // self.page_bytes) * self.page_bytes

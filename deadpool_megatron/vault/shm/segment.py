@@ -187,7 +187,6 @@ class Segment:
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         slots = layout.slots if slots is None else slots
         geometry = Geometry(layout, seat, slots, page_bytes)
-        description = geometry.description
         budget = budget or Budget(path.parent)
         temporary.unlink(missing_ok=True)  # of a process of this number that was killed
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -205,11 +204,7 @@ class Segment:
         try:
             segment = Segment(path, layout, seat, file, geometry, budget=budget)
             segment.reserve(reserve)
-            words = segment._words
-            words[W_LENGTH] = len(description)
-            words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
-            segment._bytes[FIRST_BYTES : FIRST_BYTES + len(description)] = description
-            words[W_MAGIC] = MAGIC
+            segment._describe()
             temporary.rename(path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -239,6 +234,26 @@ class Segment:
             del self._words, self._slots, self._bytes, self._map
             with contextlib.suppress(OSError):
                 os.close(self._file)
+
+    def _describe(self) -> None:
+        words, description = self._words, self._geometry.description
+        words[W_MAGIC] = 0
+        words[W_LENGTH] = len(description)
+        words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
+        self._bytes[FIRST_BYTES : FIRST_BYTES + len(description)] = description
+        words[W_MAGIC] = MAGIC
+
+    def become(self, path: Path, layout: RoleLayout) -> bool:
+        """Make of it, as long as nothing was written into it, the segment of another role with
+        parts as large; it appears under that name whole. False where they are not."""
+        geometry = Geometry(layout, self.seat, self.slots, self._geometry.page_bytes)
+        if not geometry.is_laid_out_as(self._geometry) or layout.slots != self.slots:
+            return False
+        self.layout, self._geometry = layout, geometry
+        self._describe()
+        self.path.rename(path)
+        self.path = path
+        return True
 
     def unlink(self) -> None:
         """Take the file away; mappings (ours and others') stay readable until dropped."""

@@ -118,7 +118,7 @@ records = st.builds(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(found=st.lists(records, min_size=1, max_size=4), node=nodes, data=st.data())
 def test_a_node_has_its_part_of_the_newest_record(
     found: list[EpochRecord], node: int, data: st.DataObject
@@ -136,7 +136,7 @@ def test_a_node_has_its_part_of_the_newest_record(
         assert teller.parts(node, keeper.epoch) is None
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(record=records)
 def test_the_journal_gives_a_record_back(record: EpochRecord) -> None:
     assert EpochRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record

@@ -137,6 +137,7 @@ class Rig:
         self.closed = 0
         self.interrupt_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self.waits: list[tuple[Generation, bool]] = []
+        self.warnings: list[str] = []
         self.tensors = [torch.arange(100.0), torch.arange(7.0)]
         parts = [Part(f"shard{i}", [tensor], (0,)) for i, tensor in enumerate(self.tensors)]
         quick = {"close_seconds": 0.3, "drain_seconds": 0.1, **settings}
@@ -150,6 +151,7 @@ class Rig:
             interrupt_fd=self.interrupt_fd,
             closed_epoch=lambda: self.closed,
             report_wait=lambda g, seconds, over: self.waits.append((g, over)),
+            warn=lambda text: self.warnings.append(text),
         )
 
     def start(self) -> None:

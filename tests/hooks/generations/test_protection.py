@@ -305,6 +305,26 @@ def test_on_a_device_each_slot_is_page_locked_once(make: Callable[..., Rig]) -> 
     assert platform.pinned == []
 
 
+def test_a_driver_that_does_not_lock_memory_costs_speed_only(make: Callable[..., Rig]) -> None:
+    class Refusing(SlowPlatform):
+        def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
+            if self.pinned:
+                raise RuntimeError("CUDA error: out of memory\nmore lines")
+            super().register_host_memory(memory)
+
+    platform = Refusing()
+    platform.is_cuda = True
+    rig = make(platform)
+    for writer in (Writer(rig.vault, generation(0)), Writer(rig.vault, generation(1))):
+        rig.protection._pinned.pin(writer)  # type: ignore[arg-type]
+    assert len(platform.pinned) == 1
+    (text,) = rig.warnings
+    assert "(CUDA error: out of memory)" in text
+    assert "ulimit -l" in text
+    rig.protection.close()
+    assert platform.pinned == []
+
+
 def test_layouts_of_equal_roles_are_interchangeable() -> None:
     def build(value: float, nbytes: int) -> Any:
         parts = [Part("shard0", [torch.full((5,), value)], (0,))]

@@ -118,6 +118,49 @@ def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.glob("*.seg")} == {copy_name(3)}
 
 
+def test_who_needs_nothing_waits_for_nobody(tmp_path: Path, monkeypatch: Any) -> None:
+    """Each copy that comes asks for the memory of its slot, which it nearly always has."""
+    names = ["shard", "tail"]
+    budget = Budget(tmp_path, 1 << 20)
+    copy = Segment.create(tmp_path / copy_name(3), make_layout(3), None, names, budget=budget)
+    monkeypatch.setattr(Budget, "_locked", lambda self: pytest.fail("the lock was taken"))
+    copy.reserve(names)
+
+
+def test_memory_is_filled_beside_others_and_counts_from_the_beginning(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Filling gigabytes takes seconds: others take theirs meanwhile, within what is left."""
+    layouts = [make_layout(role, nbytes=64 << 10) for role in range(3)]
+    budget = Budget(tmp_path, 2 * allocated_of(tmp_path.with_name("one")) + 8192)
+    filling, go_on = threading.Event(), threading.Event()
+    fallocate, main = os.posix_fallocate, threading.main_thread()
+
+    def slow(file: int, start: int, count: int) -> None:
+        if threading.current_thread() is not main:
+            filling.set()
+            assert go_on.wait(30)
+        fallocate(file, start, count)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+
+    def create(role: int) -> Segment:
+        return Segment.create(tmp_path / copy_name(role), layouts[role], None, NAMES, budget=budget)
+
+    first = threading.Thread(target=create, args=(0,))
+    first.start()
+    assert filling.wait(30)
+    create(1)
+    monkeypatch.setattr("deadpool_megatron.vault.memory.budget._LOCK_SECONDS", 0.05)
+    with pytest.raises(NoRoom):
+        create(2)
+    go_on.set()
+    first.join(30)
+    assert {path.name for path in tmp_path.glob("*.seg")} == {copy_name(0), copy_name(1)}
+    assert budget.used_bytes() <= budget.limit_bytes
+    assert not list(tmp_path.glob(".booked.*"))
+
+
 def test_a_copy_without_room_is_refused_and_counted(tmp_path: Path) -> None:
     """The gate waits as its rule says; the status tells why."""
     with cluster(tmp_path, 2, memory_gb=0.00025) as running:

@@ -1,0 +1,69 @@
+"""Slots that are made while a process waits for a role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.shm.segment import Segment, own_name
+from tests.vault.harness import Member, cluster, make_layout
+
+NBYTES = 3 << 20
+
+
+def _parked(directory: Path) -> list[Path]:
+    return list(directory.glob(".parked-*"))
+
+
+def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        spare = running.nodes[0]
+        member = Member(spare, make_layout(0, nbytes=NBYTES, peers=(0, 1)))
+        member.client.park(make_layout(7, nbytes=NBYTES))
+        (made,) = _parked(spare.directory)
+        taken = allocated_bytes(spare.directory)
+        assert taken > 2 * NBYTES, "their memory is there"
+        other = Member(running.nodes[1], make_layout(1, nbytes=NBYTES, peers=(0, 1)))
+        known = made.stat()
+        running.open(running.record(1))
+        for one in (member, other):
+            one.client.register(one.layout, 1)
+        assert (spare.directory / own_name(0, member.seat)).stat().st_ino == known.st_ino
+        assert _parked(spare.directory) == []
+        for one in (member, other):
+            one.write(Generation(1, 0))
+        for one in (member, other):
+            assert one.wait(Generation(1, 0)) == "committed"
+        found = Segment.open(spare.directory / own_name(0, member.seat), writable=False)
+        assert found.layout == member.layout
+
+
+def _registered(client: VaultClient, role: int, nbytes: int) -> Segment:
+    try:
+        client.register(make_layout(role, nbytes=nbytes), 1)
+    except VaultError:
+        pass  # there is no vault here to answer
+    assert client._segment is not None
+    return client._segment
+
+
+def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
+    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=0.0)
+    client.park(make_layout(7, nbytes=NBYTES))
+    assert _registered(client, 0, 64 << 10).nbytes < NBYTES
+    assert _parked(tmp_path) == []
+    assert allocated_bytes(tmp_path) < NBYTES
+
+
+def test_what_an_earlier_process_on_the_place_has_left_goes(tmp_path: Path) -> None:
+    for incarnation in range(2):
+        seat = Seat(0, 3, incarnation)
+        client = VaultClient("", tmp_path, seat, connect_seconds=0.0)
+        client.park(make_layout(7, nbytes=NBYTES))
+    (left,) = _parked(tmp_path)
+    assert left.name.startswith(".parked-0.3.1.")
+    client.close()
+    assert _parked(tmp_path) == []
