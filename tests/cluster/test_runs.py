@@ -110,7 +110,7 @@ def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    # The port is for the standby of node 1; either of the two may be the first to claim.
+    # The port is for the standby of node 1; that of node 0, which claims if it is late, is held up.
     other = {"id": "other", "point": "standby.claim", "match": {"term": 1, "node": 0}}
     faults = [{**other, "signal": "STOP", "resume_after_seconds": 6}]
     with Run(tmp_path / "r", spares=0, options=("--port", str(port)), faults=faults) as run:

@@ -78,7 +78,6 @@ class Launcher:
         self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
         self._appointed: set[int] = set()
-        self._port_of = -1  # the node whose standby has the port that was asked for
         self._next_node = max(options.numbers) + 1
         self._refills = options.refill
         self._signals = 0
@@ -117,9 +116,8 @@ class Launcher:
     # Starting.
 
     def _start_agent(self, node: int) -> None:
-        if self._port_of not in self._agents:
-            self._port_of = node
-        port = self._options.port if self._port_of == node else 0
+        # Two standbys of a host cannot have the same port: the one that is first in order has it.
+        port = self._options.port if node == max(self._options.numbers) else 0
         sys.stdout.flush()
         sys.stderr.flush()
         theirs, ours = os.pipe()

@@ -65,7 +65,12 @@ def add_parser(subparsers: Any) -> None:
         "--resume", type=Path, metavar="OLD", help="go on from the newest state of run OLD"
     )
     parser.add_argument(
-        "--port", type=int, default=0, metavar="N", help="of the coordinator (default: a free one)"
+        "--port",
+        type=int,
+        default=0,
+        metavar="N",
+        help="on which the standby of the last node listens once it coordinates, as it does first"
+        " unless it starts late; any other takes a free one (default: a free one)",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument(

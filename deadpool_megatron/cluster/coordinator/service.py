@@ -262,8 +262,19 @@ class Coordinator:
             self.feed(inputs.NodeLost(peer.node, cause))
 
     def refused(self, who: str, why: str) -> None:
-        """Report what was not accepted."""
-        self._emit(Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why}))
+        """Report what was not accepted. A coordinator that has overslept first looks whether it
+        still is one: what came while it slept is not its any more.
+        """
+        event = Event(Kind.REFUSED, self._epoch, data={"who": who, "why": why})
+        if self._sign.is_fresh(time.monotonic()):
+            self._emit(event)
+        else:
+            self._spawn(self._emit_awake(event))
+
+    async def _emit_awake(self, event: Event) -> None:
+        while not self._sign.is_fresh(time.monotonic()):
+            await asyncio.sleep(self._settings.beat_interval_seconds)
+        self._emit(event)
 
     def superseded(self, why: str) -> None:
         """An agent has gone over to the next coordinator: nothing is to be concluded from that."""
