@@ -31,8 +31,6 @@ UPDATE_PART = "step@update"
 #: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
 SUMS_PART = "step@sums"
 SUMS_BYTES = 4096
-#: Why a buddy refuses a step: it does not hold what the step begins from. No offence.
-NO_BASE = "no base"
 #: What a member names when all bytes were intact and the replay gave other ones than the owner had.
 REPLAY = "replay"
 

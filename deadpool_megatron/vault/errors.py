@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 from deadpool_megatron.layout.places.parity import is_parity_role
 
@@ -12,6 +14,34 @@ class Code(StrEnum):
 
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
+
+
+class Refusal(StrEnum):
+    """Why a vault does not take, or give, what another one asks of it."""
+
+    EARLY = "early"  # the epoch, or a slot, is not there yet: ask again soon
+    WAITED = "waited"  # others have not come yet: ask again at once
+    SUPERSEDED = "superseded"  # something newer of the role is here: this counts as taken
+    NO_BASE = "no base"  # what a step begins from was lost here
+    NOT_HELD = "not held"
+    STALE = "stale"  # the epoch is over
+    NO_ROOM = "no copy possible"
+    NO_BLOCK_POSSIBLE = "no parity block possible"
+    WRONG_SENDER = "sender has no such role"
+    WRONG_ITERATION = "impossible iteration"
+    WRONG_LINEAGE = "abandoned lineage"
+    WRONG_LAYOUT = "layout"
+    WRONG_PART = "unknown or oversized part"
+    WRONG_BLOCK = "no such parity block"
+    WRONG_HOLDER = "parity block of another node"
+    WRONG_BLOCK_PART = "unknown part of a parity block"
+    OTHER_BYTES = "other bytes than a sealed parity block was made of"
+
+
+# Of these nothing is wrong with anybody.
+NO_OFFENCE = frozenset(
+    {Refusal.EARLY, Refusal.WAITED, Refusal.SUPERSEDED, Refusal.NO_BASE, Refusal.NOT_HELD}
+)
 
 
 class VaultError(Exception):
@@ -33,6 +63,27 @@ class TooLate(VaultError):
 
 class NoRoom(VaultError):
     """There is no memory for a slot: the file system is full, or the node's limit is reached."""
+
+
+class Refused(VaultError):
+    """Another vault is refused something, or refuses it. ``about``: for people."""
+
+    def __init__(self, why: Refusal, about: str = "") -> None:
+        self.why = why
+        self.about = about
+        super().__init__(f"{why}: {about}" if about else str(why))
+
+    @staticmethod
+    def in_answer(answer: Mapping[str, Any]) -> Refused | None:
+        """Returns the refusal that an answer is, if it is one. Raises ValueError for an unknown
+        one, KeyError for none."""
+        if answer["t"] != "refused":
+            return None
+        return Refused(Refusal(answer["why"]), str(answer.get("about", "")))
+
+    def to_message(self) -> dict[str, Any]:
+        """Returns the answer that it is."""
+        return {"t": "refused", "why": str(self.why), "about": self.about}
 
 
 class Frozen(VaultError):

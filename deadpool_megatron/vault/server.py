@@ -13,18 +13,18 @@ import struct
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import xxhash
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.layout.replaying import NO_BASE
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState, Verdict
 from deadpool_megatron.vault.core.steps import give_back_other_kind, lacks_base
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
 from deadpool_megatron.vault.parity.combiner import Combiner
@@ -172,6 +172,26 @@ class Server:
             channel.close()
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """Parts of a generation that the vault of its role has: name -> (bytes, checksum)."""
+
+    epoch: int
+    generation: Generation
+    layout: RoleLayout
+    parts: Mapping[str, tuple[int, int]]
+
+    @property
+    def role(self) -> int:
+        """Whose they are."""
+        return self.layout.role
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parts, in their order."""
+        return list(self.parts)
+
+
 class _Connection:
     """The dialogue with one authenticated vault."""
 
@@ -184,6 +204,15 @@ class _Connection:
 
     def handle(self, message: Mapping[str, Any]) -> None:
         """Answer one message. Raises WireError for an unknown type."""
+        try:
+            self._answer(message)
+        except Refused as refused:
+            if refused.why not in NO_OFFENCE:
+                about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
+                self._state.refuse(str(refused), **about)
+            self._channel.send(refused.to_message())
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "offer":
             self._channel.give_way(self._state.settings.dscp)
@@ -205,84 +234,66 @@ class _Connection:
         else:
             raise WireError(f"unknown message {kind!r}")
 
-    def _refuse(self, why: str, **facts: object) -> None:
-        """Say no; `early` and `waited` are no offence and not counted."""
-        if why not in ("early", "waited"):
-            self._state.refuse(why, **facts)
-        self._channel.send({"t": "refused", "why": why})
-
     # Keeping a copy.
 
     def _put(self, message: Mapping[str, Any]) -> None:
-        epoch, role = int(message["epoch"]), int(message["role"])
-        generation = Generation.from_list(message["generation"])
-        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
-        why = self._objection(message, epoch, role, generation, offered)
-        layout = self._layout
-        if why is not None or layout is None:
-            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
-            return
-        state = self._state
-        names = [name for name, _, _ in offered]
+        offer, state = self._offer(message), self._state
         with state.lock:
-            if lacks_base(state.table.sealed(role), message.get("follows"), names):
-                self._channel.send({"t": "refused", "why": NO_BASE})
-                return
+            if lacks_base(state.table.sealed(offer.role), message.get("follows"), offer.names):
+                raise Refused(Refusal.NO_BASE)
             needed = [
                 (name, size, digest)
-                for name, size, digest in offered
+                for name, (size, digest) in offer.parts.items()
                 if not any(
                     (place.nbytes, place.checksum) == (size, digest)
-                    for place in state.table.find(role, generation, name)
+                    for place in state.table.find(offer.role, offer.generation, name)
                 )
             ]
-        have = [name for name, _, _ in offered if name not in {n for n, _, _ in needed}]
-        if not needed:
+        wanted = [name for name, _, _ in needed]
+        have = [name for name in offer.names if name not in wanted]
+        if needed:
+            have += self._take(offer, needed, wanted)
+        else:
             self._channel.send({"t": "need", "parts": []})
-            self._acknowledge(epoch, role, have)
-            return
+        if not state.is_open(offer.epoch):
+            raise Refused(Refusal.STALE)
+        self._channel.send({"t": "sealed", "parts": have})
+
+    def _take(
+        self, offer: _Offer, needed: list[tuple[str, int, int]], wanted: list[str]
+    ) -> list[str]:
+        """Ask for the parts that are not here, and take them; returns those that are sealed."""
+        state, generation = self._state, offer.generation
         if room.own_come_first(state):
-            self._refuse("early")
-            return
+            raise Refused(Refusal.EARLY)
         try:
-            segment = room.ensure_copy(state, layout, generation)
+            segment = room.ensure_copy(state, offer.layout, generation)
         except VaultError as error:
-            self._refuse(f"no copy possible: {error}", role=role)
-            return
-        slot = state.claim(segment, generation, epoch)
+            raise Refused(Refusal.NO_ROOM, str(error)) from error
+        slot = state.claim(segment, generation, offer.epoch)
         if slot is None:
-            self._refuse("superseded" if self._superseded(segment, generation) else "early")
-            return
+            is_old = self._superseded(segment, generation)
+            raise Refused(Refusal.SUPERSEDED if is_old else Refusal.EARLY)
         try:
             try:
-                wanted = [name for name, _, _ in needed]
                 give_back_other_kind(segment, slot, wanted)
                 room.reserve(state, segment, wanted, slot, generation)
             except VaultError as error:
-                self._refuse(f"no copy possible: {error}", role=role)
-                return
+                raise Refused(Refusal.NO_ROOM, str(error)) from error
             self._channel.send({"t": "need", "parts": wanted})
-            have += self._intake.take(segment, slot, needed, epoch)
+            return self._intake.take(segment, slot, needed, offer.epoch)
         finally:
             state.release(segment, slot)
-        self._acknowledge(epoch, role, have)
 
     def _contribute(self, message: Mapping[str, Any]) -> None:
         """Take a role's share of a parity block that this node holds."""
-        epoch, role, number = int(message["epoch"]), int(message["role"]), int(message["block"])
-        generation = Generation.from_list(message["generation"])
-        offered = [(str(n), int(size), int(digest)) for n, size, digest in message["parts"]]
-        why = self._objection(message, epoch, role, generation, offered)
-        layout = self._layout
-        if why is not None or layout is None:
-            self._refuse(why or "no layout", sender=message["node"], role=role, epoch=epoch)
-            return
-        parts = {name: (size, digest) for name, size, digest in offered}
-        answer = self._combiner.receive(self._channel, layout, number, generation, epoch, parts)
-        if answer["t"] == "refused":
-            self._refuse(answer["why"], role=role, epoch=epoch)
-        else:
-            self._channel.send(answer)
+        offer, number = self._offer(message), int(message["block"])
+        generation, epoch = offer.generation, offer.epoch
+        self._channel.send(
+            self._combiner.receive(
+                self._channel, offer.layout, number, generation, epoch, offer.parts
+            )
+        )
 
     def _forget(self, message: Mapping[str, Any]) -> None:
         """A holder lacks contributions to a parity block that we take for sealed."""
@@ -295,64 +306,59 @@ class _Connection:
                 state.changed.notify_all()
         self._channel.send({"t": "again"})
 
-    def _acknowledge(self, epoch: int, role: int, have: list[str]) -> None:
-        if self._state.is_open(epoch):
-            self._channel.send({"t": "sealed", "parts": have})
-        else:
-            self._refuse("stale", role=role, epoch=epoch)
-
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:
             return self._state.table.superseded(segment, generation)
 
-    def _objection(
-        self,
-        message: Mapping[str, Any],
-        epoch: int,
-        role: int,
-        generation: Generation,
-        offered: list[tuple[str, int, int]],
-    ) -> str | None:
-        """Why a put is not accepted, or None."""
-        verdict = self._state.judge(epoch)
-        if verdict is not Verdict.OPEN:
-            return str(verdict)
-        with self._state.lock:
-            record = self._state.record
-            if record is None or record.epoch != epoch:
-                return "early"
+    def _offer(self, message: Mapping[str, Any]) -> _Offer:
+        """What a message offers. Raises Refused when it must not come from its sender, or now."""
+        epoch, role = int(message["epoch"]), int(message["role"])
+        generation = Generation.from_list(message["generation"])
+        parts = {str(name): (int(size), int(digest)) for name, size, digest in message["parts"]}
+        record, layout = self._open_record(epoch), self._layout
         seat = record.seats.get(role)
         if seat is None or seat.node != int(message["node"]):
-            return "sender has no such role"
+            raise Refused(Refusal.WRONG_SENDER)
         if not 0 <= generation.iteration < 1 << 63:
-            return "impossible iteration"
+            raise Refused(Refusal.WRONG_ITERATION)
         if generation.lineage != epoch and generation != record.restore.generation:
-            return "abandoned lineage"
-        layout = self._layout
+            raise Refused(Refusal.WRONG_LINEAGE)
         if layout is None or layout.role != role or layout.layout_hash != message["layout_hash"]:
-            return "layout"
+            raise Refused(Refusal.WRONG_LAYOUT)
         capacities = {part.name: part.nbytes for part in layout.parts}
-        if any(not 0 <= size <= capacities.get(name, -1) for name, size, _ in offered):
-            return "unknown or oversized part"
-        return None
+        if any(not 0 <= size <= capacities.get(name, -1) for name, (size, _) in parts.items()):
+            raise Refused(Refusal.WRONG_PART)
+        return _Offer(epoch, generation, layout, parts)
+
+    def _open_record(self, epoch: int) -> EpochRecord:
+        """The record of an epoch that is open. Raises Refused."""
+        with self._state.lock:
+            self._require_open(epoch)
+            record = self._state.record
+            if record is None or record.epoch != epoch:
+                raise Refused(Refusal.EARLY)
+            return record
+
+    def _require_open(self, epoch: int) -> None:
+        match self._state.judge(epoch):
+            case Verdict.EARLY:
+                raise Refused(Refusal.EARLY)
+            case Verdict.STALE:
+                raise Refused(Refusal.STALE)
 
     # Handing out.
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
         epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
         generation = Generation.from_list(message["generation"])
-        verdict = self._state.judge(epoch)
-        if verdict is not Verdict.OPEN:
-            self._refuse(str(verdict), sender=message["node"], role=role, epoch=epoch)
-            return
+        self._require_open(epoch)
         failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
         with self._state.lock:
             places = self._state.table.find(role, generation, name)
             if places:
                 self._state.table.pin(places[0])
         if not places:
-            self._channel.send({"t": "refused", "why": "not held"})
-            return
+            raise Refused(Refusal.NOT_HELD)
         try:
             self._send(places[0], generation)
         finally:

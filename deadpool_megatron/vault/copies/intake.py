@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import xxhash
 
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Refusal
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.wire.framing import ConnectionClosed
@@ -53,7 +54,7 @@ class Intake:
     ) -> None:
         state = self._state
         if not state.seal_copy(segment, slot, name, nbytes, digest, epoch):
-            state.refuse("stale", role=segment.layout.role, epoch=epoch)
+            state.refuse(Refusal.STALE, role=segment.layout.role, epoch=epoch)
             raise ConnectionClosed("the epoch was closed")
         state.fail_point_corrupt("vault.received", segment, slot, [name])
 

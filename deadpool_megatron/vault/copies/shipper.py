@@ -11,14 +11,11 @@ Each of several buddies is sent its own copy, by a thread of its own: none waits
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.layout.replaying import NO_BASE
 from deadpool_megatron.vault.core.sender import Sender
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.shm.table import Place
 
@@ -71,8 +68,8 @@ class Shipper(Sender[_Put]):
             }
         )
         answer = channel.receive()
-        if answer["t"] == "refused":
-            return self._refused(answer, generation, places)
+        if refused := Refused.in_answer(answer):
+            return self._refused(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
         flow = self._state.traffic.flow(
@@ -82,8 +79,8 @@ class Shipper(Sender[_Put]):
             if place.name in wanted:
                 self._send_paced(channel, flow, place, place.view)
         answer = channel.receive()
-        if answer["t"] == "refused":
-            return self._refused(answer, generation, places)
+        if refused := Refused.in_answer(answer):
+            return self._refused(refused, generation, places)
         flow.end(self._node)
         sealed = set(answer["parts"])
         names = [place.name for place in places if place.name in sealed]
@@ -106,19 +103,16 @@ class Shipper(Sender[_Put]):
             self._state.steps.make_whole(self._layout.role, generation)
             self._state.changed.notify_all()
 
-    def _refused(
-        self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
-    ) -> bool:
-        why = str(answer["why"])
-        if why == "superseded":
+    def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
+        if refused.why is Refusal.SUPERSEDED:
             names = [place.name for place in places]
             self._state.acknowledge(
                 self._layout, generation, self._node, names, self._epoch, shipped_bytes=0
             )
             return True
-        if why == NO_BASE:
+        if refused.why is Refusal.NO_BASE:
             self._make_whole(generation)
             return True
-        if why != "early":
-            self._state.refuse(f"put: {why}", role=self._layout.role, by=self._node)
+        if refused.why is not Refusal.EARLY:
+            self._state.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False

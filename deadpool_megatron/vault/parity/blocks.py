@@ -19,6 +19,7 @@ from deadpool_megatron.layout.places.parity import MEMBERS
 from deadpool_megatron.layout.records import EpochRecord, Generation, Source
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.shm.segment import PartState, Segment
 from deadpool_megatron.wire.framing import WireError
@@ -105,22 +106,8 @@ class VaultSupply(Supply):
         self._channel = channel = self._dial(self._source.node)
         if self._over or not state.is_open(record.epoch):
             raise ConnectionError("the epoch was closed while connecting")
-        channel.send(
-            {
-                "t": "fetch",
-                "epoch": record.epoch,
-                "node": state.node,
-                "role": self._source.role,
-                "generation": record.restore.generation.to_list(),
-                "part": self._part,
-            }
-        )
-        answer = channel.receive()
-        if answer["t"] == "refused":
-            if answer["why"] == "early":
-                raise ConnectionError("has not adopted the epoch yet")
-            raise VaultError(str(answer["why"]))
-        return int(answer["nbytes"]), int(answer["checksum"])
+        generation = record.restore.generation
+        return fetch.ask(channel, state.node, record.epoch, self._source, generation, self._part)
 
     def read(self, target: memoryview) -> None:
         assert self._channel is not None, "begin() comes first"

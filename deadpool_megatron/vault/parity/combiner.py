@@ -23,7 +23,7 @@ from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.assembly import (
     Assembly,
@@ -41,10 +41,6 @@ DIGEST = struct.Struct("<Q")
 _WAIT_SECONDS = 1.0
 # So long after a block was begun, those who have not come are asked whether they think it is done.
 _PATIENCE_SECONDS = 3.0
-
-
-class _Refused(Exception):
-    """The contribution is not taken, at least not now; the text says why."""
 
 
 class Combiner:
@@ -76,8 +72,8 @@ class Combiner:
         parts: Mapping[str, tuple[int, int]],
     ) -> dict[str, Any]:
         """Take a role's contribution to parity role ``number``; answers the last message of the
-        dialogue. ``parts``: name -> (nbytes, checksum). Raises WireError or OSError when the
-        connection is of no use any more."""
+        dialogue. ``parts``: name -> (nbytes, checksum). Raises Refused; WireError or OSError when
+        the connection is of no use any more."""
         try:
             assembly = self._assembly(layout, number, generation, epoch, parts)
             if assembly is not None:
@@ -85,15 +81,15 @@ class Combiner:
                 if damaged:
                     return {"t": "damaged", "parts": damaged}
                 if not self._wait(assembly):
-                    return {"t": "refused", "why": "waited"}
-        except GivenUp:
-            return {"t": "refused", "why": "early"}
-        except _Refused as refusal:
-            return {"t": "refused", "why": str(refusal)}
+                    raise Refused(Refusal.WAITED)
+        except GivenUp as error:
+            raise Refused(Refusal.EARLY) from error
+        except Refused:
+            raise
         except (VaultError, ModuleNotFoundError) as error:
-            return {"t": "refused", "why": f"no parity block possible: {error}"}
+            raise Refused(Refusal.NO_BLOCK_POSSIBLE, str(error)) from error
         if not self._state.is_open(epoch):
-            return {"t": "refused", "why": "stale"}
+            raise Refused(Refusal.STALE)
         return {"t": "sealed", "parts": list(parts)}
 
     # Which block.
@@ -114,14 +110,14 @@ class Combiner:
             self._layouts[layout.role] = layout
             group = self._group(layout.role, number, epoch)
         if not self._know_layouts(group, epoch):
-            raise _Refused("early")
+            raise Refused(Refusal.EARLY)
         with state.lock:
             if not state.is_open(epoch) or state.ledger is None or state.ledger.parity is None:
-                raise _Refused("stale")
+                raise Refused(Refusal.STALE)
             expected = expected_parts(state, group, self._layouts)
             block_layout = state.ledger.parity.layout(number, self._layouts)
         if not set(parts) <= expected[layout.role]:
-            raise _Refused("unknown part of a parity block")
+            raise Refused(Refusal.WRONG_BLOCK_PART)
         if self._is_sealed(number, generation, layout.role, parts, expected):
             return None
         # Memory for a slot may take seconds: an epoch can be closed meanwhile.
@@ -133,7 +129,7 @@ class Combiner:
                     self._assemblies[number, generation] = assembly
         if not state.is_open(epoch):
             assembly.give_up()
-            raise _Refused("stale")
+            raise Refused(Refusal.STALE)
         return assembly
 
     def _unfinished(self, number: int, generation: Generation, epoch: int) -> Assembly | None:
@@ -154,12 +150,12 @@ class Combiner:
         """The group of a block that this node is to hold; called under the vault's lock."""
         state = self._state
         if not state.is_open(epoch) or state.ledger is None:
-            raise _Refused("stale")
+            raise Refused(Refusal.STALE)
         found = state.ledger.parity.block(number) if state.ledger.parity is not None else None
         if found is None or role not in found[0].roles:
-            raise _Refused("no such parity block")
+            raise Refused(Refusal.WRONG_BLOCK)
         if found[0].holders[found[1]] != state.node:
-            raise _Refused("parity block of another node")
+            raise Refused(Refusal.WRONG_HOLDER)
         return found[0]
 
     def _know_layouts(self, group: ParityGroup, epoch: int) -> bool:
@@ -232,7 +228,7 @@ class Combiner:
             if not names <= sealed or not names <= set(contributions.get(other, {})):
                 return False
         if any(contributions[role][name] != pair for name, pair in parts.items()):
-            raise _Refused("other bytes than a sealed parity block was made of")
+            raise Refused(Refusal.OTHER_BYTES)
         return True
 
     def _begin(
@@ -249,22 +245,22 @@ class Combiner:
         if any(newer > generation for newer in held):
             # Roles contribute in order: who asks for this one has only forgotten that it is done.
             # A slot for it there may be none until he contributes to the newest one.
-            raise _Refused("superseded")
+            raise Refused(Refusal.SUPERSEDED)
         if room.own_come_first(state):
-            raise _Refused("early")
+            raise Refused(Refusal.EARLY)
         segment = room.ensure_copy(state, layout, generation)
         # Of the generation that the epoch began with there may be a block that others rely on,
         # though parts are missing which peers held before: it stays until the new one is sealed.
         anew = state.record is not None and generation == state.record.restore.generation
         slot = state.claim(segment, generation, epoch, anew=anew)
         if slot is None:
-            raise _Refused("early")
+            raise Refused(Refusal.EARLY)
         names = [MEMBERS, *sorted({name for parts in expected.values() for name in parts})]
         try:
             room.reserve(state, segment, names, slot, generation)
             for name in names:
                 if not state.open_part(segment, slot, name, epoch):
-                    raise _Refused("stale")
+                    raise Refused(Refusal.STALE)
             return Assembly(state, segment, slot, generation, epoch, group, expected)
         except BaseException:
             state.release(segment, slot)

@@ -15,6 +15,7 @@ from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core.sender import Sender
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow
+from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.combiner import DIGEST
 from deadpool_megatron.vault.shm.segment import checksum_of
@@ -77,19 +78,21 @@ class Contributor(Sender[tuple[Generation, list[Place]]]):
     def _judge(
         self, answer: Mapping[str, Any], generation: Generation, places: list[Place]
     ) -> bool:
-        why = str(answer["why"]) if answer["t"] == "refused" else ""
-        if why == "waited":
+        refused = Refused.in_answer(answer)
+        if refused and refused.why is Refusal.WAITED:
             return True  # there is no need for a pause: the holder makes one, and ends it in time
         if answer["t"] == "damaged":
             for place in places:
                 if place.name in answer["parts"]:
                     self._examine(place)
             return False
-        if why and why != "superseded":
-            if why != "early":
-                self._state.refuse(f"contribution: {why}", role=self._layout.role, by=self._node)
+        if refused and refused.why is not Refusal.SUPERSEDED:
+            if refused.why is not Refusal.EARLY:
+                self._state.refuse(
+                    f"contribution: {refused}", role=self._layout.role, by=self._node
+                )
             return False
-        names = {place.name for place in places} if why else set(answer["parts"])
+        names = {place.name for place in places} if refused else set(answer["parts"])
         self._state.acknowledge(
             self._layout,
             generation,

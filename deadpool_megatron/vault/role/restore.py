@@ -39,7 +39,8 @@ from deadpool_megatron.vault.disk.dump_contents import (
     slots_of,
     supplier,
 )
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Refused, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
 from deadpool_megatron.vault.parity.decoder import Decoder
@@ -218,24 +219,17 @@ class Obtainer:
         if source == Source(self._state.node, self._role):
             raise _Hopeless("not held intact here")
         channel = self._channel(source.node)
-        state, record = self._state, self._record
-        generation, name = wanted.generation, wanted.name
-        channel.send(
-            {
-                "t": "fetch",
-                "epoch": record.epoch,
-                "node": state.node,
-                "role": source.role,
-                "generation": generation.to_list(),
-                "part": name,
-            }
-        )
-        answer = channel.receive()
-        if answer["t"] == "refused":
-            if answer["why"] == "early":
-                raise ConnectionError("has not adopted the epoch yet")
-            raise _Hopeless(str(answer["why"]))
-        nbytes, expected = int(answer["nbytes"]), int(answer["checksum"])
+        try:
+            nbytes, expected = fetch.ask(
+                channel,
+                self._state.node,
+                self._record.epoch,
+                source,
+                wanted.generation,
+                wanted.name,
+            )
+        except Refused as refused:
+            raise _Hopeless(str(refused)) from refused
         # Memory is taken for what is on its way, not for what a source may turn out to lack.
         with self._target(layout, wanted) as (segment, slot):
             return self._receive(channel, source, segment, slot, wanted, nbytes, expected)

@@ -22,6 +22,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Refused
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.parity import erasure
 from deadpool_megatron.vault.parity.combiner import Combiner
@@ -91,15 +92,18 @@ class Holder:
         epoch: int = 1,
         parts: dict[str, tuple[int, int]] | None = None,
     ) -> str:
-        found = self.combiner.receive(
-            NoChannel(),
-            self.bench.layouts[role],
-            self.block if block is None else block,
-            generation,
-            epoch,
-            offer(BLOCKS[role]) if parts is None else parts,
-        )
-        return str(found.get("why", found["t"]))
+        try:
+            found = self.combiner.receive(
+                NoChannel(),
+                self.bench.layouts[role],
+                self.block if block is None else block,
+                generation,
+                epoch,
+                offer(BLOCKS[role]) if parts is None else parts,
+            )
+        except Refused as refused:
+            return str(refused)
+        return str(found["t"])
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
