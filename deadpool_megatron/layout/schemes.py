@@ -1,4 +1,4 @@
-"""How state is protected: the schemes, and the plan of an epoch that names one for each part. Pure.
+"""How state is protected: the schemes, and the plan of an epoch that names one. Pure.
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
 blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP);
@@ -13,8 +13,6 @@ from enum import StrEnum
 from typing import Any
 
 from deadpool_megatron.settings import Settings
-
-ANY = "*"
 
 
 class Kind(StrEnum):
@@ -51,51 +49,30 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """``scheme`` for shard parts called ``part`` of roles on nodes of ``domain``; ANY for all."""
-
-    part: str
-    domain: str
-    scheme: Scheme
-
-
-@dataclass(frozen=True)
 class ProtectionPlan:
     """Part of an epoch record, so that all nodes follow the same one; it changes with the epoch.
 
-    The first rule that fits a shard part counts. Extras are small: they travel as copies wherever
-    the scheme is not ``local``. ``every``: only generations of iterations that it divides are
-    protected (and can be restored).
+    ``scheme`` holds for the shard parts of all roles. Extras are small: they travel as copies
+    unless it is ``local``. ``every``: only generations of iterations that it divides are protected
+    (and can be restored).
     """
 
-    rules: tuple[Rule, ...] = (Rule(ANY, ANY, Scheme(Kind.BUDDY)),)
+    scheme: Scheme = Scheme(Kind.BUDDY)
     every: int = 1
 
-    def scheme(self, part: str, domain: str) -> Scheme:
-        """The scheme of a shard part of a role whose node lies in ``domain``."""
-        for rule in self.rules:
-            if rule.part in (ANY, part) and rule.domain in (ANY, domain):
-                return rule.scheme
-        return Scheme(Kind.BUDDY)
-
     @property
-    def kinds(self) -> frozenset[Kind]:
-        """All kinds that the rules name."""
-        return frozenset(rule.scheme.kind for rule in self.rules)
+    def kind(self) -> Kind:
+        """Of the scheme."""
+        return self.scheme.kind
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        rules = [[rule.part, rule.domain, rule.scheme.to_list()] for rule in self.rules]
-        return {"rules": rules, "every": self.every}
+        return {"scheme": self.scheme.to_list(), "every": self.every}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ProtectionPlan:
         """Inverse of :meth:`to_dict`."""
-        rules = tuple(
-            Rule(str(part), str(domain), Scheme.from_list(scheme))
-            for part, domain, scheme in values["rules"]
-        )
-        return ProtectionPlan(rules, int(values["every"]))
+        return ProtectionPlan(Scheme.from_list(values["scheme"]), int(values["every"]))
 
 
 def first_plan(settings: Settings) -> ProtectionPlan:
@@ -106,13 +83,13 @@ def first_plan(settings: Settings) -> ProtectionPlan:
 
 
 def uniform(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
-    """One scheme for everything. Raises ValueError for a kind that there is not."""
+    """The plan with a scheme of this kind. Raises ValueError for one that there is not."""
     scheme = Scheme(
         Kind(kind),
         group=group if kind == Kind.PARITY else 0,
         full_every=settings.full_every if kind == Kind.RECOMPUTE else 1,
     )
-    return ProtectionPlan((Rule(ANY, ANY, scheme),), every)
+    return ProtectionPlan(scheme, every)
 
 
 def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> int:
@@ -120,15 +97,13 @@ def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> i
 
     ``plan``: another one than the run starts with.
     """
-    kinds = (plan or first_plan(settings)).kinds
-    return 0 if Kind.LOCAL in kinds else settings.replicas
+    return 0 if (plan or first_plan(settings)).kind is Kind.LOCAL else settings.replicas
 
 
 def plan_in_words(plan: ProtectionPlan) -> str:
-    """For people: ``buddy``, or ``shard1: parity(4), else buddy; every 3 iterations``."""
-    rules = [f"{_whose(rule)}{scheme_in_words(rule.scheme)}" for rule in plan.rules]
+    """For people: ``buddy``, or ``parity(4); every 3 iterations``."""
     cadence = "" if plan.every == 1 else f"; every {plan.every} iterations"
-    return ", ".join(rules) + cadence
+    return scheme_in_words(plan.scheme) + cadence
 
 
 def scheme_in_words(scheme: Scheme) -> str:
@@ -142,31 +117,15 @@ def scheme_in_words(scheme: Scheme) -> str:
 
 def in_words(plan: ProtectionPlan, replicas: int) -> str:
     """What a plan does, for people; ``replicas`` as in EpochRecord."""
-    found = []
-    for rule in plan.rules:
-        scheme, many = rule.scheme, "" if replicas == 1 else "s"
-        what = {
-            Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
-            Kind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
-            Kind.LOCAL: "no node may be lost",
-            Kind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
-        }[scheme.kind]
-        where = [
-            f"{name} {value}"
-            for name, value in (("part", rule.part), ("domain", rule.domain))
-            if value != ANY
-        ]
-        found.append(" ".join([f"{scheme.kind} ({what})", *where]))
+    scheme, many = plan.scheme, "" if replicas == 1 else "s"
+    what = {
+        Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
+        Kind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
+        Kind.LOCAL: "no node may be lost",
+        Kind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
+    }[scheme.kind]
     each = "" if plan.every == 1 else f", every {plan.every} iterations"
-    return "; ".join(found) + each
-
-
-def _whose(rule: Rule) -> str:
-    if (rule.part, rule.domain) == (ANY, ANY):
-        return ""
-    part = "" if rule.part == ANY else rule.part
-    domain = "" if rule.domain == ANY else f"in {rule.domain}"
-    return f"{' '.join(filter(None, (part, domain)))}: "
+    return f"{scheme.kind} ({what}){each}"
 
 
 def may_recompute(settings: Settings) -> bool:
@@ -176,13 +135,9 @@ def may_recompute(settings: Settings) -> bool:
 
 def recomputes(plan: ProtectionPlan) -> bool:
     """Whether members have to keep the steps to their generations."""
-    return Kind.RECOMPUTE in plan.kinds
+    return plan.kind is Kind.RECOMPUTE
 
 
 def without_recompute(plan: ProtectionPlan) -> ProtectionPlan:
     """The same plan with whole copies of every generation."""
-    rules = tuple(
-        replace(rule, scheme=Scheme(Kind.BUDDY)) if rule.scheme.kind is Kind.RECOMPUTE else rule
-        for rule in plan.rules
-    )
-    return replace(plan, rules=rules)
+    return replace(plan, scheme=Scheme(Kind.BUDDY)) if recomputes(plan) else plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from deadpool_megatron.layout.places.copies import choose_buddies, is_covered
 from deadpool_megatron.layout.places.domains import DomainsError, domain_of, parse_domains
 from deadpool_megatron.layout.places.parity import ParityGroup, ParityPlacement
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.planning.keys import Cluster, Parallel, Plan, PlanError
 from deadpool_megatron.planning.model import StageParameters, stage_parameters
 
@@ -117,8 +117,8 @@ def _groups(
             f" {least} nodes, there are {nodes} with the spares: set it to buddy"
         )
     scheme = Scheme(Kind.PARITY, group=protection.parity_group)
-    rules = ProtectionPlan((Rule(ANY, ANY, scheme),))
-    return ParityPlacement(seats, domains, spares, rules, protection.replicas).groups
+    placement = ParityPlacement(seats, domains, spares, ProtectionPlan(scheme), protection.replicas)
+    return placement.groups
 
 
 def node_domains(cluster: Cluster, domains_text: str) -> dict[int, str]:

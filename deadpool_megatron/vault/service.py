@@ -208,7 +208,7 @@ class Vault:
             self._members.set_workers(self._workers)
             for worker in self._workers.values():
                 worker.start()
-        if schemes.Kind.PARITY in record.protection.kinds:
+        if record.protection.kind is schemes.Kind.PARITY:
             name, parities = "load-code", (record.replicas,)
             threading.Thread(target=load_code, args=parities, name=name, daemon=True).start()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.places.parity import ParityPlacement
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from tests.faults import layouts
 from tests.faults.jobs import fault, recomputed, restart_kinds, strike
 
@@ -19,7 +19,7 @@ ITERATIONS = 12
 def test_a_crash_and_a_lost_holder_change_no_bit(tmp_path: Path) -> None:
     """Role 0's process dies with the vault of its node, then the spare with the block of all."""
     nodes, spares = range(LAYOUT.nodes), [LAYOUT.nodes, LAYOUT.nodes + 1]
-    plan = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.PARITY, group=4)),))
+    plan = ProtectionPlan(Scheme(Kind.PARITY, group=4))
     domains = {node: str(node) for node in (*nodes, *spares)}
     placed = ParityPlacement({role: role for role in nodes}, domains, spares, plan, 1)
     ((holder,),) = (group.holders for group in placed.groups)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, choose, lacking
 from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme, uniform
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, uniform
 from deadpool_megatron.settings import Settings
 
 GIGA = 10**9
@@ -83,7 +83,7 @@ def test_more_memory_never_means_more_risk(of: Scene, gigabytes: list[int], more
 
 def _risk(plan: ProtectionPlan) -> int:
     """Of the members of a group, copies being a group of one, any r + 1 lose state together."""
-    return max(rule.scheme.group if rule.scheme.kind is Kind.PARITY else 1 for rule in plan.rules)
+    return plan.scheme.group if plan.kind is Kind.PARITY else 1
 
 
 def test_without_limits_everything_is_copied() -> None:
@@ -139,14 +139,3 @@ def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:
     for plan in (ProtectionPlan(), uniform("parity", Settings(), 1, 3)):
         needs = memory_needs(plan, replace(of, layouts=same))
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000
-
-
-def test_rules_by_domain_reach_the_roles_of_that_domain() -> None:
-    of = scene(nodes=6, per_node=1)
-    rules = (
-        Rule(ANY, "node0", Scheme(Kind.BUDDY)),
-        Rule(ANY, "node1", Scheme(Kind.BUDDY)),
-        Rule(ANY, ANY, Scheme(Kind.PARITY, group=2)),
-    )
-    found = memory_needs(ProtectionPlan(rules), of)
-    assert sum(found.values()) == pytest.approx(SLOTS * 10 * GIGA * (6 + 2 + 2), rel=1e-3)

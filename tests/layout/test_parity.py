@@ -31,11 +31,11 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme, in_words
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme, in_words
 
 
 def plan(size: int) -> ProtectionPlan:
-    return ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.PARITY, group=size)),))
+    return ProtectionPlan(Scheme(Kind.PARITY, group=size))
 
 
 def record(
@@ -177,19 +177,14 @@ def test_two_domains_in_turn_are_mixed() -> None:
         assert {role % 2 for role in group.roles} == {0, 1}
 
 
-def test_rules_of_a_domain_make_groups_of_their_own() -> None:
-    scheme = Scheme(Kind.PARITY, group=3)
-    mixed = ProtectionPlan((Rule("shard0", "a", scheme), Rule(ANY, "b", Scheme(Kind.PARITY, 2))))
-    domains = {node: "ab"[node % 2] for node in range(6)} | {6: "c", 7: "c"}
-    seats = {role: role for role in range(7)}
-    placed = ParityPlacement(seats, domains, [7], mixed, 1)
-    assert [group.roles for group in placed.groups] == [(0, 2, 4), (1, 5), (3,)]
-    assert placed.group_of(6) is None  # rack c keeps copies
-    assert placed.codes(0, "shard0")
-    assert not placed.codes(0, "shard1")
-    assert placed.codes(1, "shard1")
-    assert not placed.codes(6, "shard0")
+def test_roles_and_blocks_find_their_group() -> None:
+    domains = dict.fromkeys(range(6), "a") | {6: "b"}
+    seats = {role: role for role in range(6)} | {6: 9}  # node 9 is lost
+    placed = ParityPlacement(seats, domains, [6], plan(3), 1)
+    assert [group.roles for group in placed.groups] == [(0, 2, 4), (1, 3, 5)]
+    assert placed.group_of(6) is None
     group = placed.groups[1]
+    assert placed.group_of(3) == group
     assert placed.block(group.blocks[0]) == (group, 0)
     assert placed.block(1) is None
 
@@ -205,9 +200,8 @@ def test_numbers_of_parity_roles() -> None:
         parity_role((1, 5, 9), 3, 0),
         parity_role((1, 5), 2, 0),
         parity_role((15, 9), 2, 0),
-        parity_role((1, 5, 9), 2, 0, "other rules"),
     }
-    assert len(others) == 6
+    assert len(others) == 5
 
 
 def a_layout(role: int, sizes: dict[str, int], slots: int = 2) -> RoleLayout:
@@ -249,9 +243,8 @@ def test_a_large_cluster_is_decided_at_once() -> None:
 def test_a_plan_in_words() -> None:
     assert in_words(ProtectionPlan(), 1) == "buddy (1 copy)"
     assert in_words(plan(4), 2) == "parity (2 blocks for up to 4 roles)"
-    local = Rule("shard1", "rack0", Scheme(Kind.LOCAL))
-    recompute = Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=8))
-    assert in_words(ProtectionPlan((local, recompute), 2), 1) == (
-        "local (no node may be lost) part shard1 domain rack0;"
-        " recompute (whole every 8 iterations, gradients in between), every 2 iterations"
+    assert in_words(ProtectionPlan(Scheme(Kind.LOCAL), 2), 0) == (
+        "local (no node may be lost), every 2 iterations"
     )
+    recompute = ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=8))
+    assert in_words(recompute, 1) == "recompute (whole every 8 iterations, gradients in between)"

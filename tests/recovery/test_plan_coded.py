@@ -22,7 +22,7 @@ from deadpool_megatron.layout.records import (
     Source,
     extras_part,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 
 EXTRAS = extras_part("step")
@@ -56,7 +56,7 @@ class World:
         self.protect(self.placement, (OLD, NEW))
 
     def place(self, group: int) -> ParityPlacement:
-        plan = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.PARITY, group=group)),))
+        plan = ProtectionPlan(Scheme(Kind.PARITY, group=group))
         domains = {node: f"rack{node}" for node in range(self.nodes)}
         spares = set(domains) - set(self.seats.values())
         return ParityPlacement(self.seats, domains, spares, plan, self.parities)

@@ -36,7 +36,7 @@ from deadpool_megatron.layout.records import (
     Seat,
 )
 from deadpool_megatron.layout.replaying import gradients_part, key, step_parts
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
@@ -52,20 +52,14 @@ SEATED, SPARES = 4, 2
 SETTINGS = Settings(connect_seconds=5.0, restore_seconds=60.0, chunk_bytes=4096)
 
 
-def plan_of(*rules: tuple[str, Scheme]) -> ProtectionPlan:
-    return ProtectionPlan(tuple(Rule(part, ANY, scheme) for part, scheme in rules))
-
-
-BUDDY, CODED = Scheme(Kind.BUDDY), Scheme(Kind.PARITY, group=3)
 # Name -> (plan, how many lost nodes it survives).
 SCHEMES = {
-    "buddy": (plan_of((ANY, BUDDY)), 1),
-    "two buddies": (plan_of((ANY, BUDDY)), 2),
-    "parity": (plan_of((ANY, CODED)), 1),
-    "two parities": (plan_of((ANY, Scheme(Kind.PARITY, group=2))), 2),
-    "local": (plan_of((ANY, Scheme(Kind.LOCAL))), 0),
-    "recompute": (plan_of((ANY, Scheme(Kind.RECOMPUTE, full_every=3))), 1),
-    "mixed": (plan_of(("tail", BUDDY), (ANY, CODED)), 1),
+    "buddy": (ProtectionPlan(), 1),
+    "two buddies": (ProtectionPlan(), 2),
+    "parity": (ProtectionPlan(Scheme(Kind.PARITY, group=3)), 1),
+    "two parities": (ProtectionPlan(Scheme(Kind.PARITY, group=2)), 2),
+    "local": (ProtectionPlan(Scheme(Kind.LOCAL)), 0),
+    "recompute": (ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=3)), 1),
 }
 
 

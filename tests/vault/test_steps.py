@@ -25,7 +25,7 @@ from deadpool_megatron.layout.replaying import (
     step_parts,
     unpack_sums,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
@@ -43,7 +43,7 @@ from tests.vault.harness import (
 EVERY = 4
 SHARDS = ("shard", "tail")
 STEP = {*map(gradients_part, SHARDS), UPDATE_PART, SUMS_PART}
-PLAN = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),))
+PLAN = ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=EVERY))
 
 
 def with_steps(role: int) -> RoleLayout:

@@ -65,7 +65,7 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
     that is not known yet, or when only the cadence is another one: slots stay what they are then.
     """
     scene = scene_of(state, settings)
-    if scene is None or (state.record and state.record.protection.rules == plan.rules):
+    if scene is None or (state.record and state.record.protection.scheme == plan.scheme):
         return ""
     lack = lacking(plan, scene, budgets_of(state))
     return "" if lack is None else f"{lack.in_words()}: choose parity with a larger --group"

@@ -16,11 +16,11 @@ import json
 import math
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import EpochRecord, PartInfo, RoleLayout
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 
 PARITY_BASE = 1 << 32
 _PARITY_END = 1 << 52  # below it numbers survive any JSON reader
@@ -42,13 +42,12 @@ def is_parity_role(number: int) -> bool:
     return number >= PARITY_BASE
 
 
-def parity_role(roles: Sequence[int], parities: int, number: int, rules: str = "") -> int:
+def parity_role(roles: Sequence[int], parities: int, number: int) -> int:
     """The role number of parity block ``number`` (from 0) of ``parities`` over ``roles`` in order.
 
     Another composition is another role, so blocks of different ones never meet in one segment.
-    ``rules``: text that differs where other parts are covered.
     """
-    text = f"{','.join(map(str, roles))}/{parities}/{number}/{rules}"
+    text = f"{','.join(map(str, roles))}/{parities}/{number}"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return PARITY_BASE + int.from_bytes(digest, "little") % (_PARITY_END - PARITY_BASE)
 
@@ -83,32 +82,21 @@ class ParityPlacement:
         parities: int,
     ) -> None:
         self.parities = parities
-        self._plan = plan
-        self._domain_of = {r: domains[node] for r, node in seats.items() if node in domains}
         roles_of: dict[int, list[int]] = {}
-        for role in sorted(self._domain_of):
+        for role in sorted(role for role, node in seats.items() if node in domains):
             roles_of.setdefault(seats[role], []).append(role)
         places = sorted(roles_of, key=lambda node: roles_of[node][0])
         idle = sorted(node for node in set(spares) - set(seats.values()) if node in domains)
-        pools: dict[tuple[str, int], list[int]] = {}
-        kinds: dict[str, tuple[str, int]] = {}
-        for node in places:
-            domain = domains[node]
-            if domain not in kinds:
-                kinds[domain] = _rules_of(plan, domain)
-            if kinds[domain][1]:
-                pools.setdefault(kinds[domain], []).append(node)
-        most = max(1, len(places) + len(idle) - parities)
+        most = max(1, min(plan.scheme.group, len(places) + len(idle) - parities))
         composed = [
-            (rules, nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
-            for (rules, size), pool in pools.items()
-            for nodes in _split(pool, min(size, most), domains)
+            (nodes, [roles_of[node][row] for node in nodes if row < len(roles_of[node])])
+            for nodes in (_split(places, most, domains) if places else ())
             for row in range(max(len(roles_of[node]) for node in nodes))
         ]
         holders = _Holders(places, idle, domains, len(composed) * parities)
         self.groups = tuple(
-            _group(roles, rules, parities, holders.choose(number, nodes, parities))
-            for number, (rules, nodes, roles) in enumerate(composed)
+            _group(roles, parities, holders.choose(number, nodes, parities))
+            for number, (nodes, roles) in enumerate(composed)
         )
         self._by_role = {role: group for group in self.groups for role in group.roles}
         self._by_block = {
@@ -136,33 +124,24 @@ class ParityPlacement:
         """The group of a parity role and which of its blocks (from 0) that is."""
         return self._by_block.get(number)
 
-    def codes(self, role: int, part: str) -> bool:
-        """True when the plan protects this shard part of the role by parity."""
-        domain = self._domain_of.get(role)
-        return domain is not None and self._plan.scheme(part, domain).kind is Kind.PARITY
-
     def layout(self, number: int, layouts: Mapping[int, RoleLayout]) -> RoleLayout:
         """Layout of a parity role of this placement, from those of its group.
 
         Raises KeyError for another number or when a layout is missing.
         """
         group, block = self._by_block[number]
-        return parity_layout(layouts, group, block, self.parities, self.codes)
+        return parity_layout(layouts, group, block, self.parities)
 
 
 def parity_groups(record: EpochRecord) -> tuple[ParityGroup, ...]:
     """All groups of an epoch; none where its plan knows no parity."""
-    if Kind.PARITY not in record.protection.kinds:
+    if record.protection.kind is not Kind.PARITY:
         return ()
     return ParityPlacement.of_record(record).groups
 
 
 def parity_layout(
-    layouts: Mapping[int, RoleLayout],
-    group: ParityGroup,
-    number: int,
-    parities: int,
-    codes: Callable[[int, str], bool] = lambda role, part: True,
+    layouts: Mapping[int, RoleLayout], group: ParityGroup, number: int, parities: int
 ) -> RoleLayout:
     """What the parity role of block ``number`` consists of.
 
@@ -175,7 +154,7 @@ def parity_layout(
     for role in group.roles:
         shard_parts = layouts[role].shard_parts
         for part in layouts[role].parts:
-            if part.name in shard_parts and codes(role, part.name):
+            if part.name in shard_parts:
                 sizes[part.name] = max(part.nbytes, sizes.get(part.name, 0))
                 entries_bytes += 96 + len(json.dumps(part.name))
     role_number = group.blocks[number]
@@ -250,19 +229,9 @@ class Members:
         )
 
 
-def _rules_of(plan: ProtectionPlan, domain: str) -> tuple[str, int]:
-    """``(text of the rules, size of groups)`` of a domain; size 0 where nothing is coded."""
-    rules = [rule for rule in plan.rules if rule.domain in (ANY, domain)]
-    sizes = [rule.scheme.group for rule in rules if rule.scheme.kind is Kind.PARITY]
-    text = json.dumps([[rule.part, rule.scheme.to_list()] for rule in rules])
-    return text, max(1, *sizes) if sizes else 0
-
-
-def _group(
-    roles: Sequence[int], rules: str, parities: int, holders: tuple[int, ...]
-) -> ParityGroup:
+def _group(roles: Sequence[int], parities: int, holders: tuple[int, ...]) -> ParityGroup:
     ordered = tuple(sorted(roles))
-    blocks = tuple(parity_role(ordered, parities, n, rules) for n in range(len(holders)))
+    blocks = tuple(parity_role(ordered, parities, n) for n in range(len(holders)))
     return ParityGroup(ordered, blocks, holders)
 
 

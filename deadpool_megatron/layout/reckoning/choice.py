@@ -16,10 +16,8 @@ from importlib.util import find_spec
 from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
 from deadpool_megatron.layout.schemes import (
-    ANY,
     Kind,
     ProtectionPlan,
-    Rule,
     Scheme,
     losses_survived,
     plan_in_words,
@@ -101,13 +99,13 @@ def _plans(scene: Scene, every: int) -> Iterator[ProtectionPlan]:
     most = largest_group(len(scene.domains), scene.survived)
     schemes += [Scheme(Kind.PARITY, group=size) for size in GROUP_SIZES if size <= most]
     for scheme in schemes:
-        yield ProtectionPlan((Rule(ANY, ANY, scheme),), every)
+        yield ProtectionPlan(scheme, every)
 
 
 def _why(plan: ProtectionPlan, room: str, lacks: Sequence[Lack]) -> str:
     """Return one line: what stands in the way of copies, where they are not taken."""
     text = f"{plan_in_words(plan)} fits, {room} to take over the roles of another node"
-    if Kind.BUDDY in plan.kinds:
+    if plan.kind is Kind.BUDDY:
         return text
     return f"{text}; for copies {lacks[0].in_words()}"
 
@@ -128,40 +126,35 @@ def refusal(
     ``live_nodes``: connected ones, spares included. ``present``: the plan so far, if there is one.
     Its schemes go on with what is left of the nodes, so they are no reason against another cadence.
     """
-    kinds = plan.kinds
+    scheme, kind = plan.scheme, plan.kind
     if not 1 <= plan.every <= LONGEST_CADENCE:
         return f"a cadence of {plan.every} is not between 1 and {LONGEST_CADENCE}"
-    if Kind.RECOMPUTE in kinds and settings.protection != Kind.RECOMPUTE:
+    if kind is Kind.RECOMPUTE and settings.protection != Kind.RECOMPUTE:
         return (
             "recompute needs room for gradients in every slot, and slots are laid out at the start:"
             " start the run with --deadpool-protection recompute"
         )
-    if Kind.RECOMPUTE in kinds and plan.every > 1:
+    if kind is Kind.RECOMPUTE and plan.every > 1:
         return "recompute needs the gradients of every iteration: choose a cadence of 1"
-    if Kind.LOCAL in kinds and len(kinds) > 1:
-        return "local is for all parts or for none: nothing of a lost node can be had without all"
     blocks = losses_survived(settings, plan)
-    if Kind.PARITY in kinds and blocks > 1 and find_spec("zfec") is None:
+    if kind is Kind.PARITY and blocks > 1 and find_spec("zfec") is None:
         return (
             f"parity with {blocks} blocks for each group needs the package zfec on all nodes:"
             " pip install 'deadpool-megatron[parity]'"
         )
-    for scheme in (rule.scheme for rule in plan.rules):
-        if scheme.kind is Kind.PARITY and scheme.group < 2:
-            return f"a parity group has at least 2 roles, not {scheme.group}"
-        if scheme.kind is Kind.PARITY and scheme.group + blocks > MOST_BLOCKS:
-            return (
-                f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
-                f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
-            )
-        needed = _nodes_needed(scheme.kind, losses_survived(settings, plan))
-        is_new = present is None or scheme not in {rule.scheme for rule in present.rules}
-        if is_new and live_nodes < needed:
-            name, survived = scheme_in_words(scheme), losses_survived(settings, plan)
-            return (
-                f"{name} that survives {survived} lost nodes needs at least {needed} nodes, there"
-                f" are {live_nodes}: attach {needed - live_nodes} more"
-            )
+    if kind is Kind.PARITY and scheme.group < 2:
+        return f"a parity group has at least 2 roles, not {scheme.group}"
+    if kind is Kind.PARITY and scheme.group + blocks > MOST_BLOCKS:
+        return (
+            f"a parity group has at most {MOST_BLOCKS - blocks} roles beside {blocks}"
+            f" block{'' if blocks == 1 else 's'}, not {scheme.group}: choose a smaller --group"
+        )
+    needed, is_new = _nodes_needed(kind, blocks), present is None or scheme != present.scheme
+    if is_new and live_nodes < needed:
+        return (
+            f"{scheme_in_words(scheme)} that survives {blocks} lost nodes needs at least {needed}"
+            f" nodes, there are {live_nodes}: attach {needed - live_nodes} more"
+        )
     return ""
 
 

@@ -43,7 +43,7 @@ def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
 
 
 def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
-    survived = 0 if Kind.LOCAL in plan.kinds else scene.survived
+    survived = 0 if plan.kind is Kind.LOCAL else scene.survived
     reckoning = _Reckoning(plan, scene, survived)
     for role, layout in scene.layouts.items():
         if role in scene.seats:
@@ -72,7 +72,7 @@ class _Reckoning:
         self._survived = survived
         self._copies = CopyPlacement(scene.seats, scene.domains, scene.spares, survived)
         self._parity = None
-        if Kind.PARITY in plan.kinds:
+        if plan.kind is Kind.PARITY:
             self._parity = ParityPlacement(
                 scene.seats, scene.domains, scene.spares, plan, scene.survived
             )
@@ -99,11 +99,7 @@ class _Reckoning:
         return not (self._is_coded(role, part) or self._is_covered(role, part))
 
     def _is_coded(self, role: int, part: PartInfo) -> bool:
-        return (
-            self._parity is not None
-            and not self._is_covered(role, part)
-            and self._parity.codes(role, part.name)
-        )
+        return self._parity is not None and not self._is_covered(role, part)
 
     def _is_covered(self, role: int, part: PartInfo) -> bool:
         scene = self._scene

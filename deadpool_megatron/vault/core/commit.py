@@ -30,20 +30,21 @@ class Ledger:
 
     def __init__(self, record: EpochRecord, steps: Steps | None = None) -> None:
         self._record = record
+        self._kind = record.protection.kind
         self._steps = steps or Steps()
         self._steps.begin(record)
         self._seats = {role: seat.node for role, seat in record.seats.items()}
         self._domains = {node: address.domain for node, address in record.nodes.items()}
         self._placement = CopyPlacement.of_record(record)
         self.parity: ParityPlacement | None = None
-        if Kind.PARITY in record.protection.kinds:
+        if record.protection.kind is Kind.PARITY:
             self.parity = ParityPlacement.of_record(record)
         self._acknowledged: dict[tuple[int, Generation, int], set[str]] = {}
         self._owed: dict[int, dict[str, tuple[int, ...]]] = {}
 
     def buddies(self, layout: RoleLayout) -> tuple[int, ...]:
         """Nodes that keep copies of a role, if only of its extras, in this epoch."""
-        if self._stays(layout):
+        if self._kind is Kind.LOCAL:
             return ()
         return self._placement.buddies(layout.role, layout.peers)
 
@@ -64,7 +65,7 @@ class Ledger:
         return {
             part.name: part.nbytes
             for part in layout.parts
-            if self._is_coded(layout.role, part.name) and not self._covered(layout, part.replicas)
+            if self._is_coded(part.name) and not self._covered(layout, part.replicas)
         }
 
     def owed(self, layout: RoleLayout) -> Mapping[str, tuple[int, ...]]:
@@ -133,7 +134,7 @@ class Ledger:
             if name in sealed
             and node in nodes
             and name not in done
-            and self._is_coded(layout.role, name) == coded
+            and self._is_coded(name) == coded
             and self._steps.counts(layout, generation, name)
         ]
 
@@ -169,26 +170,15 @@ class Ledger:
                 reached = boundary
         return reached
 
-    def _kind(self, role: int, name: str) -> Kind:
-        node = self._seats.get(role)
-        domain = self._domains.get(node, "") if node is not None else ""
-        return self._record.protection.scheme(name, domain).kind
-
-    def _is_coded(self, role: int, name: str) -> bool:
+    def _is_coded(self, name: str) -> bool:
         """Shard parts only: blocks are computed of nothing else (places.parity.parity_layout)."""
-        return "@" not in name and self._kind(role, name) is Kind.PARITY
+        return "@" not in name and self._kind is Kind.PARITY
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:
         """Extras travel whole, whatever is done with the shards; so do steps, where they count."""
         if self._covered(layout, replicas):
             return False
-        if "@" in name:
-            return not self._stays(layout)
-        return self._kind(layout.role, name) not in (Kind.PARITY, Kind.LOCAL)
-
-    def _stays(self, layout: RoleLayout) -> bool:
-        """True when nothing of the role leaves its node."""
-        return {self._kind(layout.role, name) for name in layout.shard_parts} == {Kind.LOCAL}
+        return self._kind is not Kind.LOCAL and not self._is_coded(name)
 
     def _covered(self, layout: RoleLayout, replicas: tuple[int, ...]) -> bool:
         return is_covered(replicas, layout.role, self._seats, self._domains, self._record.replicas)

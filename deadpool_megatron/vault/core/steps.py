@@ -23,7 +23,7 @@ from deadpool_megatron.layout.replaying import (
     pack_sums,
     shard_of,
 )
-from deadpool_megatron.layout.schemes import Kind, Scheme
+from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import SealedSlot
@@ -100,26 +100,15 @@ class Steps:
         """Whether part ``name`` of a generation has to reach the buddies."""
         step = self.follows(layout.role, generation) is not None
         if not is_step_part(name):
-            return not step or "@" in name or not self._recomputed(layout, name)
-        shard = shard_of(name)
-        return step and (shard is None or self._recomputed(layout, shard))
-
-    def scheme(self, role: int, part: str) -> Scheme:
-        """The scheme of a shard part of a role, in this epoch."""
-        assert self._record is not None
-        seat = self._record.seats.get(role)
-        address = None if seat is None else self._record.nodes.get(seat.node)
-        return self._record.protection.scheme(part, "" if address is None else address.domain)
-
-    def _recomputed(self, layout: RoleLayout, shard: str) -> bool:
-        return self.scheme(layout.role, shard).kind is Kind.RECOMPUTE
+            return not step or "@" in name
+        return step
 
     def _full_every(self, layout: RoleLayout) -> int:
         """1 when every generation travels whole."""
-        if self._record is None or not keeps_steps(layout):
+        plan = self._record.protection if self._record is not None else None
+        if plan is None or not recomputes(plan) or not keeps_steps(layout):
             return 1
-        schemes = [self.scheme(layout.role, name) for name in layout.shard_parts]
-        return min((s.full_every for s in schemes if s.kind is Kind.RECOMPUTE), default=1)
+        return plan.scheme.full_every
 
 
 def check_same(segment: Segment, layout: RoleLayout, slots: int, node: int) -> None:

@@ -60,7 +60,7 @@ def test_what_is_not_named_stays() -> None:
     assert isinstance(found, dict)
     assert found["words"] == "parity(2); every 3 iterations"
     wanted = ProtectionPlan.from_dict(found["plan"])
-    assert (wanted.rules[0].scheme.group, wanted.every) == (2, 3)
+    assert (wanted.scheme.group, wanted.every) == (2, 3)
     found = desk.ask(every=5)
     assert isinstance(found, dict)
     assert found["words"] == "buddy; every 5 iterations"

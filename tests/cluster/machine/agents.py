@@ -262,7 +262,7 @@ class Agents:
         """With whom a role shares parity blocks in this epoch."""
         record = self.record
         assert record is not None
-        if SchemeKind.PARITY not in record.protection.kinds:
+        if record.protection.kind is not SchemeKind.PARITY:
             return None
         if record.epoch not in self.placements:
             placement = self.placements[record.epoch] = ParityPlacement.of_record(record)

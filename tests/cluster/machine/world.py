@@ -313,7 +313,7 @@ class World(Agents):
     def train(self) -> None:
         """One iteration of all roles with all copies, if possible."""
         roles = range(self.config.world_size)
-        coded = self.record is not None and SchemeKind.PARITY in self.record.protection.kinds
+        coded = self.record is not None and self.record.protection.kind is SchemeKind.PARITY
         copies = self.config.settings.replicas * (2 if coded else 1)
         for _ in range(copies):
             for role in roles:

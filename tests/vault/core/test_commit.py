@@ -12,7 +12,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.core.commit import Ledger
 from tests.vault.harness import make_layout
 
@@ -95,13 +95,13 @@ def test_covered_parts_are_not_shipped() -> None:
     assert ledger.boundary(layout, G, SHARD) == "step"
 
 
-def planned(base: EpochRecord, *rules: Rule) -> EpochRecord:
-    return replace(base, protection=ProtectionPlan(rules))
+def planned(base: EpochRecord, scheme: Scheme) -> EpochRecord:
+    return replace(base, protection=ProtectionPlan(scheme))
 
 
 def test_parity_owes_shards_to_the_holders_and_extras_to_buddies() -> None:
     layout = make_layout(0)
-    ledger = Ledger(planned(record(4, 3), Rule(ANY, ANY, Scheme(Kind.PARITY, group=3))))
+    ledger = Ledger(planned(record(4, 3), Scheme(Kind.PARITY, group=3)))
     ((block, holder),) = ledger.holders(0).items()
     assert holder == 3
     (buddy,) = ledger.buddies(layout)
@@ -122,7 +122,7 @@ def test_parity_owes_shards_to_the_holders_and_extras_to_buddies() -> None:
 def test_parity_of_two_blocks_waits_for_both() -> None:
     layout = make_layout(0)
     base = record(4, 2, replicas=2)
-    ledger = Ledger(planned(base, Rule(ANY, ANY, Scheme(Kind.PARITY, group=2))))
+    ledger = Ledger(planned(base, Scheme(Kind.PARITY, group=2)))
     holders = ledger.holders(0).values()
     assert set(holders) == {2, 3}
     for node in ledger.buddies(layout):
@@ -135,33 +135,17 @@ def test_parity_of_two_blocks_waits_for_both() -> None:
 
 def test_parity_without_a_holder_waits_for_a_release() -> None:
     layout = make_layout(0)
-    rule = Rule(ANY, ANY, Scheme(Kind.PARITY, group=2))
-    assert Ledger(planned(record(1, 1), rule)).exposed(layout)
-    released = Ledger(planned(record(1, 1, fewer=frozenset({0})), rule))
+    scheme = Scheme(Kind.PARITY, group=2)
+    assert Ledger(planned(record(1, 1), scheme)).exposed(layout)
+    released = Ledger(planned(record(1, 1, fewer=frozenset({0})), scheme))
     assert released.released(layout)
     assert released.boundary(layout, G, SHARD) == "step"
 
 
 def test_local_owes_nothing_to_anybody() -> None:
     layout = make_layout(0)
-    ledger = Ledger(planned(record(3, 3, replicas=0), Rule(ANY, ANY, Scheme(Kind.LOCAL))))
+    ledger = Ledger(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL)))
     assert not ledger.exposed(layout)
     assert not any(ledger.owed(layout).values())
     assert ledger.boundary(layout, G, SHARD) == "step"
     assert not ledger.keeps(layout, 1)
-
-
-def test_domains_and_parts_may_differ_in_their_scheme() -> None:
-    """Rack 0 stays at home altogether; of the others one part does, extras are copied."""
-    ledger = Ledger(
-        planned(
-            record(3, 3),
-            Rule(ANY, "rack0", Scheme(Kind.LOCAL)),
-            Rule("tail", ANY, Scheme(Kind.LOCAL)),
-        )
-    )
-    assert not any(ledger.owed(make_layout(0)).values())
-    assert ledger.boundary(make_layout(0), G, SHARD) == "step"
-    owed = ledger.owed(make_layout(1))
-    assert owed["tail"] == ()
-    assert owed["shard"] == owed["extras@step"] == ledger.buddies(make_layout(1)) != ()

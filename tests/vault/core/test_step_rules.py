@@ -30,7 +30,7 @@ from deadpool_megatron.layout.replaying import (
     step_parts,
     unpack_sums,
 )
-from deadpool_megatron.layout.schemes import ANY, Kind, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
@@ -71,7 +71,7 @@ def make_layout(slots: int = 2, nbytes: int = 64, covered: bool = False) -> Role
 
 
 def record(every: int = EVERY, restore: Restore | None = None) -> EpochRecord:
-    plan = ProtectionPlan((Rule(ANY, ANY, Scheme(Kind.RECOMPUTE, full_every=every)),))
+    plan = ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=every))
     return EpochRecord(
         epoch=1,
         seats={0: Seat(0, 0, 0), 1: Seat(1, 0, 0)},
@@ -153,28 +153,22 @@ def test_what_peers_hold_anyway_needs_no_gradients() -> None:
 
 
 def test_steps_never_go_into_parity_blocks() -> None:
-    """Slots have room for steps whatever the plan is now, and plans may name single parts."""
-    coded = Scheme(Kind.PARITY, group=2)
-    other = PartInfo("shard1", 192, (0,))
-    layout = replace(make_layout(), parts=(other, *make_layout().parts))
-    sealed = ["shard1", *ALL]
-    for rules in ((), (Rule("shard0", ANY, Scheme(Kind.RECOMPUTE, full_every=EVERY)),)):
-        chains = Steps()
-        plan = ProtectionPlan((*rules, Rule(ANY, ANY, coded)))
-        nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
-        ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
-        chains.trust(0, True)
-        for iteration in (0, 1):
-            chains.decide(layout, g(iteration), has_step=True)
-        assert set(ledger.coded(layout)) == ({"shard1"} if rules else {"shard0", "shard1"})
-        (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
-        owed = ledger.missing(layout, g(1), sealed, holder, coded=True)
-        assert owed == sorted(ledger.coded(layout), key=[p.name for p in layout.parts].index)
-        assert ledger.missing(layout, g(1), sealed, buddy) == (STEP if rules else [EXTRAS])
-        ledger.acknowledge(0, g(1), holder, owed)
-        assert ledger.boundary(layout, g(1), sealed) is None
-        ledger.acknowledge(0, g(1), buddy, STEP if rules else [EXTRAS])
-        assert ledger.boundary(layout, g(1), sealed) == "step"
+    """Slots have room for steps whatever the plan is now."""
+    layout, chains = make_layout(), Steps()
+    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 1) for node in range(3)}
+    plan = ProtectionPlan(Scheme(Kind.PARITY, group=2))
+    ledger = Ledger(replace(record(), protection=plan, nodes=nodes), chains)
+    chains.trust(0, True)
+    for iteration in (0, 1):
+        chains.decide(layout, g(iteration), has_step=True)
+    assert set(ledger.coded(layout)) == {"shard0"}
+    (buddy,), (holder,) = ledger.buddies(layout), ledger.holders(0).values()
+    assert ledger.missing(layout, g(1), ALL, holder, coded=True) == ["shard0"]
+    assert ledger.missing(layout, g(1), ALL, buddy) == [EXTRAS]
+    ledger.acknowledge(0, g(1), holder, ["shard0"])
+    assert ledger.boundary(layout, g(1), ALL) is None
+    ledger.acknowledge(0, g(1), buddy, [EXTRAS])
+    assert ledger.boundary(layout, g(1), ALL) == "step"
 
 
 def test_sums_and_their_garbage() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.parity.assembly import Assembly, Damaged, GivenUp, Stream
@@ -32,6 +33,12 @@ from tests.vault.harness import make_layout
 
 G = Generation(1, 0)
 CHUNK = 4096
+
+
+def _layout(role: int, nbytes: int) -> RoleLayout:
+    """With one shard part."""
+    layout = make_layout(role, nbytes)
+    return replace(layout, parts=tuple(part for part in layout.parts if part.name != "tail"))
 
 
 class Bench:
@@ -47,10 +54,10 @@ class Bench:
             nodes={n: NodeAddress("h", 1, f"rack{n}", n >= k) for n in range(k + parities)},
             restore=Restore("initial", Generation(1, 0)),
             replicas=parities,
-            protection=ProtectionPlan((Rule("shard", ANY, scheme),)),
+            protection=ProtectionPlan(scheme),
         )
         self.state.adopt(self.record)
-        self.layouts: dict[int, RoleLayout] = {r: make_layout(r, n) for r, n in enumerate(sizes)}
+        self.layouts: dict[int, RoleLayout] = {r: _layout(r, n) for r, n in enumerate(sizes)}
         placed = ParityPlacement.of_record(self.record)
         (self.group,) = placed.groups
         self.number = self.group.holders.index(k)

@@ -19,7 +19,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refused
@@ -173,7 +173,7 @@ class Uncovered:
             seats={role: Seat(role, 0, 0) for role in (0, 1)},
             nodes={n: NodeAddress("h", 1, rack, n > 1) for n, rack in racks.items()},
             restore=restore,
-            protection=ProtectionPlan((Rule(ANY, ANY, scheme),)),
+            protection=ProtectionPlan(scheme),
         )
         self.state.adopt(record)
         (group,) = ParityPlacement.of_record(record).groups

@@ -21,7 +21,7 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
 )
-from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme
+from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
 from tests.vault.harness import (
     Cluster,
@@ -41,7 +41,7 @@ BIG = 6 << 20
 
 def with_parity(record: EpochRecord, group: int = 3) -> EpochRecord:
     scheme = Scheme(schemes.Kind.PARITY, group=group)
-    return replace(record, protection=ProtectionPlan((Rule(ANY, ANY, scheme),)))
+    return replace(record, protection=ProtectionPlan(scheme))
 
 
 def layouts_of(sizes: dict[int, int], slots: int = 2) -> dict[int, RoleLayout]:

@@ -44,7 +44,7 @@ class ProtectionWatch:
         if state.phase is not Phase.RUNNING or state.record is None or plan != self._told(state):
             return []
         every, stretch = self._meter.look(plan.every)
-        fixed = self._settings.cadence != "auto" or schemes.Kind.RECOMPUTE in plan.kinds
+        fixed = self._settings.cadence != "auto" or schemes.recomputes(plan)
         if every == plan.every or fixed:
             return []
         why = in_words(stretch)

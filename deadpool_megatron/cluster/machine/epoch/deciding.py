@@ -107,7 +107,7 @@ def owed_copies(
 
 def _with_scheme(turn: Turn, reason: str) -> str:
     """Why nothing can be restored, and the choice that has led to it."""
-    if turn.state.fleet.gone and schemes.Kind.LOCAL in turn.state.protection.plan.kinds:
+    if turn.state.fleet.gone and turn.state.protection.plan.kind is schemes.Kind.LOCAL:
         return (
             "--deadpool-protection local keeps the state of a node on that node only, and one was"
             f" lost: {reason}; save checkpoints more often, or protect with buddy or parity"

@@ -9,10 +9,9 @@ import pytest
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.reckoning import choice
 from deadpool_megatron.layout.reckoning.choice import refusal
-from deadpool_megatron.layout.schemes import ANY, ProtectionPlan, Rule, Scheme, first_plan, uniform
+from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, uniform
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed
 
@@ -143,17 +142,6 @@ RECOMPUTE = Settings(protection="recompute")
         ),
         (first_plan(RECOMPUTE), RECOMPUTE, 2, ""),
         (replace(first_plan(RECOMPUTE), every=2), RECOMPUTE, 2, "a cadence of 1"),
-        (
-            ProtectionPlan(
-                (
-                    Rule("shard1", ANY, Scheme(schemes.Kind.LOCAL)),
-                    Rule(ANY, ANY, Scheme(schemes.Kind.BUDDY)),
-                )
-            ),
-            Settings(),
-            4,
-            "for all parts or for none",
-        ),
     ],
 )
 def test_what_cannot_hold_is_refused(

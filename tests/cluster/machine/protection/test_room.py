@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_left_before_anything_is_waited_for() -> None:
     rig.closed()
     assert rig.pending.epoch == 2
     assert rig.pending.restore.kind == "initial"
-    assert rig.pending.protection.kinds == {Scheme.PARITY}
+    assert rig.pending.protection.kind is Scheme.PARITY
     assert "buddy needs more memory than there is" in rig.pending.cause
     rig.journal()
     rig.restored()
@@ -123,14 +123,14 @@ def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
     much, that counts for less than the safer plan."""
     copies, least = sizes()
     rig = room(copies + MEGA, nodes=6, spares=0).begin()
-    assert rig.record.protection.kinds == {Scheme.PARITY}
+    assert rig.record.protection.kind is Scheme.PARITY
     (why,) = [
         action.data["why"]
         for action in rig.log
         if isinstance(action, act.EmitEvent) and action.kind is Kind.PROTECTION
     ]
     assert "with room to take over the roles of another node" in why
-    assert room(least + MEGA, nodes=6, spares=0).begin().record.protection.kinds == {Scheme.PARITY}
+    assert room(least + MEGA, nodes=6, spares=0).begin().record.protection.kind is Scheme.PARITY
     few, _ = sizes(2)
     assert room(few, nodes=2, spares=0).begin().record.protection == ProtectionPlan()
 
@@ -191,7 +191,7 @@ def test_what_was_chosen_is_not_chosen_again() -> None:
     copies, least = sizes(6, 1)
     rig = room(least + MEGA, nodes=6, spares=1).begin()
     chosen = rig.record.protection
-    assert chosen.kinds == {Scheme.PARITY}
+    assert chosen.kind is Scheme.PARITY
     rig.usual = 9 * copies
     nodes = {
         n: replace(known, memory_bytes=rig.usual) for n, known in rig.state.fleet.nodes.items()
@@ -219,7 +219,7 @@ def test_new_processes_on_old_memory_get_a_plan_that_fits_in_their_first_epoch()
         rig.feed(ev.NodeJoined(node, *address, found=held, memory_bytes=less))
     rig.closed(g(7))
     assert rig.pending.restore.kind == "memory"
-    assert rig.pending.protection.kinds == {Scheme.PARITY}
+    assert rig.pending.protection.kind is Scheme.PARITY
 
 
 def test_where_nobody_joins_the_state_is_saved() -> None:

@@ -17,7 +17,7 @@ from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
 def test_local_goes_on_from_memory_after_a_crash_and_needs_no_spare() -> None:
     rig = Rig(nodes=2, spares=1, protection="local").run()
-    assert (rig.record.replicas, rig.record.protection.kinds) == (0, {Kind.LOCAL})
+    assert (rig.record.replicas, rig.record.protection.kind) == (0, Kind.LOCAL)
     assert not rig.record.fewer_copies
     rig.feed(ev.NodeLost(2, "gone"))
     assert rig.state.phase is Phase.RUNNING
