@@ -92,6 +92,19 @@ def test_kubernetes_spreads_pods_and_gives_them_memory_and_a_shared_disk() -> No
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
 
 
+def test_kubernetes_lets_only_its_own_pods_in_and_gives_them_no_more_than_they_need() -> None:
+    found = documents()
+    pod = found["Job"]["spec"]["template"]
+    policy = found["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert policy["ingress"] == [{"from": [{"podSelector": policy["podSelector"]}]}]
+    assert pod["spec"]["securityContext"]["runAsNonRoot"] is True
+    (container,) = pod["spec"]["containers"]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
 @pytest.mark.parametrize("seen", [False, True])
 def test_kubernetes_pod_of_an_index_that_was_there_before_attaches(
     tmp_path: Path, seen: bool

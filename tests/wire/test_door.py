@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import resource
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,16 +29,19 @@ def behind(
     scenario: Callable[[Recorder, Address], Awaitable[None]],
     most_strangers: int,
     seconds: float = SECONDS,
+    listener: socket.socket | None = None,
 ) -> Recorder:
     """Run a scenario in front of a door."""
 
     async def run() -> Recorder:
         inside = Recorder()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        door = Door(listener, Lock(SECRET, "run", None, seconds), inside, most_strangers)
+        listening = listener or socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1024)
+        door = Door(listening, Lock(SECRET, "run", None, seconds), inside, most_strangers)
         opened = asyncio.create_task(door.run())
         try:
-            await scenario(inside, listener.getsockname())
+            await scenario(inside, listening.getsockname())
         finally:
             opened.cancel()
             door.close()
@@ -63,6 +68,26 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 8192)), hard))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+class Short(socket.socket):
+    """A listener whose process has no descriptor left, three times."""
+
+    times = 3
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.times:
+            self.times -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
+    async def scenario(inside: Recorder, address: Address) -> None:
+        (await enter(address)).close()
+        assert len(inside.served) == 1
+
+    behind(scenario, most_strangers=16, listener=Short())
 
 
 @pytest.mark.parametrize("strangers", [800, 1500])

@@ -69,9 +69,10 @@ def test_files_that_do_not_belong_together(
         contexts({**tls_settings, "tls_authority": foreign_settings["tls_authority"]})
     open_key = tmp_path / "node.key"
     open_key.write_bytes(Path(tls_settings["tls_key"]).read_bytes())
-    open_key.chmod(0o604)
-    with pytest.raises(SettingsError, match="can be read by others: chmod 600 it"):
-        contexts({**tls_settings, "tls_key": str(open_key)})
+    for mode in (0o604, 0o640):
+        open_key.chmod(mode)
+        with pytest.raises(SettingsError, match="can be read by others: chmod 600 it"):
+            contexts({**tls_settings, "tls_key": str(open_key)})
 
 
 def test_expired_and_locked_files(tls_settings: Files, tmp_path: Path) -> None:

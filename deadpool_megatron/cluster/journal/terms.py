@@ -2,8 +2,9 @@
 
 A term is claimed by writing its entry, which only one process can. Nothing more is needed for
 safety: a coordinator decides by writing an epoch record, which is write-once as well, and every
-coordinator that takes over reads all records first. So an old coordinator that wakes up can at most
-win a record that the new one then finds. Liveness is judged by the sign of life in the journal.
+coordinator that takes over reads the newest record first. So an old coordinator that wakes up can
+at most win a record that the new one then finds. Liveness is judged by the sign of life in the
+journal.
 """
 
 from __future__ import annotations
