@@ -22,7 +22,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
-from deadpool_megatron.vault.core.state import VaultState, Verdict
+from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import give_back_other_kind, lacks_base
 from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
@@ -340,11 +340,8 @@ class _Connection:
             return record
 
     def _require_open(self, epoch: int) -> None:
-        match self._state.judge(epoch):
-            case Verdict.EARLY:
-                raise Refused(Refusal.EARLY)
-            case Verdict.STALE:
-                raise Refused(Refusal.STALE)
+        if why := self._state.judge(epoch):
+            raise Refused(why)
 
     # Handing out.
 

@@ -22,7 +22,13 @@ from typing import Any, NoReturn
 from deadpool_megatron.cli.show import plot
 from deadpool_megatron.cli.show.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.show.live import Display, RunFailedError, make_display, watch_run
-from deadpool_megatron.cli.show.results import PHASES, Recovery, ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.results import (
+    PHASES,
+    FinishedRecovery,
+    ResultError,
+    RunResult,
+    read_result,
+)
 from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cli.tables import table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -123,7 +129,7 @@ class Outcome:
     undisturbed: DemoRun
     struck: DemoRun
     comparison: Comparison
-    recovery: Recovery
+    recovery: FinishedRecovery
     strike: int
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from deadpool_megatron.cli.show.numbers import TimedStep
 from deadpool_megatron.cli.show.results import PHASES, decimal
-from deadpool_megatron.cli.show.story import Failure, Story
+from deadpool_megatron.cli.show.story import Interruption, Story
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +77,9 @@ def draw(path: Path, undisturbed: Story, struck: Story, *, identical: bool) -> N
             pyplot.close(figure)
 
 
-def _draw_losses(axes: Axes, undisturbed: Story, struck: Story, failure: Failure | None) -> None:
+def _draw_losses(
+    axes: Axes, undisturbed: Story, struck: Story, failure: Interruption | None
+) -> None:
     """Loss over seconds since each run's first finished step; the gap of the recovery shaded."""
     axes.plot(
         *_curve(undisturbed.steps, undisturbed.steps),
@@ -132,7 +134,7 @@ def _loss(timed: TimedStep) -> float:
 Bar = tuple[str, float, float]  # phase, start, end; seconds since the failure
 
 
-def _lanes(failure: Failure) -> list[tuple[str, list[Bar]]]:
+def _lanes(failure: Interruption) -> list[tuple[str, list[Bar]]]:
     """Lanes of bars, top one first: the whole run, what goes on beside it, then each role."""
     if failure.recovery is None:
         return []
@@ -159,7 +161,9 @@ def _lanes(failure: Failure) -> list[tuple[str, list[Bar]]]:
     return lanes
 
 
-def _draw_recovery(axes: Axes, failure: Failure, lanes: Sequence[tuple[str, list[Bar]]]) -> None:
+def _draw_recovery(
+    axes: Axes, failure: Interruption, lanes: Sequence[tuple[str, list[Bar]]]
+) -> None:
     from matplotlib.patches import Patch
 
     last = max(end for _, bars in lanes for _, _, end in bars)

@@ -27,7 +27,7 @@ from deadpool_megatron.cli.show.results import (
     decimal,
     read_result,
 )
-from deadpool_megatron.cli.show.story import Failure, Story, summary
+from deadpool_megatron.cli.show.story import Interruption, Story, summary
 from deadpool_megatron.cli.tables import count, seconds, size, table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind, event_files, take_events
@@ -92,7 +92,7 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
     return lines
 
 
-def describe_failure(failure: Failure, story: Story) -> list[str]:
+def describe_failure(failure: Interruption, story: Story) -> list[str]:
     """About a dozen lines about one failure."""
     what = "Planned swap" if failure.planned else "Failure"
     began = story.started.wall_seconds if story.started is not None else failure.began
@@ -127,7 +127,7 @@ def describe_failure(failure: Failure, story: Story) -> list[str]:
     return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
 
 
-def _describe_progress(failure: Failure, story: Story) -> str:
+def _describe_progress(failure: Interruption, story: Story) -> str:
     if story.ended is not None:
         return "not recovered: the run ended"
     since = story.last_wall - failure.began
@@ -155,7 +155,7 @@ def _describe_steps(story: Story) -> list[str]:
     return lines
 
 
-def _phase_table(failures: list[Failure]) -> list[str]:
+def _phase_table(failures: list[Interruption]) -> list[str]:
     """A row per phase; a column per failure, or mean and longest when there are many."""
     recoveries = [f.recovery for f in failures]
     known = {name for r in recoveries if r is not None for name in r.phases}
@@ -254,7 +254,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
     }
 
 
-def _failure_to_dict(failure: Failure) -> dict[str, Any]:
+def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
     recovery = failure.recovery
     return {
         "number": failure.number,

@@ -45,7 +45,7 @@ class RoleResult:
 
 
 @dataclass(frozen=True)
-class Recovery:
+class FinishedRecovery:
     """One recovery. Times in seconds; ``seconds`` is from the failure to the next finished step."""
 
     epoch: int
@@ -59,10 +59,10 @@ class Recovery:
     seats_changed: Mapping[int, tuple[object, object]]
 
     @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> Recovery:
+    def from_dict(values: Mapping[str, Any]) -> FinishedRecovery:
         """Read the data of a RECOVERED event."""
         generation = values.get("generation")
-        return Recovery(
+        return FinishedRecovery(
             epoch=int(values.get("epoch", 0)),
             cause=str(values.get("cause", "")),
             generation=(int(generation[0]), int(generation[1])) if generation else None,
@@ -92,7 +92,7 @@ class RunResult:
     iterations: int
     roles: Mapping[int, RoleResult]
     numbers: Numbers
-    recoveries: tuple[Recovery, ...]
+    recoveries: tuple[FinishedRecovery, ...]
     resumed_after: int = 0
 
 
@@ -125,12 +125,12 @@ def _resumed_after(directory: Path) -> int:
 
 
 def _from_dict(directory: Path, values: Mapping[str, Any]) -> RunResult:
-    numbers, recoveries = Numbers(), list[Recovery]()
+    numbers, recoveries = Numbers(), list[FinishedRecovery]()
 
     def take(event: Event) -> None:
         numbers.add(event)
         if event.kind is Kind.RECOVERED:
-            recoveries.append(Recovery.from_dict({"epoch": event.epoch, **event.data}))
+            recoveries.append(FinishedRecovery.from_dict({"epoch": event.epoch, **event.data}))
 
     take_events(RunDirectory(directory).events, take)
     return RunResult(

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from deadpool_megatron.cli.show.numbers import StepTable
-from deadpool_megatron.cli.show.results import Recovery
+from deadpool_megatron.cli.show.results import FinishedRecovery
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it
@@ -42,7 +42,7 @@ class MemberPhase:
 
 
 @dataclass
-class Failure:
+class Interruption:
     """One interruption, from the first loss (or planned swap) to the next finished step.
 
     ``recovery`` is None while it lasts. ``closes`` counts how often an epoch was closed before the
@@ -62,7 +62,7 @@ class Failure:
     opened: Event | None = None
     parts: list[MemberPhase] = field(default_factory=list)
     stacks: list[Event] = field(default_factory=list)
-    recovery: Recovery | None = None
+    recovery: FinishedRecovery | None = None
     ended: float | None = None
     exposed_seconds: float = 0.0
 
@@ -89,7 +89,7 @@ class Story:
     ended: Event | None = None
     epoch: int = 0
     steps: StepTable = field(default_factory=StepTable)
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[Interruption] = field(default_factory=list)
     ignored_losses: list[Event] = field(default_factory=list)
     # Seconds over all roles, by epoch and iteration; and the longest of one role, its role and its
     # iteration.
@@ -164,7 +164,7 @@ class Story:
         return self.steps.last_iteration
 
     @property
-    def current(self) -> Failure | None:
+    def current(self) -> Interruption | None:
         """The failure the run is recovering from, if any."""
         last = self.failures[-1] if self.failures else None
         return last if last is not None and last.recovery is None else None
@@ -215,7 +215,7 @@ class Story:
         if len(self.failures) > 1:
             self.failures[-1].parts.clear()  # one for each role; the first failure is drawn
         self.failures.append(
-            Failure(
+            Interruption(
                 number=len(self.failures) + 1,
                 began=min(entry.wall_seconds for entry in (event, *related)),
                 closed_epoch=event.epoch,
@@ -251,7 +251,7 @@ class Story:
                 failure.exposed_seconds = max(failure.exposed_seconds, seconds)
             case Kind.RECOVERED:
                 values: dict[str, Any] = {"cause": failure.cause, "epoch": event.epoch}
-                failure.recovery = Recovery.from_dict({**values, **event.data})
+                failure.recovery = FinishedRecovery.from_dict({**values, **event.data})
                 failure.ended = event.wall_seconds
                 if failure.recovery.seconds is not None:
                     # The coordinator knows when it began; we only when it was heard of.

@@ -37,7 +37,7 @@ class Player:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Slowness:
     """A node has become slow, or (``over``) is no longer. Per iteration: ``seconds`` of its slowest
     role, ``peer_seconds`` the median of that role's peers on other nodes."""
 
@@ -61,14 +61,14 @@ class SlownessWatch:
         self._epoch = 0
         self._began: dict[int, OwnTime] = {}
         self._suspected: dict[int, int] = {}
-        self._slow: dict[int, Verdict] = {}
+        self._slow: dict[int, Slowness] = {}
 
     @property
-    def slow(self) -> Mapping[int, Verdict]:
+    def slow(self) -> Mapping[int, Slowness]:
         """The verdicts about nodes that are slow now."""
         return self._slow
 
-    def look(self, epoch: int, players: Mapping[int, Player]) -> list[Verdict]:
+    def look(self, epoch: int, players: Mapping[int, Player]) -> list[Slowness]:
         """What has changed, given all roles of the open epoch; nothing until a window is full."""
         if epoch != self._epoch or self._began.keys() != players.keys():
             self._epoch = epoch
@@ -88,14 +88,14 @@ class SlownessWatch:
     def _begin(self, players: Mapping[int, Player]) -> None:
         self._began = {role: player.own for role, player in players.items()}
 
-    def _judge(self, worst: Mapping[int, Verdict]) -> list[Verdict]:
-        changed: list[Verdict] = []
+    def _judge(self, worst: Mapping[int, Slowness]) -> list[Slowness]:
+        changed: list[Slowness] = []
         for node, found in sorted(worst.items()):
             behind = found.seconds - found.peer_seconds
             if behind < _LEAST_SECONDS or found.factor <= self._factor:
                 self._suspected.pop(node, None)
                 if self._slow.pop(node, None) is not None:
-                    over = Verdict(node, found.role, found.seconds, found.peer_seconds, over=True)
+                    over = Slowness(node, found.role, found.seconds, found.peer_seconds, over=True)
                     changed.append(over)
                 continue
             self._suspected[node] = self._suspected.get(node, 0) + 1
@@ -112,12 +112,12 @@ def _mean(began: OwnTime, now: OwnTime) -> float:
 
 def _worst_of_nodes(
     players: Mapping[int, Player], per_iteration: Mapping[int, float]
-) -> dict[int, Verdict]:
+) -> dict[int, Slowness]:
     """For each node its role that is furthest behind its peers; none where a role has no peers."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for role, player in players.items():
         groups.setdefault(player.peers, []).append(role)
-    worst: dict[int, Verdict] = {}
+    worst: dict[int, Slowness] = {}
     for roles in groups.values():
         median = _MedianOfOthers(
             {role: (players[role].node, per_iteration[role]) for role in roles}
@@ -127,7 +127,7 @@ def _worst_of_nodes(
             others = median.without(node)
             if others is None:
                 continue
-            found = Verdict(node, role, per_iteration[role], others)
+            found = Slowness(node, role, per_iteration[role], others)
             if node not in worst or found.factor > worst[node].factor:
                 worst[node] = found
     return worst

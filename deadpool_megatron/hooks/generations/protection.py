@@ -55,7 +55,7 @@ from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platfor
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Frozen
-from deadpool_megatron.vault.member.client import SlotWriter, VaultClient
+from deadpool_megatron.vault.member.client import GateAnswer, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
 # Shorter waits are the price of looking, not a stall.
@@ -307,7 +307,7 @@ class Protection:
 
     def _await_commit(self, generation: Generation, boundary: str) -> None:
         started = time.monotonic()
-        verdict = self._vault.wait_committed(
+        answer = self._vault.wait_committed(
             generation,
             boundary,
             deadline_seconds=self._settings.gate_report_seconds,
@@ -316,7 +316,7 @@ class Protection:
             report_every_seconds=self._settings.gate_report_seconds,
         )
         self._count_stall(generation, time.monotonic() - started)
-        if verdict == "interrupted" or self._interrupted():
+        if answer == GateAnswer.INTERRUPTED or self._interrupted():
             raise EpochClosed(self._epoch, f"commit of iteration {generation.iteration}")
 
     def _interrupted(self) -> bool:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.steps import Steps, check_same
 from deadpool_megatron.vault.core.traffic import Traffic
-from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.errors import Refusal, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
 from deadpool_megatron.vault.shm.table import Place, Table
@@ -43,14 +42,6 @@ log = logging.getLogger(__name__)
 _REFUSAL_EVENT_SECONDS = 1.0
 _MOST_REASONS = 200
 _NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
-
-
-class Verdict(StrEnum):
-    """What the epoch gate says to an epoch number."""
-
-    OPEN = "open"
-    STALE = "stale"  # closed or older: never again
-    EARLY = "early"  # the record of it has not arrived here yet: try again
 
 
 class VaultState:
@@ -94,13 +85,14 @@ class VaultState:
 
     # The epoch gate.
 
-    def judge(self, epoch: int) -> Verdict:
-        """Where ``epoch`` stands now."""
+    def judge(self, epoch: int) -> Refusal | None:
+        """Returns None for the open epoch, EARLY for one whose record has not arrived here yet,
+        STALE for one that is over."""
         with self.lock:
             if epoch == self.open_epoch:
-                return Verdict.OPEN
+                return None
             newest = max(self.open_epoch, self.closed_epoch)
-            return Verdict.EARLY if epoch > newest else Verdict.STALE
+            return Refusal.EARLY if epoch > newest else Refusal.STALE
 
     def is_open(self, epoch: int) -> bool:
         """True while things of this epoch may be sealed."""
@@ -134,7 +126,7 @@ class VaultState:
         with self.changed:
             if record.epoch == self.open_epoch:
                 return False
-            if self.judge(record.epoch) is Verdict.STALE:
+            if self.judge(record.epoch) is Refusal.STALE:
                 raise VaultError(f"epoch {record.epoch} is over on node {self.node}")
             restore = record.restore
             self.table.adopt(restore.generation, restore.boundary, record.epoch, record.seats)

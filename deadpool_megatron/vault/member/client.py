@@ -13,8 +13,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
@@ -25,9 +26,17 @@ from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 from deadpool_megatron.wire import framing
 
-__all__ = ["RestoredParts", "SlotWriter", "VaultClient", "Verdict"]
+__all__ = ["GateAnswer", "RestoredParts", "SlotWriter", "VaultClient"]
 
-Verdict = Literal["committed", "interrupted", "released"]
+
+class GateAnswer(StrEnum):
+    """How a wait at the gate has ended."""
+
+    COMMITTED = "committed"
+    INTERRUPTED = "interrupted"
+    RELEASED = "released"  # the record lets the role pass with fewer copies
+
+
 # A vault that was stopped may not hold up the training thread for longer than this.
 _SEND_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
@@ -215,7 +224,7 @@ class VaultClient:
         interrupted: int,
         on_wait: Callable[[float], None],
         report_every_seconds: float,
-    ) -> Verdict:
+    ) -> GateAnswer:
         """The commit gate: until the generation is committed, or ``interrupted`` is readable.
 
         ``on_wait(seconds so far)`` is called every ``report_every_seconds`` and at the deadline,
@@ -245,16 +254,16 @@ class VaultClient:
             if self._link is None:
                 self._reconnect()
             if self._poll(interrupted, min(reports) - time.monotonic()):
-                return "interrupted"
+                return GateAnswer.INTERRUPTED
 
-    def _known(self, generation: Generation, boundary: str) -> Verdict | None:
+    def _known(self, generation: Generation, boundary: str) -> GateAnswer | None:
         newest = self.newest_committed
         if newest is None or self._commit is None:
             return None
         order = newest[0], BOUNDARIES.index(newest[1])
         if order < (generation, BOUNDARIES.index(boundary)):
             return None
-        return "released" if self._commit[3] else "committed"
+        return GateAnswer.RELEASED if self._commit[3] else GateAnswer.COMMITTED
 
     # Restoring.
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.vault.core.state import VaultState, Verdict
-from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import checksum, own_name
@@ -219,12 +219,12 @@ class MemberDialogue:
             if wish is None:
                 return
             epoch = int(wish["epoch"])
-            verdict = self._state.judge(epoch)
+            refusal = self._state.judge(epoch)
             ready = worker is not None and worker.epoch == epoch
-            if verdict is Verdict.EARLY or (verdict is Verdict.OPEN and not ready):
+            if refusal is Refusal.EARLY or (refusal is None and not ready):
                 return
             self._wish = None
-        if verdict is Verdict.STALE or worker is None:
+        if refusal is Refusal.STALE or worker is None:
             self._answer(epoch, VaultError(f"epoch {epoch} is over"))
         else:
             record = self._state.record

@@ -8,8 +8,8 @@ from deadpool_megatron.cluster.watch.slowness import (
     WINDOW_ITERATIONS,
     OwnTime,
     Player,
+    Slowness,
     SlownessWatch,
-    Verdict,
 )
 
 
@@ -24,14 +24,14 @@ class Job:
         self.epoch = 1
         self.look()
 
-    def look(self) -> list[Verdict]:
+    def look(self) -> list[Slowness]:
         players = {
             role: Player(node, self.peers[role], self.done[role])
             for role, node in self.nodes.items()
         }
         return self.watch.look(self.epoch, players)
 
-    def run(self, *seconds: float, iterations: int = WINDOW_ITERATIONS) -> list[Verdict]:
+    def run(self, *seconds: float, iterations: int = WINDOW_ITERATIONS) -> list[Slowness]:
         for role, each in enumerate(seconds):
             before = self.done[role]
             total = before.seconds + each * iterations

@@ -9,7 +9,7 @@ from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
-from deadpool_megatron.cluster.watch.slowness import OwnTime, Player, SlownessWatch, Verdict
+from deadpool_megatron.cluster.watch.slowness import OwnTime, Player, Slowness, SlownessWatch
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings
 
@@ -24,7 +24,7 @@ class SlowNodes:
         self._watch = SlownessWatch(settings.slow_factor)
         self._due = 0.0
 
-    def look(self, state: State, peers: Peers, now: float) -> list[Verdict]:
+    def look(self, state: State, peers: Peers, now: float) -> list[Slowness]:
         """What has changed; ``now``: monotonic, seconds."""
         if now < self._due or state.phase is not Phase.RUNNING or state.record is None:
             return []
@@ -34,7 +34,7 @@ class SlowNodes:
             return []
         return self._watch.look(state.record.epoch, players)
 
-    def is_to_leave(self, verdict: Verdict, state: State) -> bool:
+    def is_to_leave(self, verdict: Slowness, state: State) -> bool:
         """Whether the node's roles shall go to a spare: wanted, and a good one is there."""
         taken = {seat.node for seat in state.seats.values()} | state.fleet.avoid
         wanted = self._settings.evict_slow == "on" and not verdict.over
@@ -48,7 +48,7 @@ class SlowNodes:
         }
 
 
-def slow_event(epoch: int, verdict: Verdict) -> Event:
+def slow_event(epoch: int, verdict: Slowness) -> Event:
     """The event that tells of a verdict."""
     data = {
         "kind": str(FailureKind.SLOW_NODE),

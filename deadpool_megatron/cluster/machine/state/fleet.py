@@ -61,7 +61,7 @@ class NodeState:
 
 
 @dataclass(frozen=True)
-class Roster(Mapping[Place, MemberState]):
+class MemberTable(Mapping[Place, MemberState]):
     """Place -> member. A change answers a new roster and costs O(log n). Thread-safe.
 
     ``killed``: told to die and not reaped. ``starting``: did not say hello yet. ``building``: these
@@ -82,7 +82,7 @@ class Roster(Mapping[Place, MemberState]):
     def __len__(self) -> int:
         return sum(len(slots) for slots in self.by_node.values())
 
-    def with_member(self, place: Place, member: MemberState) -> Roster:
+    def with_member(self, place: Place, member: MemberState) -> MemberTable:
         """This roster with ``member`` at ``place``, in the stead of who was there."""
         node, slot = place
         slots = self.by_node.get(node)
@@ -94,7 +94,7 @@ class Roster(Mapping[Place, MemberState]):
         )
         return changed if status is member.status else changed._counted(place, member.status)
 
-    def with_warm(self, places: Iterable[Place], since: float) -> Roster:
+    def with_warm(self, places: Iterable[Place], since: float) -> MemberTable:
         """All of these are warm now; one pass, for the opening of an epoch."""
         warm = set(places)
         nodes = {node for node, _ in warm}
@@ -110,21 +110,21 @@ class Roster(Mapping[Place, MemberState]):
                     for slot, member in by_node[node].items()
                 )
             found = by_node.finish()
-        return Roster(
+        return MemberTable(
             found,
             PersistentSet(self.killed - warm),
             PersistentSet(self.starting - warm),
             PersistentSet(self.building - warm),
         )
 
-    def without_node(self, node: int) -> Roster:
+    def without_node(self, node: int) -> MemberTable:
         """This roster without the members of a node."""
         changed = self
         for slot in self.by_node.get(node, ()):
             changed = changed._counted((node, slot), None)
         return replace(changed, by_node=without(self.by_node, node))
 
-    def _counted(self, place: Place, status: MemberStatus | None) -> Roster:
+    def _counted(self, place: Place, status: MemberStatus | None) -> MemberTable:
         def put(kept: PersistentSet[Place], wanted: bool) -> PersistentSet[Place]:
             return kept.with_item(place) if wanted else kept.without(place)
 
@@ -147,7 +147,7 @@ class Fleet:
 
     nodes: Map[int, NodeState] = field(default_factory=Map)
     gone: Map[int, str] = field(default_factory=Map)
-    members: Roster = field(default_factory=Roster)
+    members: MemberTable = field(default_factory=MemberTable)
     drains: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     avoid: frozenset[int] = frozenset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, Roster
+from deadpool_megatron.cluster.machine.state.fleet import MemberState, MemberStatus, MemberTable
 from deadpool_megatron.cluster.machine.state.persistent import PersistentSet
 
 items = st.integers(0, 20)
@@ -40,7 +40,7 @@ def test_a_changed_set_is_a_new_one(start: set[int], changes: list[tuple[int, bo
 def test_what_a_roster_counts_is_what_a_scan_finds(
     changes: list[tuple[tuple[int, int], MemberStatus] | int | set[tuple[int, int]]],
 ) -> None:
-    roster, plain = Roster(), dict[tuple[int, int], MemberState]()
+    roster, plain = MemberTable(), dict[tuple[int, int], MemberState]()
     for number, change in enumerate(changes):
         if isinstance(change, int):
             roster = roster.without_node(change)
