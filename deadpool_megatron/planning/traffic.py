@@ -53,8 +53,9 @@ class NodeLoad:
 
 
 def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
-    """Of every node, for a generation that is protected (with recompute: whole); spares hold
-    nothing unless they are buddies."""
+    """Of every node, for a generation that is protected (with recompute: whole). Of spares it is
+    what they hold as buddies; the slots that they make while they wait are made where there is room
+    for them."""
     extras = plan.protection.extras_bytes_per_role
     room = len(BOUNDARIES) * (int(extras * _EXTRAS_GROWTH) + _EXTRAS_PAGES)
     slots = placement.slots

@@ -7,6 +7,7 @@ from pathlib import Path
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.memory.limits import memlock_bytes
 from deadpool_megatron.vault.memory.needs import node_needs, objection, warnings
 from deadpool_megatron.vault.memory.usable import node_rooms
@@ -31,3 +32,12 @@ def admit(
     if trouble := objection(needs, rooms):
         raise NoRoom(trouble)
     return warnings(needs, rooms, memlock_bytes(), pinned=pinned)
+
+
+def park(
+    vault: VaultClient, layout: RoleLayout, roles_per_node: int, settings: Settings, *, nodes: int
+) -> None:
+    """Make slots for a role that is not played yet. Raises NoRoom where the node has not the memory
+    for them and for what it may have to keep for others, which comes first."""
+    admit(layout, vault.directory, roles_per_node, settings, nodes=nodes, pinned=False)
+    vault.park(layout)

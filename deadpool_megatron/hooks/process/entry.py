@@ -21,7 +21,7 @@ from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
 from deadpool_megatron.hooks.dimensions.tensor import TensorHook
 from deadpool_megatron.hooks.generations import extras as megatron_extras
 from deadpool_megatron.hooks.generations.layouts import role_layout
-from deadpool_megatron.hooks.generations.memory import admit
+from deadpool_megatron.hooks.generations.memory import admit, park
 from deadpool_megatron.hooks.generations.optimizer import (
     ShardState,
     StepHooks,
@@ -130,8 +130,10 @@ class EpochEntry(Stages):
         self.loop.warm_up()
         assert self._leftovers is not None
         self._leftovers.forget()
+        layout, roles = self.protection.layout, _roles_per_node()
+        nodes = int(os.environ["WORLD_SIZE"]) // roles
         try:
-            self._vault.park(self.protection.layout)
+            park(self._vault, layout, roles, self._settings, nodes=nodes)
         except NoRoom as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
 
@@ -281,7 +283,7 @@ class EpochEntry(Stages):
         if record.restore.kind == "memory" or self._vault.has_segment(self.role):
             return
         settings = self._settings
-        directory, roles = self._vault.directory, int(os.environ.get("DEADPOOL_NPROC", "1"))
+        directory, roles = self._vault.directory, _roles_per_node()
         pinned = self._platform.is_cuda
         nodes = len(record.nodes)
         for text in admit(
@@ -391,3 +393,7 @@ class EpochEntry(Stages):
 
 def _later(index: int) -> None:
     """In place of :meth:`Protection.updated`: copied by :meth:`Protection.complete`."""
+
+
+def _roles_per_node() -> int:
+    return int(os.environ.get("DEADPOOL_NPROC", "1"))
