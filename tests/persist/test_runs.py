@@ -148,10 +148,7 @@ def test_a_run_that_cannot_export_is_refused_at_its_start(text: str, tmp_path: P
     )
     command = (str(script), *MODEL.split(), *text.split(), "--train-iters", "3")
     job = Program(command, 2)
-    # An error may come of another process's death: so long a member waits for the epoch to close.
-    soon = "--deadpool-close-seconds 1 --deadpool-drain-seconds 0.3"
-    settings = f"--deadpool-persist-interval 4 {soon}"
-    outcome = run_program(tmp_path / "run", job, settings=settings)
+    outcome = run_program(tmp_path / "run", job, settings="--deadpool-persist-interval 4")
     assert outcome.status == 2, outcome.story()
     why = "--deadpool-persist-interval: the program does not say what its checkpoints hold"
     assert why in outcome.final["reason"]

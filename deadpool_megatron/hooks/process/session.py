@@ -34,6 +34,7 @@ from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrde
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
@@ -42,6 +43,7 @@ from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord
+from deadpool_megatron.persist.skeleton import SkeletonError
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import adopt_role, enter_epoch
 from deadpool_megatron.settings import Settings
@@ -242,6 +244,8 @@ class Session:
             elif isinstance(error, NoRoom):
                 print(error, file=sys.stderr, flush=True)
                 sys.exit(EXIT_NO_ROOM)
+            elif isinstance(error, SkeletonError | UnsupportedOptimizer):
+                raise error  # that this program cannot be protected is no consequence of anything
             elif isinstance(error, VaultError):
                 self._on_fault("vault", self._reports.section, str(error))
             elif isinstance(error, EpochClosed):
