@@ -4,8 +4,8 @@ Read with core_v0.16.1 open. Three things lead into the table: state that an ite
 no generation holds; memory or kernels that are bound to one communicator; leftovers of an
 interrupted step that the next one trips over. A flag that is not in it is let through.
 
-The arguments that Megatron has validated decide (:attr:`RefusedFlags.applies`). What can be read off the
-command line (:meth:`RefusedFlags.is_named_in`) is refused before anything starts, which also helps where
+The arguments that Megatron has validated decide (:attr:`FlagRow.applies`). What can be read off the
+command line (:meth:`FlagRow.is_named_in`) is refused before anything starts, which also helps where
 Megatron acts on a flag before it validates.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RefusedFlags:
+class FlagRow:
     """One row. ``shown``: the flags that lead here, as a user writes them, all of 0.16.1's parser.
 
     ``only_with``: the package without which the parser does not know the flags.
@@ -62,7 +62,7 @@ def _said(words: Sequence[str]) -> argparse.Namespace:
     return argparse.Namespace(**named)
 
 
-def complaint(rows: Iterable[RefusedFlags]) -> str:
+def complaint(rows: Iterable[FlagRow]) -> str:
     """One line about all of these; empty when there are none."""
     found = list(rows)
     if not found:
@@ -110,43 +110,43 @@ _GRADIENTS = (
 )
 
 RECOVERY = (
-    RefusedFlags(
+    FlagRow(
         "--inprocess-restart",
         _on("inprocess_restart"),
         _OWN_RECOVERY,
         "leave it out: --deadpool takes its place",
     ),
-    RefusedFlags(
+    FlagRow(
         "--enable-ft-package",
         _on("enable_ft_package"),
         "its monitor kills a rank whose step takes longer than a limit, and a recovery may; the"
         " limits are arguments of ft_launcher and cannot be seen from here",
         "leave it out: the agents watch the processes",
     ),
-    RefusedFlags(
+    FlagRow(
         "--adlr-autoresume",
         _on("adlr_autoresume"),
         "it ends and restarts the job by itself",
         "leave it out: 'deadpool run --resume' goes on from an earlier run",
     ),
-    RefusedFlags(
+    FlagRow(
         "--error-injection-rate above 0",
         _above("error_injection_rate", 0),
         "it injects errors to try the rerun machine, whose answer is to end the job",
         "leave it out, and use 'deadpool kill' to try recoveries",
     ),
-    RefusedFlags(
+    FlagRow(
         "--non-persistent-ckpt-type local",
         _among("non_persistent_ckpt_type", "local"),
         "its checkpoints lie on the node that fails and are found by rank",
         "leave it out: every iteration is kept in the memory of other nodes",
     ),
-    RefusedFlags(
+    FlagRow(
         "--no-save-optim, --no-save-rng",
         _on("no_save_optim", "no_save_rng"),
         "checkpoints are the last thing to fall back to, and these would be incomplete",
     ),
-    RefusedFlags(
+    FlagRow(
         "--ckpt-format other than torch_dist",
         _other_than("ckpt_format", "torch_dist"),
         "torch_dist is what a run can fall back to",
@@ -155,69 +155,69 @@ RECOVERY = (
 )
 
 STATE = (
-    RefusedFlags(
+    FlagRow(
         "--use-megatron-fsdp",
         _on("use_megatron_fsdp", "use_custom_fsdp"),
         _FSDP,
         "use --use-distributed-optimizer",
     ),
-    RefusedFlags("--use-torch-fsdp2", _on("use_torch_fsdp2"), _FSDP, "use --use-distributed-optimizer"),
-    RefusedFlags(
+    FlagRow("--use-torch-fsdp2", _on("use_torch_fsdp2"), _FSDP, "use --use-distributed-optimizer"),
+    FlagRow(
         "--optimizer other than adam",
         _other_than("optimizer", "adam"),
         "there is no inventory of the optimizer's state",
         "use --optimizer adam",
     ),
-    RefusedFlags(
+    FlagRow(
         "--optimizer-cpu-offload",
         _on("optimizer_cpu_offload"),
         "HybridDeviceOptimizer has no inventory of its state",
     ),
-    RefusedFlags(
+    FlagRow(
         "--overlap-param-gather-with-optimizer-step",
         _on("overlap_param_gather_with_optimizer_step"),
         "a gather runs while parameters are updated, which was never tried with protection",
         "leave it out; --overlap-param-gather is fine",
     ),
-    RefusedFlags(
+    FlagRow(
         "--fp8-recipe custom",
         _among("fp8_recipe", "custom"),
         f"fp8: {_SCALES}",
         "use one of the recipes of TransformerEngine",
     ),
-    RefusedFlags("--fp4-format", _on("fp4"), f"fp4: {_SCALES}", "use --bf16"),
-    RefusedFlags(
+    FlagRow("--fp4-format", _on("fp4"), f"fp4: {_SCALES}", "use --bf16"),
+    FlagRow(
         "--fp4-param-gather",
         _on("fp4_param"),
         "weights in 4 bits are state of their own, which no generation holds",
     ),
-    RefusedFlags(
+    FlagRow(
         "--reuse-grad-buf-for-mxfp8-param-ag",
         _on("reuse_grad_buf_for_mxfp8_param_ag"),
         "parameters lie in the buffer of gradients, which a recovery empties",
     ),
-    RefusedFlags(
+    FlagRow(
         "--te-precision-config-file",
         _on("te_precision_config_file"),
         f"it can choose fp8 or fp4 for any module: {_SCALES}",
     ),
-    RefusedFlags(
+    FlagRow(
         "--kitchen-config-file, --kitchen-recipe-number",
         lambda args: _on("kitchen_config_file")(args) or _given("kitchen_recipe_number")(args),
         f"its recipes quantise: {_SCALES}",
         only_with="kitchen",
     ),
-    RefusedFlags(
+    FlagRow(
         "--experimental-attention-variant dsa",
         _among("experimental_attention_variant", "dsa"),
         "the running sums of its indexer's loss are kept outside of the model",
     ),
-    RefusedFlags(
+    FlagRow(
         "--vision-pretraining",
         _on("vision_pretraining"),
         "its teacher, its momentum and its feature bank are kept outside of the optimizer",
     ),
-    RefusedFlags(
+    FlagRow(
         "--perform-rl-step",
         _on("perform_rl_step"),
         "rollouts, a second model and an inference engine are state that no generation holds",
@@ -225,27 +225,27 @@ STATE = (
 )
 
 COMMUNICATION = (
-    RefusedFlags(
+    FlagRow(
         "--hybrid-context-parallel",
         _on("hybrid_context_parallel"),
         "its groups are chosen anew for each batch and kept outside of what is rebuilt",
         "use --context-parallel-size alone",
     ),
-    RefusedFlags("--use-nccl-ub", _on("nccl_ub"), _BOUND_BUFFERS),
-    RefusedFlags("--symmetric-ar-type", _on("symmetric_ar_type"), _BOUND_BUFFERS),
-    RefusedFlags(
+    FlagRow("--use-nccl-ub", _on("nccl_ub"), _BOUND_BUFFERS),
+    FlagRow("--symmetric-ar-type", _on("symmetric_ar_type"), _BOUND_BUFFERS),
+    FlagRow(
         "--transformer-impl inference_optimized",
         _among("transformer_impl", "inference_optimized"),
         f"it uses symmetric memory: {_BOUND_BUFFERS}",
         "use --transformer-impl transformer_engine",
     ),
-    RefusedFlags("--tp-comm-overlap", _on("tp_comm_overlap"), f"user buffers: {_BOUND_BUFFERS}"),
-    RefusedFlags(
+    FlagRow("--tp-comm-overlap", _on("tp_comm_overlap"), f"user buffers: {_BOUND_BUFFERS}"),
+    FlagRow(
         "--use-sharp",
         _on("use_sharp"),
         "SHARP goes to the first communicator that a process makes, and a recovery makes new ones",
     ),
-    RefusedFlags(
+    FlagRow(
         "--moe-token-dispatcher-type flex, --moe-enable-deepep",
         lambda args: (
             _among("moe_token_dispatcher_type", "flex")(args) or _on("moe_enable_deepep")(args)
@@ -253,31 +253,31 @@ COMMUNICATION = (
         f"DeepEP and Hybrid-EP: {_BOUND_BUFFERS}",
         "use --moe-token-dispatcher-type alltoall",
     ),
-    RefusedFlags(
+    FlagRow(
         "--distributed-backend other than nccl or gloo",
         _other_than("distributed_backend", "nccl", "gloo"),
         "only their communicators can be replaced",
         "use --distributed-backend nccl",
     ),
-    RefusedFlags(
+    FlagRow(
         "--pipeline-model-parallel-comm-backend ucc",
         _among("pipeline_model_parallel_comm_backend", "ucc"),
         "only communicators of NCCL and gloo can be replaced",
     ),
-    RefusedFlags(
+    FlagRow(
         "--use-ring-exchange-p2p",
         _on("use_ring_exchange_p2p"),
         "it goes past the process groups that a recovery replaces",
     ),
-    RefusedFlags(
+    FlagRow(
         "--fake-process-group", _on("fake_process_group"), "nothing is communicated: nothing trains"
     ),
-    RefusedFlags(
+    FlagRow(
         "--lazy-mpu-init",
         _on("lazy_mpu_init"),
         "the process groups are made by somebody else, so they cannot be replaced",
     ),
-    RefusedFlags(
+    FlagRow(
         "--log-straggler",
         _on("log_straggler"),
         "the detector keeps the rank that its process had first, and a spare takes over another",
@@ -285,7 +285,7 @@ COMMUNICATION = (
 )
 
 LEFTOVERS = (
-    RefusedFlags(
+    FlagRow(
         "--cuda-graph-impl other than none, --enable-cuda-graph, --external-cuda-graph",
         lambda args: (
             _other_than("cuda_graph_impl", "none", None)(args)
@@ -293,7 +293,7 @@ LEFTOVERS = (
         ),
         "captured graphs hold the communicators and addresses of the moment of their capture",
     ),
-    RefusedFlags(
+    FlagRow(
         "--fine-grained-activation-offloading, --cpu-offloading-num-layers above 0",
         lambda args: (
             _on("fine_grained_activation_offloading")(args)
@@ -302,37 +302,37 @@ LEFTOVERS = (
         "the queues of its copies keep what an interrupted step has left in them",
         "leave it out; --recompute-granularity saves memory as well",
     ),
-    RefusedFlags("--defer-embedding-wgrad-compute", _on("defer_embedding_wgrad_compute"), _LEFTOVERS),
-    RefusedFlags("--delay-wgrad-compute", _on("delay_wgrad_compute"), _LEFTOVERS),
-    RefusedFlags("--moe-shared-expert-overlap", _on("moe_shared_expert_overlap"), _LEFTOVERS),
-    RefusedFlags("--save-dgrads-interval", _given("save_dgrads_interval"), _GRADIENTS),
-    RefusedFlags("--save-wgrads-interval", _given("save_wgrads_interval"), _GRADIENTS),
+    FlagRow("--defer-embedding-wgrad-compute", _on("defer_embedding_wgrad_compute"), _LEFTOVERS),
+    FlagRow("--delay-wgrad-compute", _on("delay_wgrad_compute"), _LEFTOVERS),
+    FlagRow("--moe-shared-expert-overlap", _on("moe_shared_expert_overlap"), _LEFTOVERS),
+    FlagRow("--save-dgrads-interval", _given("save_dgrads_interval"), _GRADIENTS),
+    FlagRow("--save-wgrads-interval", _given("save_wgrads_interval"), _GRADIENTS),
 )
 
 DATA = (
-    RefusedFlags(
+    FlagRow(
         "--dataloader-type external",
         _among("dataloader_type", "external"),
         _POSITION,
         "use --dataloader-type single or cyclic",
     ),
-    RefusedFlags(
+    FlagRow(
         "--full-validation, --multiple-validation-sets",
         _on("full_validation", "multiple_validation_sets"),
         _POSITION,
         "use --eval-iters",
     ),
-    RefusedFlags(
+    FlagRow(
         "--fim-data",
         _on("fim_data"),
         "it draws from a generator inside of the data set, which no generation holds",
     ),
-    RefusedFlags(
+    FlagRow(
         "--phase-transition-iterations",
         _on("phase_transition_iterations"),
         "data sets are cut for the phase in which a process starts, and spares start in the first",
     ),
-    RefusedFlags(
+    FlagRow(
         "--iterations-to-skip, --result-rejected-tracker-filename",
         _on("iterations_to_skip", "result_rejected_tracker_filename"),
         "a skipped iteration consumes data and makes no step, so there is no generation of it",
@@ -340,26 +340,26 @@ DATA = (
 )
 
 OTHER = (
-    RefusedFlags("--skip-train", _on("skip_train"), "nothing is trained", "run it without --deadpool"),
-    RefusedFlags(
+    FlagRow("--skip-train", _on("skip_train"), "nothing is trained", "run it without --deadpool"),
+    FlagRow(
         "--ckpt-convert-format",
         _on("ckpt_convert_format"),
         "nothing is trained",
         "convert without --deadpool",
     ),
-    RefusedFlags(
+    FlagRow(
         "--moe-use-upcycling",
         _on("moe_use_upcycling"),
         "the model is converted and saved before training, by spares as well",
         "convert without --deadpool, then train from what that has saved",
     ),
-    RefusedFlags(
+    FlagRow(
         "--profile, --run-workload-inspector-server",
         _on("profile", "run_workload_inspector_server"),
         "train() starts it at each entry, and a recovery enters it again",
         "leave it out, or use it in a short run without --deadpool",
     ),
-    RefusedFlags(
+    FlagRow(
         "--yaml-cfg",
         _on("yaml_cfg"),
         "the file replaces the whole command line, --deadpool included",
@@ -368,7 +368,7 @@ OTHER = (
 )
 
 #: All rows, in the order in which they are looked at.
-REFUSED: tuple[RefusedFlags, ...] = (*RECOVERY, *LEFTOVERS, *STATE, *COMMUNICATION, *DATA, *OTHER)
+REFUSED: tuple[FlagRow, ...] = (*RECOVERY, *LEFTOVERS, *STATE, *COMMUNICATION, *DATA, *OTHER)
 
 
 def as_markdown() -> str:

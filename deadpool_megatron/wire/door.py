@@ -29,6 +29,8 @@ from deadpool_megatron.wire.tls import Tls, accepted_stream
 _MUTE_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 0.1
+# As many as a busy process hears out in the time that one has in a crowd.
+_MOST_STRANGERS = 256
 
 
 class Visitors(Protocol):
@@ -110,6 +112,9 @@ class Door:
             stranger.task = loop.create_task(self._admit(connection, stranger))
             self._tasks.add(stranger.task)
             stranger.task.add_done_callback(self._tasks.discard)
+            # A connection that waits is handed over without a pause, one after the other: who is
+            # in already could say nothing meanwhile, and would have to go when its time is over.
+            await asyncio.sleep(0)
 
     def close(self) -> None:
         """Listen no more."""
@@ -187,4 +192,4 @@ def defer_accept(listener: socket.socket, seconds: float) -> None:
 
 def _quarter_of_descriptors() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(64, min(soft, 4096) // 4)
+    return max(64, min(soft // 4, _MOST_STRANGERS))

@@ -8,6 +8,7 @@ import errno
 import gc
 import resource
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,27 @@ class Short(socket.socket):
             self.times -= 1
             raise OSError(errno.EMFILE, "Too many open files")
         return super().accept()
+
+
+class Slow(socket.socket):
+    """A listener on a busy host."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        found = super().accept()
+        time.sleep(0.03)
+        return found
+
+
+def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is() -> None:
+    """The door takes connections that wait without a pause, and each has a fifth of a second."""
+
+    async def scenario(inside: Recorder, address: Address) -> None:
+        writers = await asyncio.gather(*(enter(address) for _ in range(40)))
+        assert len(inside.served) == 40
+        for writer in writers:
+            writer.close()
+
+    assert behind(scenario, most_strangers=8, listener=Slow()).refusals == []
 
 
 def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
