@@ -10,7 +10,7 @@ import pytest
 
 from deadpool_megatron import arguments, refusals
 from deadpool_megatron.hooks.pretraining import flags
-from deadpool_megatron.refusals import REFUSED, Refusal
+from deadpool_megatron.refusals import REFUSED, FlagRow
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
 from tests.megatron_lm.arguments import small
 from tests.megatron_lm.checkout import checkout, needs_megatron_lm
@@ -134,7 +134,7 @@ def refused(**given: object) -> str:
     return str(error.value)
 
 
-def row_of(flag: str) -> Refusal:
+def row_of(flag: str) -> FlagRow:
     (row,) = (row for row in REFUSED if flag in row.flags)
     return row
 
@@ -183,7 +183,7 @@ def test_nothing_is_refused_without_deadpool() -> None:
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.shown)
-def test_a_row_is_one_line_that_says_what_to_do(row: Refusal) -> None:
+def test_a_row_is_one_line_that_says_what_to_do(row: FlagRow) -> None:
     assert row.flags
     assert "\n" not in row.line
     assert row.line.startswith(row.shown)
