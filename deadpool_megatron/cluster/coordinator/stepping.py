@@ -20,12 +20,21 @@ from deadpool_megatron.cluster.link.peers import Peers
 from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.actions import Action
 from deadpool_megatron.cluster.machine.machine import Machine
-from deadpool_megatron.cluster.machine.state.phases import Closing, Heard, Pausing, Phase
+from deadpool_megatron.cluster.machine.state.phases import (
+    Closing,
+    Heard,
+    Opening,
+    Pausing,
+    Phase,
+    Rejoining,
+)
 from deadpool_megatron.cluster.machine.state.state import State
 
 T = TypeVar("T")
 # With fewer every input takes a few tens of milliseconds at most.
 _MANY_ROLES = 1024
+# After so long beats are acknowledged before the next of the inputs that have waited.
+_TURN_SECONDS = 0.01
 
 
 class Stepper:
@@ -60,8 +69,11 @@ class Stepper:
                 raise refused
 
     def _take_queue(self) -> Exception | None:
-        """Handle what waits, up to what may take long. Returns the first error at a report."""
+        """Handle what waits, up to what may take long; others have their turn in between. Returns
+        the first error at a report.
+        """
         refused: Exception | None = None
+        until = time.monotonic() + _TURN_SECONDS
         while self._queue and not self._is_over:
             item, who = self._queue.popleft()
             now = time.monotonic()
@@ -77,8 +89,15 @@ class Stepper:
                 refused = refused or error
                 continue
             self._carry_out(before, actions)
+            if time.monotonic() > until:
+                self._spawn(self._go_on())
+                return refused
         self._stepping = False
         return refused
+
+    async def _go_on(self) -> None:
+        if (refused := self._take_queue()) is not None:
+            self._peers.refuse_broken("an agent", "a report", refused)
 
     async def _step_aside(self, item: inputs.Input, who: str, now: float) -> None:
         before = self.state
@@ -95,8 +114,7 @@ class Stepper:
                 self._peers.hearing = who
                 self._carry_out(before, actions)
                 self._peers.hearing = ""
-        if (refused := self._take_queue()) is not None:
-            self._peers.refuse_broken("an agent", "a report", refused)
+        await self._go_on()
 
     def _carry_out(self, before: State, actions: list[Action]) -> None:
         try:
@@ -151,7 +169,9 @@ def goes_far(state: State, event: inputs.Input, now: float) -> bool:
             known_roles = state.memory.layouts
             return len(known_roles) + 1 >= roles and event.layout.role not in known_roles
         case inputs.Restored():
-            return len(state.restored) + 1 >= roles
+            # After a takeover every role says it again.
+            is_awaited = isinstance(doing, Rejoining | Opening)
+            return is_awaited and len(state.restored) + 1 >= roles
         case inputs.MemberDone():
             return isinstance(doing, Heard) and len(doing.done) + 1 >= roles
         case inputs.Paused():
@@ -159,7 +179,13 @@ def goes_far(state: State, event: inputs.Input, now: float) -> bool:
                 return True
             return len(doing.order.paused) + len(doing.done) + 1 >= roles
         case inputs.MemberWarm():
-            return bool(fleet.drains) or not gathering
+            # What waits for a process is looked for among all roles; every one says it again after
+            # a takeover.
+            record = state.record
+            return bool(fleet.drains) or (
+                record is not None
+                and (bool(record.fewer_copies) or state.protection.plan != record.protection)
+            )
         case inputs.StepReported():
             return state.recoveries.current is not None
         case inputs.FactsTold() | inputs.PhaseReported() | inputs.Exposed() | inputs.StackTaken():

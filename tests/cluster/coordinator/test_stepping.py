@@ -113,6 +113,31 @@ def test_a_report_that_cannot_be_handled_is_refused_by_who_has_sent_it() -> None
     asyncio.run(scenario())
 
 
+def test_others_have_their_turn_between_inputs_that_have_waited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a takeover at full size a hundred thousand reports wait for one step."""
+    monkeypatch.setattr(stepping, "_TURN_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        rig, seen = Rigged(), list[int]()
+
+        async def others() -> None:
+            while len(rig.machine.handled) < 101:
+                await asyncio.sleep(0)
+                seen.append(len(rig.machine.handled))
+
+        rig.stepper.feed(inputs.NodeLost(2, "gone"))
+        for iteration in range(100):
+            rig.stepper.feed(inputs.StepReported(1, iteration))
+        await others()
+        await rig.wait()
+        assert rig.machine.handled[1:] == [inputs.StepReported(1, n) for n in range(100)]
+        assert len(set(seen)) > 50
+
+    asyncio.run(scenario())
+
+
 def test_after_the_end_nothing_comes_of_it() -> None:
     async def scenario() -> None:
         rig = Rigged()
