@@ -12,6 +12,7 @@ import pickle
 import zipfile
 import zlib
 from collections.abc import Iterator
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,17 @@ class _IndexReader(pickle.Unpickler):
             found = super().find_class(module, name)
             if type(found).__name__ in _CONSTANTS:
                 return found
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def _enum_member(owner: object, name: str) -> Enum:
+    """How some versions of Python 3.11 write the members of an enum (``getattr(cls, name)``)."""
+    if isinstance(owner, EnumMeta) and name in owner.__members__:
+        found: Enum = owner[name]
+        return found
+    raise pickle.UnpicklingError(f"{name!r} of {owner!r} has no place in it")
 
 
 def _verify_file(path: Path, ranges: list[tuple[int, int]], progress: Progress) -> Finding:

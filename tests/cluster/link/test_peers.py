@@ -115,14 +115,21 @@ async def connect(
     address: tuple[str, int], secret: bytes = SECRET, run_id: str = "run"
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await open_stream(address, None)
-    await connect_stream(reader, writer, secret, run_id)
+    try:
+        await connect_stream(reader, writer, secret, run_id)
+    except BaseException:
+        writer.close()
+        raise
     return reader, writer
 
 
 async def greet(address: tuple[str, int], secret: bytes, run_id: str) -> None:
     """The accepting side answers a wrong greeting by closing."""
-    reader, _ = await connect(address, secret, run_id)
-    await framing.read_frame(reader)
+    reader, writer = await connect(address, secret, run_id)
+    try:
+        await framing.read_frame(reader)
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize(
