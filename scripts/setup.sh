@@ -89,9 +89,18 @@ check_disk() {
         fail "$free MB of disk are free in $root; the install needs $1 MB. Free some, or clone to another disk."
 }
 
+# Early versions of Python 3.11 pickle the members of an enum as getattr(), which torch.load refuses:
+# with them stock Megatron does not load its own checkpoints either.
+pickles_enums_by_name() {
+    "$1" - 2>/dev/null <<'PY'
+import pickle, sys, uuid
+sys.exit(b"getattr" in pickle.dumps(uuid.SafeUUID.safe))
+PY
+}
+
 # Sets $python to the first interpreter that is 3.11 or 3.12 and can make virtual environments.
 find_python() {
-    local candidate version seen="" without_venv=""
+    local candidate version seen="" without_venv="" early=""
     for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3; do
         # A pyenv shim may exist and still not run, so ask each one for its version.
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
@@ -99,11 +108,20 @@ find_python() {
         seen+=" $candidate=$version"
         case $version in 3.11 | 3.12) ;; *) continue ;; esac
         if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-            python=$candidate
-            return
+            if pickles_enums_by_name "$candidate"; then
+                python=$candidate
+                return
+            fi
+            early=${early:-$candidate}
+            continue
         fi
         without_venv=$version
     done
+    if [ -n "$early" ]; then
+        python=$early
+        echo "setup: $("$early" -V) writes checkpoints that torch.load refuses; tests that load one are skipped. A later 3.11, or 3.12, does not (PYTHON=/path/to/python3.12)" >&2
+        return
+    fi
     [ -z "$without_venv" ] ||
         fail "Python $without_venv has no venv module. Run: sudo apt install python$without_venv-venv"
     fail "Python 3.11 or 3.12 is needed (found:${seen:- none}). Run: sudo apt install python3.11 python3.11-venv   (or the same with 3.12, whichever your release has)"

@@ -8,6 +8,7 @@ import pytest
 
 from tests.faults.jobs import Outcome, Program, run_program
 from tests.megatron_lm.arguments import small
+from tests.megatron_lm.checkout import LOADS
 from tests.megatron_lm.ranks import RankParent
 from tests.megatron_lm.runs import PP2_DP2, tree
 from tests.persist.checkpoints import differences
@@ -55,6 +56,7 @@ def test_an_export_is_what_megatron_saves(tmp_path: Path, monkeypatch: pytest.Mo
     saved_and_exported(tmp_path, monkeypatch, PP2_DP2)
 
 
+@LOADS
 def test_stock_megatron_goes_on_from_an_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from tests.faults.jobs import (
 )
 from tests.faults.test_aborted_nccl import FAKE, assert_nothing_of_junk, junk_read
 from tests.megatron_lm.arguments import real_text
-from tests.megatron_lm.checkout import needs_megatron_lm
+from tests.megatron_lm.checkout import LOADS, needs_megatron_lm
 from tests.megatron_lm.runs import (
     BASE,
     assert_printed,
@@ -68,6 +68,7 @@ def test_numbers_of_layers_shift_on_real_text(tmp_path: Path) -> None:
     assert all("adopt" in entry["phases"] for entry in outcome.final["recoveries"][-2:])
 
 
+@LOADS
 def test_owner_and_buddy_gone_falls_to_the_checkpoint(tmp_path: Path) -> None:
     """Nodes 0 and 1 hold each other's copies; the last checkpoint is two iterations old."""
     plan = [dies("both", "forward", 0, 9, nth=2, nodes=[1, 0])]
@@ -79,6 +80,7 @@ def test_owner_and_buddy_gone_falls_to_the_checkpoint(tmp_path: Path) -> None:
     assert set(recovery["seats_changed"]) == {"0", "1"}, "the other two are the same processes"
 
 
+@LOADS
 def test_saved_beside_training_and_loaded_by_another_run(tmp_path: Path) -> None:
     """Kills between the beginning of a save and its end; what is loaded is such a checkpoint."""
     beside = gpt(**BASE, async_save=True, use_persistent_ckpt_worker=True)

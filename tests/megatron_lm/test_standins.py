@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.megatron_lm.arguments import MOE, real_text, small
-from tests.megatron_lm.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.checkout import LOADS, checkout, needs_megatron_lm
 from tests.megatron_lm.ranks import RankParent, Trained
 
 pytestmark = [
@@ -70,6 +70,7 @@ def test_where_everything_comes_from(parent: RankParent) -> None:
         for name in LAYOUTS
     ],
 )
+@LOADS
 def test_trains_and_resumes_exactly(parent: RankParent, layout: str, tmp_path: Path) -> None:
     flags = {"train_iters": ITERATIONS, "ckpt_format": "torch_dist", **LAYOUTS[layout]}
     whole = parent.train(4, small(**flags, save=tmp_path, save_interval=SAVED_AT))
