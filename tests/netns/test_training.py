@@ -22,7 +22,7 @@ pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
 # Longer than any limit of fence or takeover, and than a new coordinator waits for nodes.
-_GONE_SECONDS = 60.0
+_GONE_SECONDS = 20.0
 # Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
 _CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
