@@ -97,6 +97,7 @@ def test_only_a_check(
 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
     check_table.show(found["nodes"], found["reason"], 2)
     lines = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert lines[0].split()[:3] == ["node", "host", "rack"]
