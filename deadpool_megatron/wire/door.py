@@ -22,6 +22,7 @@ from typing import Protocol
 
 from deadpool_megatron.wire.auth import accept_stream
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.records import RecordReader
 from deadpool_megatron.wire.tls import Tls, accepted_stream
 
 # In a crowd a stranger has at least so long: for its first message, and for the whole handshake,
@@ -36,9 +37,7 @@ _MOST_STRANGERS = 256
 class Visitors(Protocol):
     """Who is behind the door."""
 
-    async def serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str
-    ) -> None:
+    async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
         """A connection that knows the run secret, until its end."""
 
     def refuse(self, who: str, why: str) -> None:

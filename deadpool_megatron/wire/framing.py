@@ -10,7 +10,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 MAGIC = b"DPM1"
@@ -100,13 +100,20 @@ def receive(connection: socket.socket, limit_bytes: int = MAXIMUM_FRAME_BYTES) -
     return decode_body(_receive_exactly(connection, length))
 
 
-def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fill ``target`` with the bulk bytes that follow a frame."""
+def receive_into(
+    connection: socket.socket,
+    target: memoryview,
+    taken: Callable[[memoryview], object] = lambda piece: None,
+) -> None:
+    """Fill ``target`` with the bulk bytes that follow a frame. ``taken`` is given each piece of it
+    as it arrives, while it is in the processor's cache.
+    """
     filled = 0
     while filled < len(target):
         count = connection.recv_into(target[filled:])
         if count == 0:
             raise ConnectionClosed(f"connection closed {len(target) - filled} bytes early")
+        taken(target[filled : filled + count])
         filled += count
 
 

@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -156,9 +157,11 @@ class RecordSocket(socket.socket):
         for start in range(0, len(view), _BULK_BYTES):
             piece = view[start : start + _BULK_BYTES]
             header = len(piece) | _BULK
+            # First, because then the kernel finds in the cache what it has to copy.
+            tag = self._out.tag(header, piece)
             super().sendall(_HEADER.pack(header), socket.MSG_MORE)
             super().sendall(piece, socket.MSG_MORE)
-            super().sendall(self._out.tag(header, piece))
+            super().sendall(tag)
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Bytes of records that are whole and as they were sent. Raises AlteredError."""
@@ -211,47 +214,68 @@ def send_bulk(connection: socket.socket, view: memoryview) -> None:
 
 
 class RecordReader(asyncio.StreamReader):
-    """A stream reader; from :meth:`begin` on it takes records."""
+    """A stream reader; from :meth:`begin` on it has the bytes of records that are whole and as they
+    were sent. What was altered ends it with AlteredError."""
 
     def __init__(self) -> None:
         super().__init__()
         self._opener: Opener | None = None
-        self._opened = bytearray()
+        self._take: Callable[[bytes], object] | None = None
+        self._end: asyncio.Future[None] | None = None
 
     def begin(self, receiving: Direction) -> None:
-        """The handshake is over."""
+        """The handshake is over; records may have come behind it."""
         self._opener = Opener(receiving)
+        if arrived := self._taken_out():
+            self.feed_data(arrived)
 
-    async def read(self, n: int = -1) -> bytes:
-        """Bytes of records that are whole and as they were sent; none at the end. Raises
-        AlteredError."""
-        if self._opener is None:
-            return await super().read(n)
-        while (n < 0 or not self._opened) and await self._more():
-            pass
-        taken = bytes(self._opened if n < 0 else self._opened[:n])
-        del self._opened[: len(taken)]
+    async def listen(self, take: Callable[[bytes], object]) -> None:
+        """Give everything to ``take`` in the callback of the loop in which it arrives, until the
+        connection ends: who has thousands of connections has no turn of a task to spare for each
+        message. Raises OSError, and whatever ``take`` raises.
+        """
+        if (error := self.exception()) is not None:
+            raise error
+        take(self._taken_out())
+        if self.at_eof():
+            return
+        self._take, self._end = take, asyncio.get_running_loop().create_future()
+        await self._end
+
+    def _taken_out(self) -> bytes:
+        # The base class has no way to ask for what is there without waiting when there is nothing.
+        waiting: bytearray = self._buffer  # type: ignore[attr-defined]
+        taken = bytes(waiting)
+        waiting.clear()
+        self._maybe_resume_transport()  # type: ignore[attr-defined]
         return taken
 
-    async def readexactly(self, n: int) -> bytes:
-        """Raises IncompleteReadError at the end, and AlteredError."""
-        if self._opener is None:
-            return await super().readexactly(n)
-        while len(self._opened) < n:
-            if not await self._more():
-                partial = bytes(self._opened)
-                if not partial and not self._opener.is_between:
-                    partial = b"\0"  # a record that was cut is no orderly end
-                raise asyncio.IncompleteReadError(partial, n)
-        taken = bytes(self._opened[:n])
-        del self._opened[:n]
-        return taken
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        """See asyncio.StreamReader."""
+        if self.exception() is not None:
+            return
+        try:
+            opened = data if self._opener is None else self._opener.feed(data)
+            if self._take is None:
+                super().feed_data(opened)
+            else:
+                self._take(opened)
+        except Exception as error:
+            self.set_exception(error)
 
-    async def _more(self) -> bool:
-        assert self._opener is not None
-        piece = await super().read(_PIECE_BYTES)
-        self._opened += self._opener.feed(piece)
-        return bool(piece)
+    def feed_eof(self) -> None:
+        """See asyncio.StreamReader."""
+        if self._opener is not None and not self._opener.is_between:
+            self.set_exception(framing.ConnectionCut("connection closed in the middle of a record"))
+        super().feed_eof()
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+
+    def set_exception(self, exc: Exception) -> None:
+        """See asyncio.StreamReader."""
+        super().set_exception(exc)
+        if self._end is not None and not self._end.done():
+            self._end.set_exception(exc)
 
 
 class RecordWriter(asyncio.StreamWriter):

@@ -45,10 +45,11 @@ class Agents:
         spares: int = 1,
         options: Sequence[str] = (),
         faults: Sequence[dict[str, Any]] = (),
+        outputs: Path | None = None,
     ) -> None:
         self.run = RunDirectory(directory)
         self.nodes, self.spares = nodes, spares
-        self._outputs = directory.with_name(directory.name + "-outputs")
+        self._outputs = outputs or directory.with_name(directory.name + "-outputs")
         self._outputs.mkdir()
         self._extra = {}
         if faults:

@@ -276,6 +276,7 @@ def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
         final = run.wait_end(3)
     assert len(run.events(Kind.STALE_DIVERGENCE)) == 1
     assert "was" in final["reason"]
+    assert "state dumped to" in final["reason"], "for whoever wants to look into it"
 
 
 def test_replayed_step_with_other_numbers_may_be_reported_only(tmp_path: Path) -> None:

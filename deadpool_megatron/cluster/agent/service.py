@@ -368,8 +368,8 @@ class Agent:
             self._members.check()
             self._logs.trim()
             if self._link.beat_is_due:
-                beats = {"members": self._members.beats(), "vault": self._vault.status}
-                self._link.beat({"t": "beat", **beats})
+                told = {"members": self._members.beats(), "vault": self._vault.status}
+                self._link.beat(told)
             self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
 

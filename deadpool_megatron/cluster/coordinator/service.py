@@ -45,6 +45,7 @@ from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.link.store import CoordinatorStore
 from deadpool_megatron.cluster.machine import actions, inputs
 from deadpool_megatron.cluster.machine.machine import Machine
+from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import Event, Kind
@@ -55,6 +56,7 @@ from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71
 _GARBAGE_OBJECTS = 200_000
+_URGENT_PHASES = frozenset({Phase.GATHERING, Phase.CLOSING, Phase.DECIDING, Phase.OPENING})
 
 
 class Coordinator:
@@ -178,6 +180,8 @@ class Coordinator:
         self._stepper.feed(item)
 
     def _took(self, before: State, produced: list[actions.Action]) -> None:
+        if self._state.phase is not before.phase:
+            _collect_garbage_in(self._state.phase)
         for action in produced:
             self._carry_out(action)
         if self._state.requests is not before.requests:
@@ -298,9 +302,6 @@ class Coordinator:
             harmless = isinstance(item, inputs.Diverged) and not self._files.divergence_is_fatal
             if item is not None and not harmless:
                 self.feed(item)
-        if event.kind is Kind.EPOCH_OPENED:
-            # What lives as long as the epoch is not looked through again and again.
-            gc.freeze()
 
     def _event(self, event: Event) -> None:
         """An event of another process: abandoned numbers are not taken any more, while those of a
@@ -411,6 +412,18 @@ class Coordinator:
         task.add_done_callback(finished)
 
 
+def _collect_garbage_in(phase: Phase) -> None:
+    """Inventories and records are millions of objects without a cycle among them. Nobody looks
+    through them while all wait for a decision, where that stops the loop for half a second; nor
+    later, as they live as long as the epoch.
+    """
+    if phase in _URGENT_PHASES:
+        gc.disable()
+    elif not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def run_coordinator(options: CoordinatorOptions) -> int:
     """Run a coordinator in this process; answers the exit status of the run."""
     posix.set_process_name("dp-coordinator")
@@ -419,7 +432,6 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
-    # Inventories and records are millions of objects without a cycle among them: at the usual
-    # threshold most of the time of a decision goes into looking for one.
     gc.set_threshold(_GARBAGE_OBJECTS, 2)
+    gc.disable()  # until it coordinates: see _collect_garbage_in()
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

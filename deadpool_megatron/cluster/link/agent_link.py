@@ -32,6 +32,7 @@ _BEAT_BACKLOG_BYTES = 65536
 # Of reports kept while the coordinator is away; far above what a run makes in its restart time.
 _MOST_REPORTS = 200_000
 _MOST_REPORT_BYTES = 1 << 30
+_NOTHING: Mapping[str, Any] = {}
 
 
 class CoordinatorLost(Exception):
@@ -68,6 +69,7 @@ class CoordinatorLink:
         self._heard_at = 0.0
         self._number = 0
         self._pace = Pace(settings.beat_interval_seconds)
+        self._told_in_beats: Mapping[str, Any] = _NOTHING  # by this session
         self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
@@ -110,20 +112,25 @@ class CoordinatorLink:
         """
         return self._pace.is_due(time.monotonic())
 
-    def beat(self, message: Mapping[str, Any]) -> None:
-        """Send a sign of life, or nothing while there is no connection."""
+    def beat(self, told: Mapping[str, Any] = _NOTHING) -> None:
+        """Send a sign of life, or nothing while there is no connection. ``told``: what else the
+        coordinator should know of now; it is left out where the beat before has said the same.
+        """
         if self._session is None:
             return
         writer = self._session.writer
         if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
-            writer.write(framing.encode({**message, "b": time.monotonic(), "o": self._ordered}))
+            news = {} if told == self._told_in_beats else told
+            self._told_in_beats = dict(told)
+            sign = {"t": "beat", "b": time.monotonic(), "o": self._ordered}
+            writer.write(framing.encode({**sign, **news}))
 
     async def flush(self, deadline_seconds: float) -> None:
         """Wait until all reports are acknowledged, or the time is over."""
         limit = time.monotonic() + deadline_seconds
         while self._unacknowledged and time.monotonic() < limit:
             # A beat is what the coordinator answers with the number of the last report.
-            self.beat({"t": "beat", "members": {}, "vault": {}})
+            self.beat()
             await asyncio.sleep(0.05)
 
     def supersede(self, why: str) -> None:
@@ -236,7 +243,7 @@ class CoordinatorLink:
             self._reading.cancel()
             self._reading = None
         self._leave(session)
-        self._session = session
+        self._session, self._told_in_beats = session, _NOTHING
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
             self._heard(session.joined_at, session.term)

@@ -34,9 +34,9 @@ from deadpool_megatron.cluster.link.pacing import acknowledge_seconds
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing, large_json
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
+from deadpool_megatron.wire.records import RecordReader
 
 _REPORTED_REFUSALS = 100
-_PIECE_BYTES = 1 << 18
 _RECONNECT_SECONDS = 0.5
 # Then whoever has something to say has a turn.
 _SENDING_SECONDS = 0.01
@@ -233,9 +233,7 @@ class Peers:
             del self.agents[peer.node]
         peer.writer.close()
 
-    async def serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str
-    ) -> None:
+    async def serve(self, reader: RecordReader, writer: asyncio.StreamWriter, who: str) -> None:
         """One authenticated connection, to its end."""
         try:
             async with asyncio.timeout(self._connect_seconds):
@@ -287,7 +285,7 @@ class Peers:
         self.refuse(who, f"{what}: {error!r}"[:_REASON_CHARACTERS])
 
     async def _serve_agent(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first: Message
+        self, reader: RecordReader, writer: asyncio.StreamWriter, first: Message
     ) -> None:
         try:
             if int(first["term"]) > self._term:
@@ -338,24 +336,24 @@ class Peers:
         self.agents[node] = peer
         return peer, again
 
-    async def _hear(self, peer: AgentPeer, reader: asyncio.StreamReader) -> str:
+    async def _hear(self, peer: AgentPeer, reader: RecordReader) -> str:
         """Take what an agent says until its connection ends; returns how it ended."""
         frames = framing.FrameBuffer()
-        while True:
-            try:
-                piece = await reader.read(_PIECE_BYTES)
-                if not piece:
-                    return "connection closed"
-                messages = frames.feed(piece)
-            except OSError as error:
-                # Something between has cut it: an agent that lives comes again at once.
-                await asyncio.sleep(_RECONNECT_SECONDS)
-                return f"connection lost: {error.strerror or error}"
-            except WireError as error:
-                self.refuse(f"agent of node {peer.node}", f"agent sent garbage: {error}")
-                return f"agent sent garbage: {error}"
-            for message in messages:
+
+        def take(piece: bytes) -> None:
+            for message in frames.feed(piece):
                 self._hand_over(peer, message, self._take)
+
+        try:
+            await reader.listen(take)
+        except OSError as error:
+            # Something between has cut it: an agent that lives comes again at once.
+            await asyncio.sleep(_RECONNECT_SECONDS)
+            return f"connection lost: {error.strerror or error}"
+        except WireError as error:
+            self.refuse(f"agent of node {peer.node}", f"agent sent garbage: {error}")
+            return f"agent sent garbage: {error}"
+        return "connection closed"
 
     def _hand_over(
         self, peer: AgentPeer, message: Message, take: Callable[[AgentPeer, Message], None]
@@ -382,8 +380,9 @@ class Peers:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":
-            peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
-            peer.vault = dict(message["vault"])
+            if "members" in message:  # else what the beat before has said
+                peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
+                peer.vault = dict(message["vault"])
             peer.orders.acknowledge(int(message["o"]))
             self._acknowledge(peer, float(message["b"]))
             return

@@ -39,8 +39,7 @@ class Intake:
     def _is_whole(self, segment: Segment, slot: int, name: str, nbytes: int, expected: int) -> bool:
         """Take the bytes of one part; False when they are damaged."""
         state = self._state
-        chunk_bytes = state.settings.chunk_bytes
-        found = receive_part(self._channel, segment, slot, name, nbytes, chunk_bytes)
+        found = receive_part(self._channel, segment, slot, name, nbytes)
         if found != expected:
             generation = segment.generation(slot)
             state.counters["corruption"] += 1
@@ -59,14 +58,8 @@ class Intake:
         state.fail_point_corrupt("vault.received", segment, slot, [name])
 
 
-def receive_part(
-    channel: Channel, segment: Segment, slot: int, name: str, nbytes: int, chunk_bytes: int
-) -> int:
+def receive_part(channel: Channel, segment: Segment, slot: int, name: str, nbytes: int) -> int:
     """Receive a part's bytes straight into its slot; returns their checksum."""
-    view = segment.data(slot, name, nbytes)
     digest = xxhash.xxh3_64()
-    for start in range(0, nbytes, chunk_bytes):
-        chunk = view[start : start + chunk_bytes]
-        channel.receive_bulk(chunk)
-        digest.update(chunk)
+    channel.receive_bulk(segment.data(slot, name, nbytes), digest.update)
     return digest.intdigest()

@@ -26,8 +26,9 @@ _MOST_GAPS = 15
 _GATE_ITERATIONS = 64
 _MOST_GATES = 5
 _MOST_SEALS = 16
-# One piece takes about so long at the rate in force, within limits: even, but few system calls.
-_PIECE_SECONDS = 0.002
+# One piece takes about so long at the rate in force, within limits: even, but few turns of a thread
+# that has to wait for the interpreter (with 2 ms they cost as much as the bytes).
+_PIECE_SECONDS = 0.016
 _LEAST_PIECE_BYTES = 64 << 10
 # Slower than this is in nobody's way either, but who receives would take a
 # connection for dead on which no piece comes for tens of seconds.

@@ -12,7 +12,7 @@ import socket
 import ssl
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deadpool_megatron.wire import auth, framing
@@ -57,8 +57,10 @@ class Channel(ABC):
         """Send raw bytes without copying them."""
 
     @abstractmethod
-    def receive_bulk(self, target: memoryview) -> None:
-        """Fill ``target`` with raw bytes."""
+    def receive_bulk(
+        self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
+    ) -> None:
+        """Fill ``target`` with raw bytes; ``taken`` is given each piece of it as it arrives."""
 
     @abstractmethod
     def readable(self, seconds: float) -> bool:
@@ -128,8 +130,10 @@ class SocketChannel(Channel):
     def send_bulk(self, view: memoryview) -> None:
         send_bulk(self._socket, view)
 
-    def receive_bulk(self, target: memoryview) -> None:
-        framing.receive_into(self._socket, target)
+    def receive_bulk(
+        self, target: memoryview, taken: Callable[[memoryview], object] = lambda piece: None
+    ) -> None:
+        framing.receive_into(self._socket, target, taken)
 
     def readable(self, seconds: float) -> bool:
         if isinstance(self._socket, ssl.SSLSocket | RecordSocket) and self._socket.pending():

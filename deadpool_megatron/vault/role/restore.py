@@ -251,7 +251,7 @@ class Obtainer:
             raise _Hopeless(f"part of {nbytes} bytes does not fit")
         if not state.open_part(segment, slot, name, record.epoch):
             raise VaultError(f"epoch {record.epoch} was closed during the restore")
-        found = receive_part(channel, segment, slot, name, nbytes, state.settings.chunk_bytes)
+        found = receive_part(channel, segment, slot, name, nbytes)
         if found != expected:
             where = f"from node {source.node}"
             state.emit_corruption(self._role, generation, name, where, expected, found)

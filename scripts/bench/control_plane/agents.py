@@ -193,6 +193,7 @@ class Agent:
         self.beat_seconds = 0.1
         self._heard_at = 0.0
         self._said_in_beats = (-1, "")
+        self._told_in_beats: tuple[Wire | None, str] = (None, "")
         self._attempt = 0
         self._greetings = 0
         self._beating = False
@@ -387,8 +388,11 @@ class Agent:
             return
         if not self.in_touch and self._fresh is None:
             self.start()
-        said = f'"b":{now},"o":{self._ordered},"t":"beat"'
-        self._wire.write(_frame(f"{{{said},{self._beat_of(cluster.iteration)}}}"))
+        sign = f'"b":{now},"o":{self._ordered},"t":"beat"'
+        told = self._wire, self._beat_of(cluster.iteration)
+        news = "" if told == self._told_in_beats else f",{told[1]}"
+        self._told_in_beats = told
+        self._wire.write(_frame(f"{{{sign}{news}}}"))
         cluster.beats += 1
 
     def _beat_of(self, iteration: int) -> str:

@@ -25,6 +25,7 @@ from deadpool_megatron.cluster.link.agent_link import CoordinatorLink
 from deadpool_megatron.cluster.link.peers import AgentPeer, Peers
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.records import RecordReader
 
 NODE = 3
 _TICK_SECONDS = 0.1
@@ -69,7 +70,7 @@ class _Connection:
     """Both directions of one connection: who writes -> whose reader gets it."""
 
     line: Line
-    readers: list[asyncio.StreamReader]
+    readers: list[RecordReader]
     lost: set[int] = field(default_factory=set)
     late: dict[int, list[Callable[[], None]]] = field(default_factory=dict)
     over: bool = False
@@ -228,7 +229,7 @@ class Line:
     async def open(self, address: tuple[str, int], tls: object) -> tuple[Any, Any]:
         """Instead of a connection over a network."""
         del tls
-        readers = [asyncio.StreamReader(), asyncio.StreamReader()]
+        readers = [RecordReader(), RecordReader()]
         connection = _Connection(self, readers)
         task = asyncio.create_task(
             self._serve(self._offices[address[1]], readers[1], _Writer(connection, 1))
@@ -245,7 +246,7 @@ class Line:
     async def _beat(self) -> None:
         while True:
             if self.link.beat_is_due:
-                self.link.beat({"t": "beat", "members": {}, "vault": {}})
+                self.link.beat()
             await asyncio.sleep(_TICK_SECONDS)
 
     def _take(self, message: Mapping[str, Any]) -> None:
