@@ -55,7 +55,8 @@ from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71
-_GARBAGE_OBJECTS = 200_000
+# So many new objects are looked through in some milliseconds, all of them almost never.
+_GARBAGE_THRESHOLDS = (20_000, 5, 100)
 _URGENT_PHASES = frozenset({Phase.GATHERING, Phase.CLOSING, Phase.DECIDING, Phase.OPENING})
 
 
@@ -432,6 +433,6 @@ def run_coordinator(options: CoordinatorOptions) -> int:
     needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)
-    gc.set_threshold(_GARBAGE_OBJECTS, 2)
+    gc.set_threshold(*_GARBAGE_THRESHOLDS)
     gc.disable()  # until it coordinates: see _collect_garbage_in()
     return run_to_end.run_to_end(Coordinator(options).run(), options.info.settings.persist_seconds)

@@ -9,6 +9,7 @@ a core is no fault of the coordinator: a hold-up counts as far as this process u
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ class Watch:
     def begin(self) -> None:
         """Watch every loop of this process from here on."""
         watch, run = self, self._run
+        gc.callbacks.append(self._note_garbage)
 
         def measured(handle: asyncio.Handle) -> None:
             watch._where, watch._began = [], _now()
@@ -72,6 +74,12 @@ class Watch:
         used = time.process_time() - before[1]
         self._note("late", min(late, used), [])
         loop.call_later(_LOOK_SECONDS, self._due, loop, _now())
+
+    def _note_garbage(self, phase: str, facts: dict[str, int]) -> None:
+        # No other thread gets a turn meanwhile.
+        began = self._began
+        if phase == "stop" and began is not None and _between(began, _now()) > _LEAST_SECONDS:
+            self._where = [f"garbage of generation {facts['generation']}"]
 
     def _look(self, thread: int) -> None:
         while True:
