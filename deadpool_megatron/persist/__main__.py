@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.cluster.process.posix import die_with_parent, set_process_name
+from deadpool_megatron.cluster.process.posix import die_with_parent
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
 from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
+from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError

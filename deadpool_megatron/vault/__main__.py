@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.net.transport import TcpTransport
@@ -45,6 +46,8 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(threadName)s %(levelname)s %(message)s"
     )
+    set_process_name(f"dp-vault{given.node}")
+    show_thread_names()
     threading.excepthook = _die
     failpoints.load()
     failpoints.set_context(node=given.node, process="vault", run_dir=str(given.run_dir))

@@ -10,6 +10,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cli.common import listen
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire import auth
 
 
@@ -29,10 +30,9 @@ def run(args: argparse.Namespace) -> int:
     from deadpool_megatron.cluster.coordinator import service
     from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions
     from deadpool_megatron.cluster.coordinator.succession.standby import Standby, StandbyOptions
-    from deadpool_megatron.cluster.process import posix
     from deadpool_megatron.recovery import plan
 
-    posix.set_process_name(f"dp-standby{args.node_id}")
+    set_process_name(f"dp-standby{args.node_id}")
     run = RunDirectory(args.run_dir)
     info = run.read_run()
     failpoints.load()

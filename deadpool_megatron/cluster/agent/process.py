@@ -11,9 +11,10 @@ from dataclasses import replace
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
-from deadpool_megatron.cluster.process import descriptors, posix
+from deadpool_megatron.cluster.process import descriptors
 from deadpool_megatron.cluster.run_directory import slots
 from deadpool_megatron.preflight import host
+from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.found import found_slots
 
 
@@ -23,7 +24,7 @@ def run_agent(options: AgentOptions) -> int:
     Slots that an agent of this node has left are taken up as they are, or those of another node of
     this host whose agent is gone. Raises NodeTaken, or SegmentError for slots that it cannot read.
     """
-    posix.set_process_name(f"dp-agent{options.node}")
+    set_process_name(f"dp-agent{options.node}")
     info = options.info
     needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := descriptors.raise_limit(needed):

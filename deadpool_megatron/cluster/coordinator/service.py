@@ -51,6 +51,7 @@ from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
+from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.wire.door import Door, Lock
 from deadpool_megatron.wire.tls import contexts
 
@@ -427,7 +428,8 @@ def _collect_garbage_in(phase: Phase) -> None:
 
 def run_coordinator(options: CoordinatorOptions) -> int:
     """Run a coordinator in this process; answers the exit status of the run."""
-    posix.set_process_name("dp-coordinator")
+    set_process_name("dp-coordinator")
+    show_thread_names()
     failpoints.load()
     failpoints.set_context(run_dir=str(options.run.path), process="coordinator")
     needed = descriptors.needed_by_coordinator(options.info.nodes + options.info.spares)

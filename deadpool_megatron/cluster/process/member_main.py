@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process import posix, stacks
+from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import ENVIRONMENT_NAME as SECRET_VARIABLE
 
@@ -86,7 +87,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         stacks.answer_asks()
-        posix.set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
+        set_process_name(f"dp-n{spec.node}s{spec.slot}.{spec.incarnation}")
         os.chdir(spec.directory)
         os.environ.update(spec.environment)
         os.environ.pop(SECRET_VARIABLE, None)  # neither it nor what it starts needs the secret
@@ -154,7 +155,7 @@ def preload(modules: Sequence[str]) -> None:
 
 def main() -> NoReturn:
     """A parked process; see the module text."""
-    posix.set_process_name("dp-parked")
+    set_process_name("dp-parked")
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.settimeout(None)  # parked until used; ends with its agent (PDEATHSIG, and EOF)
     preload([name for name in sys.argv[2].split(",") if name])

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_PR_SET_NAME = 15
 # Loaded at import: dlopen between fork and exec is not safe in general.
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -27,11 +26,6 @@ def die_with_parent(parent: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-
-
-def set_process_name(name: str) -> None:
-    """Name shown by ``ps`` and ``top`` (15 bytes)."""
-    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def start_time(pid: int) -> int | None:

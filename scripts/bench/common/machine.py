@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -73,6 +75,28 @@ def cpu_seconds(mark: str) -> float:
             continue
         total += int(fields[11]) + int(fields[12])
     return total / _TICKS
+
+
+def thread_seconds(mark: str) -> Counter[str]:
+    """User and system time so far of all living threads of marked processes, by the names of
+    process and thread, numbers left out. The kernel has the names of some threads only.
+    """
+    found: Counter[str] = Counter()
+    for pid in marked_processes(mark):
+        try:
+            process = _name(Path(f"/proc/{pid}"))
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                fields = (task / "stat").read_text().rpartition(")")[2].split()
+                thread = "main" if task.name == str(pid) else _name(task)
+                thread = "others" if thread == process else thread
+                found[f"{process}: {thread}"] += (int(fields[11]) + int(fields[12])) / _TICKS
+        except OSError:
+            continue
+    return found
+
+
+def _name(directory: Path) -> str:
+    return re.sub(r"\d+", "N", (directory / "comm").read_text().strip())
 
 
 def memory_bytes(mark: str) -> int:

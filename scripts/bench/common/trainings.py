@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.machine import MARK, cpu_seconds, memory_bytes
+from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
 from deadpool_megatron.trainer.config import TrainerConfig
 
 #: Steps at the start of a run that are not measured.
@@ -35,6 +36,7 @@ class Measured:
 
     step_seconds: list[float] = field(default_factory=list)
     cpu_seconds_per_step: float = 0.0
+    thread_seconds_per_step: Counter[str] = field(default_factory=Counter)
     memory_bytes: int = 0
     gate_seconds: float | None = None
     gate_waits: int | None = None
@@ -85,7 +87,7 @@ def watch(
     expected = WARM_UP + 1 + steps + unmeasured_steps
     measured = Measured()
     times: list[float] = []
-    cpu_before = 0.0
+    cpu_before, threads_before = 0.0, Counter[str]()
     with open(log, "wb") as output:
         child = subprocess.Popen(
             command,
@@ -106,9 +108,13 @@ def watch(
                 times.append(silent_since)
                 if len(times) == WARM_UP:
                     measured.memory_bytes = memory_bytes(mark)
-                    cpu_before = cpu_seconds(mark)
+                    cpu_before, threads_before = cpu_seconds(mark), thread_seconds(mark)
                 elif len(times) == WARM_UP + 1 + steps:
                     measured.cpu_seconds_per_step = (cpu_seconds(mark) - cpu_before) / (steps + 1)
+                    threads = thread_seconds(mark) - threads_before
+                    measured.thread_seconds_per_step = Counter(
+                        {name: seconds / (steps + 1) for name, seconds in threads.items()}
+                    )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(_POLL_SECONDS)
     finally:
