@@ -73,7 +73,7 @@ class Counting:
         self.link = MemberLink.from_environment()
         self.run_dir = Path(os.environ["DEADPOOL_RUN_DIR"])
         self.world_size = int(os.environ["DEADPOOL_WORLD_SIZE"])
-        self.lockstep = Lockstep(self.run_dir / "lockstep", self.world_size)
+        self.lockstep = Lockstep(args.lockstep or self.run_dir / "lockstep", self.world_size)
         self.vault = VaultClient(
             os.environ["DEADPOOL_VAULT_SOCKET"],
             Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
@@ -369,6 +369,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--iterations", type=int, default=10**6)
     parser.add_argument("--step-seconds", type=float, default=0.01)
+    parser.add_argument("--lockstep", type=Path, help="file, if not one in the run directory")
     parser.add_argument("--save-interval", type=int, default=0)
     parser.add_argument(
         "--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit", "fail")

@@ -136,7 +136,12 @@ def test_with_etcd_a_node_is_replaced_while_the_run_directory_hangs(tmp_path: Pa
     try:
         with (
             disk.mounted(tmp_path) as shared,
-            Agents(shared.path / "r", options=options, outputs=tmp_path / "outputs") as run,
+            Agents(
+                shared.path / "r",
+                *("--lockstep", str(tmp_path / "lockstep")),
+                options=options,
+                outputs=tmp_path / "outputs",
+            ) as run,
         ):
             run.wait_iteration(5)
             wait_for("a warm spare", lambda: run.events(Kind.MEMBER_WARM))
