@@ -32,6 +32,8 @@ from deadpool_megatron.cluster.run_directory.cleanup import (
     clean_run,
     coordinator_processes,
     node_directories,
+    run_processes,
+    vault_processes,
 )
 from deadpool_megatron.cluster.run_directory.directory import (
     RunDirectory,
@@ -259,6 +261,8 @@ class Launcher:
         kept = self._keeps_slots() and any(
             any(node.glob("*.seg")) for node in node_directories(run_id)
         )
+        if self._run.final.exists() and self._signals < 2:
+            self._wait_for_others(_FENCE_SECONDS)
         clean_run(self._run, run_id, keep_slots=kept)
         if kept and not self._run.final.exists():
             self._options.say(
@@ -279,6 +283,15 @@ class Launcher:
         if slots_are_kept(self._run):
             return True
         return not self._run.final.exists() and not self._signals and self._came_up()
+
+    def _wait_for_others(self, deadline_seconds: float) -> None:
+        """Agents that came to the run by a command of their own are told that it is over, too."""
+        run, run_id = self._run, self._info.run_id
+        limit = time.monotonic() + deadline_seconds
+        while time.monotonic() < limit and len(vault_processes(run, run_id)) < len(
+            run_processes(run, run_id)
+        ):
+            time.sleep(_POLL_SECONDS)
 
     def _wait_for_agents(self, deadline_seconds: float) -> None:
         limit = time.monotonic() + deadline_seconds

@@ -363,13 +363,16 @@ class Agent:
             self._reporter.lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
 
+    def _told(self) -> dict[str, Any]:
+        """What people who ask the coordinator are shown of this node."""
+        return {"members": self._members.beats(), "vault": self._vault.status}
+
     async def _tick(self) -> None:
         while True:
             self._members.check()
             self._logs.trim()
             if self._link.beat_is_due:
-                told = {"members": self._members.beats(), "vault": self._vault.status}
-                self._link.beat(told)
+                self._link.beat(self._told)
             self._look_for_cut(time.monotonic())
             await asyncio.sleep(self._settings.beat_interval_seconds)
 

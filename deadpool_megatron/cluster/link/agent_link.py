@@ -32,7 +32,8 @@ _BEAT_BACKLOG_BYTES = 65536
 # Of reports kept while the coordinator is away; far above what a run makes in its restart time.
 _MOST_REPORTS = 200_000
 _MOST_REPORT_BYTES = 1 << 30
-_NOTHING: Mapping[str, Any] = {}
+# For eyes; a sign of life comes far more often.
+_TELLING_SECONDS = 1.0
 
 
 class CoordinatorLost(Exception):
@@ -69,7 +70,8 @@ class CoordinatorLink:
         self._heard_at = 0.0
         self._number = 0
         self._pace = Pace(settings.beat_interval_seconds)
-        self._told_in_beats: Mapping[str, Any] = _NOTHING  # by this session
+        self._told: Mapping[str, Any] = {}  # in beats of this session
+        self._telling = Pace(_TELLING_SECONDS)
         self._unacknowledged = Outbox(_MOST_REPORTS, _MOST_REPORT_BYTES)
         self._retained: deque[tuple[float, int, bytes]] = deque()
         self._boot = ""
@@ -112,18 +114,19 @@ class CoordinatorLink:
         """
         return self._pace.is_due(time.monotonic())
 
-    def beat(self, told: Mapping[str, Any] = _NOTHING) -> None:
-        """Send a sign of life, or nothing while there is no connection. ``told``: what else the
-        coordinator should know of now; it is left out where the beat before has said the same.
+    def beat(self, tell: Callable[[], Mapping[str, Any]] = dict) -> None:
+        """Send a sign of life, or nothing while there is no connection. ``tell``: what people who
+        ask the coordinator are shown of this node; it is sent now and then, when it has changed.
         """
         if self._session is None:
             return
         writer = self._session.writer
         if writer.transport.get_write_buffer_size() < _BEAT_BACKLOG_BYTES:
-            news = {} if told == self._told_in_beats else told
-            self._told_in_beats = dict(told)
-            sign = {"t": "beat", "b": time.monotonic(), "o": self._ordered}
-            writer.write(framing.encode({**sign, **news}))
+            message = {"t": "beat", "b": time.monotonic(), "o": self._ordered}
+            if self._telling.is_due(time.monotonic()) and (told := tell()) != self._told:
+                self._told = told
+                message |= told
+            writer.write(framing.encode(message))
 
     async def flush(self, deadline_seconds: float) -> None:
         """Wait until all reports are acknowledged, or the time is over."""
@@ -243,7 +246,7 @@ class CoordinatorLink:
             self._reading.cancel()
             self._reading = None
         self._leave(session)
-        self._session, self._told_in_beats = session, _NOTHING
+        self._session, self._told, self._telling = session, {}, Pace(_TELLING_SECONDS)
         self._refused = session.welcome.get("t") == "refused"
         if not self._refused:
             self._heard(session.joined_at, session.term)

@@ -380,7 +380,7 @@ class Peers:
         peer.heard_at = time.monotonic()
         peer.probed = False
         if message.get("t") == "beat":
-            if "members" in message:  # else what the beat before has said
+            if "members" in message:
                 peer.beats = {int(slot): beat for slot, beat in message["members"].items()}
                 peer.vault = dict(message["vault"])
             peer.orders.acknowledge(int(message["o"]))

@@ -21,7 +21,7 @@ from typing import Any
 
 from control_plane.connection import Wire
 from control_plane.moments import Moments
-from deadpool_megatron.cluster.link.pacing import contact_seconds, is_told
+from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds, is_told
 from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
@@ -47,6 +47,7 @@ _LINE_OF_MEGATRON = "iteration " + "x" * 350
 # What stands for the newest iteration, and the one before, in an inventory that is ready.
 _LAST, _BEFORE = "999999937", "999999929"
 _LOOK_SECONDS = 0.05
+_TELLING_SECONDS = 1.0  # as a real agent whose members always have news
 _MEMORY_BYTES = 100 * _SHARD_BYTES
 _FACTS = read_facts("127.0.0.1").to_dict()
 _PAUSES_SECONDS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
@@ -193,7 +194,7 @@ class Agent:
         self.beat_seconds = 0.1
         self._heard_at = 0.0
         self._said_in_beats = (-1, "")
-        self._told_in_beats: tuple[Wire | None, str] = (None, "")
+        self._telling = Pace(_TELLING_SECONDS)
         self._attempt = 0
         self._greetings = 0
         self._beating = False
@@ -388,11 +389,10 @@ class Agent:
             return
         if not self.in_touch and self._fresh is None:
             self.start()
-        sign = f'"b":{now},"o":{self._ordered},"t":"beat"'
-        told = self._wire, self._beat_of(cluster.iteration)
-        news = "" if told == self._told_in_beats else f",{told[1]}"
-        self._told_in_beats = told
-        self._wire.write(_frame(f"{{{sign}{news}}}"))
+        sign, told = f'"b":{now},"o":{self._ordered},"t":"beat"', ""
+        if self._telling.is_due(now):
+            told = f",{self._beat_of(cluster.iteration)}"
+        self._wire.write(_frame(f"{{{sign}{told}}}"))
         cluster.beats += 1
 
     def _beat_of(self, iteration: int) -> str:
