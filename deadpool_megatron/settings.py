@@ -161,6 +161,11 @@ class Settings:
         "most that a node sends for protection (copies, not restores), in gigabits per second;"
         " 0: as fast as the pace needs",
     )
+    link_share: float = _setting(
+        0.3,
+        "most that copies take of a link while training goes on (above 0, up to 1); where that does"
+        " not bring a generation over in half an iteration, they take what does",
+    )
     dscp: int = _setting(
         0,
         "traffic class of the connections that ship copies, as the network's rules name it"
@@ -231,6 +236,11 @@ class Settings:
             raise SettingsError(
                 "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
                 f" limit, got {self.rate_limit_gbps}"
+            )
+        if not 0 < self.link_share <= 1:
+            raise SettingsError(
+                "--deadpool-link-share must be more than 0 and not more than 1, got"
+                f" {self.link_share}"
             )
         if not 0 <= self.dscp <= 63:
             raise SettingsError(f"--deadpool-dscp must be between 0 and 63, got {self.dscp}")

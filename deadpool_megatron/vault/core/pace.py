@@ -1,9 +1,12 @@
-"""When the bytes of a generation may go: spread over the time there is, under a hard limit. Pure.
+"""When the bytes of a generation may go: as soon as a share of the link allows. Pure.
 
-The time there is for a generation is learned from past ones: from its seal until somebody waits for
-it, or until the next one is sealed. A shipment is spread evenly over a share of that time, so that
-it never fills the port that training shares (FFTrainer sends in idle gaps; REFT calls its kind
-HAS). Spreading is a courtesy and ends at once where it would cost anything: see :class:`Window`.
+A node that is lost before its newest generation has left costs the iterations since the one before,
+so copies leave early; but evenly, and they take no more of the link than their share, because
+training sends over it as well (FFTrainer sends in idle gaps; REFT calls its kind HAS). Where that
+share would take longer than the first half of the time there is, they take what the half requires.
+That time is learned from past generations: from the seal until somebody waits for it, or until the
+next one is sealed. Holding back is a courtesy and ends at once where it would cost anything: see
+:class:`Window`.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import Generation
 
-# Of the time there is. Data-parallel training reduces gradients in the second half of an iteration;
-# what is sent before that is in nobody's way, and uneven iterations have their room.
+# Of the time there is, at most. Data-parallel training reduces gradients in the second half of an
+# iteration; what is sent before that is in nobody's way, and uneven iterations have their room.
 SHARE = 0.5
 # So few are not a norm yet: full speed until then.
 _LEAST_GAPS = 3
@@ -94,12 +97,18 @@ class Window:
         awaited = self._hurried is not None and generation <= self._hurried
         return awaited or (self._newest is not None and generation < self._newest)
 
-    def schedule(self, generation: Generation, nbytes: int) -> Schedule | None:
-        """How ``nbytes`` of a generation are spread; None: at full speed."""
+    def schedule(
+        self, generation: Generation, nbytes: int, bytes_per_second: float
+    ) -> Schedule | None:
+        """How ``nbytes`` of a generation are spread; None: at full speed. ``bytes_per_second``:
+        what they may take of the link.
+        """
         seconds, sealed = self.seconds(), self._seals.get(generation)
         if sealed is None or not seconds or not nbytes:
             return None
-        return Schedule(sealed, min(SHARE * seconds, nbytes / _LEAST_RATE), nbytes)
+        return Schedule(
+            sealed, min(SHARE * seconds, nbytes / max(bytes_per_second, _LEAST_RATE)), nbytes
+        )
 
 
 @dataclass(frozen=True)

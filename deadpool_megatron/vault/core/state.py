@@ -62,7 +62,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
-        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps)
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps, settings.link_share)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None

@@ -17,6 +17,8 @@ from deadpool_megatron.vault.core.pace import Schedule, TokenBucket, Window, pie
 # Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
 _LONGEST_WAIT_SECONDS = 0.1
 _GIGABIT = 1_000_000_000
+# What takes fewer bytes is over before it has a speed.
+_TELLING_BYTES = 1 << 18
 
 
 @dataclass
@@ -43,8 +45,11 @@ class _Role:
 class Traffic:
     """Thread-safe. Its lock is a leaf: nothing else is locked while it is held."""
 
-    def __init__(self, chunk_bytes: int, limit_gbps: float = 0.0) -> None:
+    def __init__(self, chunk_bytes: int, limit_gbps: float = 0.0, link_share: float = 1.0) -> None:
         self._chunk_bytes = chunk_bytes
+        self._link_share = link_share
+        # Bytes per second that a shipment had which nothing held back, the most so far.
+        self._link = 0.0
         self._changed = threading.Condition()
         self._roles: dict[int, _Role] = {}
         self._bucket: TokenBucket | None = None
@@ -104,7 +109,8 @@ class Traffic:
         with self._changed:
             schedule = None
             if generation.lineage == epoch:
-                schedule = self._role(role).window.schedule(generation, nbytes)
+                share = self._link_share * self._link / max(1, len(self._roles))
+                schedule = self._role(role).window.schedule(generation, nbytes, share)
         return Flow(self, role, generation, schedule, busy_seconds)
 
     def _limit(self, nbytes: int, going: Callable[[], bool]) -> None:
@@ -137,6 +143,8 @@ class Traffic:
 
     def _ended(self, flow: Flow, node: int, seconds: float) -> None:
         with self._changed:
+            if flow.is_free and flow.sent_bytes >= _TELLING_BYTES:
+                self._link = max(self._link, flow.sent_bytes / max(seconds, 1e-9))
             took = self._role(flow.role).shipped.setdefault(flow.generation, {})
             took[node] = took.get(node, 0.0) + seconds
 
@@ -155,6 +163,7 @@ class Flow:
         self.role = role
         self.generation = generation
         self.schedule = schedule
+        self.is_free = schedule is None  # from its beginning
         self.sent_bytes = 0
         self._traffic = traffic
         self._began = time.monotonic()

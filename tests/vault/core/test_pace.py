@@ -28,7 +28,7 @@ def test_full_speed_until_there_is_a_norm() -> None:
     window = Window()
     run(window, [1.0, 1.0])
     assert window.seconds() is None
-    assert window.schedule(Generation(1, 2), 100) is None
+    assert window.schedule(Generation(1, 2), 100, 0.0) is None
 
 
 @given(
@@ -126,17 +126,42 @@ def test_a_schedule_is_even_and_ends_in_time(seconds: float, nbytes: int, part: 
     assert schedule.delay_seconds(sent, 50.0 + seconds * 1.000001) <= 0
 
 
-def test_a_shipment_takes_its_share_of_the_window() -> None:
+def test_a_shipment_takes_its_share_of_the_link_or_half_of_the_window() -> None:
     window = Window()
     run(window, [2.0] * 5)
-    schedule = window.schedule(Generation(1, 5), 1 << 30)
-    assert schedule is not None
-    assert (schedule.begin, schedule.seconds) == (110.0, pytest.approx(SHARE * 2.0))
-    few = window.schedule(Generation(1, 5), 200_000)
+    for share, seconds in ((0.0, SHARE * 2.0), (1e9, SHARE * 2.0), (4e9, (1 << 30) / 4e9)):
+        schedule = window.schedule(Generation(1, 5), 1 << 30, share)
+        assert schedule is not None
+        assert (schedule.begin, schedule.seconds) == (110.0, pytest.approx(seconds))
+    few = window.schedule(Generation(1, 5), 200_000, 0.0)
     assert few is not None
     assert few.rate == 1 << 20, "or it would be taken for dead"
-    assert window.schedule(Generation(1, 99), 1000) is None  # not sealed here: not to be held
-    assert window.schedule(Generation(1, 5), 0) is None
+    assert window.schedule(Generation(1, 99), 1000, 0.0) is None  # not sealed here: not to be held
+    assert window.schedule(Generation(1, 5), 0, 0.0) is None
+
+
+def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
+    """By the busy time of the channel; all roles of the node share it."""
+    traffic, busy = Traffic(chunk_bytes=4 << 20, link_share=0.25), [0.0]
+    view = memoryview(bytes(1 << 22))
+
+    def ship(iteration: int) -> float | None:
+        generation = Generation(1, iteration)
+        traffic._role(0).window.sealed(generation, 1e6 + 1000.0 * iteration)
+        flow = traffic.flow(0, generation, len(view), 1, lambda: busy[0])
+        rate = None if flow.schedule is None else flow.schedule.rate
+        flow.schedule = None
+        assert sum(map(len, flow.pieces(view, lambda: True))) == len(view)
+        busy[0] += 500.0  # far more than the test takes
+        flow.end(1)
+        return rate
+
+    assert [ship(iteration) for iteration in range(3)] == [None] * 3
+    assert traffic._link == pytest.approx(len(view) / 500.0)
+    traffic._link = 1 << 30
+    assert ship(3) == pytest.approx(0.25 * (1 << 30))
+    traffic._role(1)
+    assert ship(4) == pytest.approx(0.25 * (1 << 30) / 2)
 
 
 @given(
