@@ -12,7 +12,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from deadpool_megatron.vault.core.steps import give_back_other_kind, lacks_base
 from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
-from deadpool_megatron.vault.parity.combiner import Combiner
+from deadpool_megatron.vault.parity.maker import Makers
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import ConnectionClosed, WireError
@@ -52,7 +52,7 @@ class Server:
     def __init__(self, state: VaultState, transport: Transport) -> None:
         self._state = state
         self._transport = transport
-        self._combiner = Combiner(state, transport)
+        self._makers = Makers(state, transport)
         self._stopping = threading.Event()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class Server:
         with self._lock:
             for channel in self._channels:
                 channel.shutdown()
-        self._combiner.drop()
+        self._makers.cut()
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
@@ -148,7 +148,7 @@ class Server:
             if not self._admit(channel):
                 self._state.refuse("too many connections")
                 return
-            connection = _Connection(self._state, channel, self._combiner)
+            connection = _Connection(self._state, channel, self._makers)
             while not self._stopping.is_set():
                 if not channel.readable(1.0):
                     continue
@@ -195,10 +195,10 @@ class _Offer:
 class _Connection:
     """The dialogue with one authenticated vault."""
 
-    def __init__(self, state: VaultState, channel: Channel, combiner: Combiner) -> None:
+    def __init__(self, state: VaultState, channel: Channel, makers: Makers) -> None:
         self._state = state
         self._channel = channel
-        self._combiner = combiner
+        self._makers = makers
         self._layout: RoleLayout | None = None
         self._intake = Intake(state, channel)
 
@@ -221,14 +221,10 @@ class _Connection:
             self._put(message)
         elif kind == "contribute":
             self._contribute(message)
-        elif kind == "again":
-            self._forget(message)
         elif kind == "fetch":
             self._fetch(message)
         elif kind == "describe":
-            with self._state.lock:
-                layout = self._state.table.layout(int(message["role"]))
-            self._channel.send({"t": "layout", "layout": layout.to_dict() if layout else None})
+            self._describe(message)
         elif kind == "probe":
             probe.answer(self._channel, self._state.node, message)
         else:
@@ -286,25 +282,11 @@ class _Connection:
             state.release(segment, slot)
 
     def _contribute(self, message: Mapping[str, Any]) -> None:
-        """Take a role's share of a parity block that this node holds."""
+        """A role has sealed what is to go into a parity block that this node holds."""
         offer, number = self._offer(message), int(message["block"])
-        generation, epoch = offer.generation, offer.epoch
-        self._channel.send(
-            self._combiner.receive(
-                self._channel, offer.layout, number, generation, epoch, offer.parts
-            )
-        )
-
-    def _forget(self, message: Mapping[str, Any]) -> None:
-        """A holder lacks contributions to a parity block that we take for sealed."""
-        epoch, role, node = (int(message[key]) for key in ("epoch", "role", "node"))
-        generation = Generation.from_list(message["generation"])
-        state = self._state
-        with state.changed:
-            if state.is_open(epoch) and state.ledger is not None:
-                state.ledger.forget(role, generation, node, message["parts"])
-                state.changed.notify_all()
-        self._channel.send({"t": "again"})
+        maker = self._makers.of(number, offer.role, offer.epoch)
+        maker.announced(offer.layout, offer.generation, offer.parts)
+        self._channel.send({"t": "sealed", "parts": offer.names})
 
     def _superseded(self, segment: Segment, generation: Generation) -> bool:
         with self._state.lock:
@@ -345,36 +327,87 @@ class _Connection:
 
     # Handing out.
 
-    def _fetch(self, message: Mapping[str, Any]) -> None:
-        epoch, role, name = int(message["epoch"]), int(message["role"]), str(message["part"])
-        generation = Generation.from_list(message["generation"])
-        self._require_open(epoch)
-        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=name)
+    def _describe(self, message: Mapping[str, Any]) -> None:
+        """Tell what a role consists of, and which parts of a generation are here."""
+        role, asked = int(message["role"]), message.get("generation")
         with self._state.lock:
-            places = self._state.table.find(role, generation, name)
-            if places:
-                self._state.table.pin(places[0])
-        if not places:
-            raise Refused(Refusal.NOT_HELD)
+            table = self._state.table
+            layout = table.layout(role)
+            parts = {}
+            if layout is not None and asked is not None:
+                generation = Generation.from_list(asked)
+                parts = {part.name: table.find(role, generation, part.name) for part in layout.parts}
+        held = [[name, found[0].nbytes, found[0].checksum] for name, found in parts.items() if found]
+        described = layout.to_dict() if layout else None
+        self._channel.send({"t": "layout", "layout": described, "parts": held})
+
+    def _fetch(self, message: Mapping[str, Any]) -> None:
+        epoch, node, role = (int(message[key]) for key in ("epoch", "node", "role"))
+        generation = Generation.from_list(message["generation"])
+        names, protects = [str(name) for name in message["parts"]], bool(message["protects"])
+        self._require_open(epoch)
+        failpoints.hit("vault.fetch", role=role, iteration=generation.iteration, part=names[0])
+        table = self._state.table
+        with self._state.lock:
+            found = [table.find(role, generation, name) for name in names]
+            if not all(found):
+                raise Refused(Refusal.NOT_HELD)
+            places = [there[0] for there in found]
+            for place in places:
+                table.pin(place)
         try:
-            self._send(places[0], generation)
+            parts = [[place.nbytes, place.checksum] for place in places]
+            self._channel.send({"t": "parts", "parts": parts})
+            if protects:
+                self._protect(places, generation, epoch, node)
+            else:
+                for place in places:
+                    chunks = _chunks(place.view, self._state.settings.chunk_bytes)
+                    self._send(place, chunks, "bytes fetched from here", generation)
         finally:
             with self._state.lock:
-                self._state.table.unpin(places[0])
+                for place in places:
+                    table.unpin(place)
 
-    def _send(self, place: Place, generation: Generation) -> None:
+    def _protect(
+        self, places: list[Place], generation: Generation, epoch: int, node: int
+    ) -> None:
+        """Send parts of a role for a parity block, at the pace of all protection traffic."""
+        state, role = self._state, places[0].segment.layout.role
+        nbytes = sum(place.nbytes for place in places)
+        self._channel.give_way(state.settings.dscp)
+        flow = state.traffic.flow(role, generation, nbytes, epoch, self._channel.busy_seconds)
+        for place in places:
+            pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
+            self._send(place, pieces, "bytes shipped", generation, to=node)
+        flow.end(node)
+        state.shipped(role, nbytes, epoch)
+        # Before it the block is not sealed, so what it took is known by the time it counts.
+        self._channel.send({"t": "end"})
+
+    def _send(
+        self,
+        place: Place,
+        pieces: Iterable[memoryview],
+        counter: str,
+        generation: Generation,
+        **about: object,
+    ) -> None:
         """Send a part and check it on the way, so that a damaged slot is found at its home."""
-        role = place.segment.layout.role
-        self._channel.send({"t": "part", "nbytes": place.nbytes, "checksum": place.checksum})
-        digest = xxhash.xxh3_64()
-        view, size = place.view, self._state.settings.chunk_bytes
-        for start in range(0, len(view), size):
-            chunk = view[start : start + size]
-            digest.update(chunk)
-            chunk = failpoints.perhaps_damaged(
-                chunk, "vault.chunk", role=role, iteration=generation.iteration, part=place.name
-            )
-            self._channel.send_bulk(chunk)
-        self._state.counters["bytes fetched from here"] += place.nbytes
+        digest, sent = xxhash.xxh3_64(), 0
+        about |= {"role": place.segment.layout.role, "iteration": generation.iteration}
+        for piece in pieces:
+            digest.update(piece)
+            sent += len(piece)
+            piece = failpoints.perhaps_damaged(piece, "vault.chunk", part=place.name, **about)
+            self._channel.send_bulk(piece)
+            self._state.counters[counter] += len(piece)
+        if sent < place.nbytes:
+            raise ConnectionClosed("the epoch was closed")
         if digest.intdigest() != place.checksum:
             self._state.mark_bad(place, digest.intdigest())
+
+
+def _chunks(view: memoryview, size: int) -> Iterator[memoryview]:
+    for start in range(0, len(view), size):
+        yield view[start : start + size]

@@ -84,14 +84,8 @@ class Shipper(Sender[_Put]):
         flow.end(self._node)
         sealed = set(answer["parts"])
         names = [place.name for place in places if place.name in sealed]
-        self._state.acknowledge(
-            self._layout,
-            generation,
-            self._node,
-            names,
-            self._epoch,
-            shipped_bytes=nbytes,
-        )
+        self._state.shipped(self._layout.role, nbytes, self._epoch)
+        self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
         damaged = [place for place in places if place.name not in sealed]
         for place in damaged:
             self._examine(place)
@@ -106,9 +100,7 @@ class Shipper(Sender[_Put]):
     def _refused(self, refused: Refused, generation: Generation, places: list[Place]) -> bool:
         if refused.why is Refusal.SUPERSEDED:
             names = [place.name for place in places]
-            self._state.acknowledge(
-                self._layout, generation, self._node, names, self._epoch, shipped_bytes=0
-            )
+            self._state.acknowledge(self._layout, generation, self._node, names, self._epoch)
             return True
         if refused.why is Refusal.NO_BASE:
             self._make_whole(generation)

@@ -111,10 +111,6 @@ class Ledger:
         for key in [k for k in self._acknowledged if k[0] == role and k[1] < oldest]:
             del self._acknowledged[key]
 
-    def forget(self, role: int, generation: Generation, node: int, names: Iterable[str]) -> None:
-        """A node has lost these parts again; what was reported as committed stays so."""
-        self._acknowledged.get((role, generation, node), set()).difference_update(names)
-
     def missing(
         self,
         layout: RoleLayout,

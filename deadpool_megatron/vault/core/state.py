@@ -345,6 +345,12 @@ class VaultState:
                     return generation, places
             return None
 
+    def shipped(self, role: int, nbytes: int, epoch: int) -> None:
+        """So many bytes of a role have been sent to protect it."""
+        with self.lock:
+            if self.is_open(epoch):
+                self._shipped[role] = self._shipped.get(role, 0) + nbytes
+
     def acknowledge(
         self,
         layout: RoleLayout,
@@ -352,13 +358,10 @@ class VaultState:
         node: int,
         names: list[str],
         epoch: int,
-        shipped_bytes: int,
     ) -> None:
-        """A buddy has these parts; ``shipped_bytes`` is 0 when it had them all before."""
+        """A buddy has these parts, or they are in a sealed parity block."""
         with self.changed:
             if self.is_open(epoch) and self.ledger is not None:
-                if shipped_bytes:
-                    self._shipped[layout.role] = self._shipped.get(layout.role, 0) + shipped_bytes
                 self.ledger.acknowledge(layout.role, generation, node, names)
                 self._advance(layout.role)
 

@@ -1,16 +1,32 @@
-"""How a vault asks another one for a part that it holds."""
+"""How a vault asks another one for parts that it holds."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from deadpool_megatron.layout.records import Generation, Source
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Channel
+from deadpool_megatron.wire.framing import WireError
+
+# What comes of a vault that cannot be reached, or does not speak as it should.
+UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
 
 
 def ask(
-    channel: Channel, node: int, epoch: int, source: Source, generation: Generation, part: str
-) -> tuple[int, int]:
-    """Returns size (bytes) and checksum of the part, whose bytes follow. ``node``: who asks.
+    channel: Channel,
+    node: int,
+    epoch: int,
+    source: Source,
+    generation: Generation,
+    parts: Sequence[str],
+    *,
+    protects: bool = False,
+) -> list[tuple[int, int]]:
+    """Returns size (bytes) and checksum of each part, whose bytes follow, one after the other.
+
+    ``node``: who asks. ``protects``: not for a restore; the bytes come at the pace of what is sent
+    to protect the role, and after them an ``end``.
 
     Raises Refused; ConnectionError from one that has not adopted the epoch yet; what
     :meth:`Channel.receive` raises.
@@ -22,7 +38,8 @@ def ask(
             "node": node,
             "role": source.role,
             "generation": generation.to_list(),
-            "part": part,
+            "parts": list(parts),
+            "protects": protects,
         }
     )
     answer = channel.receive()
@@ -30,4 +47,7 @@ def ask(
         if refused.why is Refusal.EARLY:
             raise ConnectionError("has not adopted the epoch yet")
         raise refused
-    return int(answer["nbytes"]), int(answer["checksum"])
+    found = [(int(nbytes), int(checksum)) for nbytes, checksum in answer["parts"]]
+    if len(found) != len(parts):
+        raise WireError(f"{len(found)} parts instead of {len(parts)}")
+    return found

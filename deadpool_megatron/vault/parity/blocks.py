@@ -22,11 +22,9 @@ from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel
 from deadpool_megatron.vault.shm.segment import PartState, Segment
-from deadpool_megatron.wire.framing import WireError
 
 _MOST_SMALL_BYTES = 16 << 20
 _PIECES = 2  # of each block: one is decoded while the other one arrives
-_UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
 _NOTHING = memoryview(b"")
 
 # A new connection to the vault of a node; raises OSError, WireError, or VaultError for no node.
@@ -107,7 +105,10 @@ class VaultSupply(Supply):
         if self._over or not state.is_open(record.epoch):
             raise ConnectionError("the epoch was closed while connecting")
         generation = record.restore.generation
-        return fetch.ask(channel, state.node, record.epoch, self._source, generation, self._part)
+        (part,) = fetch.ask(
+            channel, state.node, record.epoch, self._source, generation, [self._part]
+        )
+        return part
 
     def read(self, target: memoryview) -> None:
         assert self._channel is not None, "begin() comes first"
@@ -156,11 +157,59 @@ class FileSupply(Supply):
         self._dumped = None
 
 
-class Block(threading.Thread):
+class Arrival(ABC):
+    """A block that comes in pieces, for the thread that computes another one from it."""
+
+    def __init__(
+        self, state: VaultState, number: int, source: Source, generation: Generation, part: str
+    ) -> None:
+        self.number = number
+        self._state = state
+        self._source = source
+        self._generation = generation
+        self._part = part
+
+    @abstractmethod
+    def take(self, count: int) -> memoryview:
+        """The next ``count`` bytes, fewer at the end of the block; valid until :meth:`give_back`.
+        Pieces have to be taken in the size in which they come. Raises BlockError."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """The bytes of :meth:`take` have been used."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for the rest of the block, and for its checksum. Raises BlockError."""
+
+    def _check(self, found: int, expected: int, where: str) -> None:
+        if found == expected:
+            return
+        self._state.counters["corruption"] += 1
+        self._state.emit_corruption(
+            self._source.role, self._generation, self._part, where, expected, found
+        )
+        raise self._error("checksum does not match", damaged=True)
+
+    def _error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
+        members = self._part == MEMBERS
+        return BlockError(
+            self.number, self._source, why, final=final, damaged=damaged, members=members
+        )
+
+    def _translated(self, error: Exception) -> BlockError:
+        if isinstance(error, BlockError):
+            return error
+        if isinstance(error, VaultError):
+            return self._error(str(error), final=True)
+        return self._error(f"{type(error).__name__}: {error}")
+
+
+class Block(Arrival, threading.Thread):
     """Receives one block in pieces of ``chunk_bytes``.
 
     ``wanted``: bytes and checksum that it must have; None for parity, which nobody else vouches
-    for. :meth:`take`, :meth:`give_back` and :meth:`finish` are for the thread that decodes.
+    for.
     """
 
     def __init__(
@@ -173,13 +222,10 @@ class Block(threading.Thread):
         part: str,
         wanted: tuple[int, int] | None = None,
     ) -> None:
-        super().__init__(name=f"block-{source.role}-from-{source.node}", daemon=True)
-        self.number = number
-        self._state = state
+        name = f"block-{source.role}-from-{source.node}"
+        threading.Thread.__init__(self, name=name, daemon=True)
+        Arrival.__init__(self, state, number, source, generation, part)
         self._supply = supply
-        self._source = source
-        self._generation = generation
-        self._part = part
         self._wanted = wanted
         self._over = threading.Event()
         # A piece and how many of its bytes have come; None at the end of the block.
@@ -199,19 +245,15 @@ class Block(threading.Thread):
     # For the thread that decodes.
 
     def take(self, count: int) -> memoryview:
-        """The next ``count`` bytes, fewer at the end of the block; valid until :meth:`give_back`.
-        Pieces have to be taken in the size in which they come. Raises BlockError."""
         filled = self._next()
         return memoryview(self._piece)[: min(count, filled)] if self._piece else _NOTHING
 
     def give_back(self) -> None:
-        """The bytes of :meth:`take` have been used."""
         if self._piece is not None:
             self._free.put(self._piece)
             self._piece = None
 
     def finish(self) -> None:
-        """Wait for the rest of the block, and for its checksum. Raises BlockError."""
         while not self._ended:
             self._next()
             self.give_back()
@@ -233,12 +275,6 @@ class Block(threading.Thread):
         self._piece, filled = got
         return filled
 
-    def _error(self, why: str, *, final: bool = False, damaged: bool = False) -> BlockError:
-        members = self._part == MEMBERS
-        return BlockError(
-            self.number, self._source, why, final=final, damaged=damaged, members=members
-        )
-
     # The thread that receives.
 
     def run(self) -> None:
@@ -246,7 +282,7 @@ class Block(threading.Thread):
         try:
             self._receive()
             self._full.put(None)
-        except (BlockError, VaultError, *_UNREACHABLE) as error:
+        except (BlockError, VaultError, *fetch.UNREACHABLE) as error:
             self._full.put(self._translated(error))
         finally:
             self._supply.close()
@@ -260,8 +296,8 @@ class Block(threading.Thread):
                 raise VaultError(f"{self._part} of {nbytes} bytes")
             content = bytearray(nbytes)
             self._supply.read(memoryview(content))
-            self._check(xxhash.xxh3_64_intdigest(content), expected)
-        except (BlockError, VaultError, *_UNREACHABLE) as error:
+            self._check(xxhash.xxh3_64_intdigest(content), expected, self._supply.where)
+        except (BlockError, VaultError, *fetch.UNREACHABLE) as error:
             raise self._translated(error) from error
         finally:
             self._supply.close()
@@ -283,20 +319,4 @@ class Block(threading.Thread):
             self._supply.read(memoryview(piece)[:filled])
             digest.update(memoryview(piece)[:filled])
             self._full.put((piece, filled))
-        self._check(digest.intdigest(), expected)
-
-    def _check(self, found: int, expected: int) -> None:
-        if found == expected:
-            return
-        self._state.counters["corruption"] += 1
-        self._state.emit_corruption(
-            self._source.role, self._generation, self._part, self._supply.where, expected, found
-        )
-        raise self._error("checksum does not match", damaged=True)
-
-    def _translated(self, error: Exception) -> BlockError:
-        if isinstance(error, BlockError):
-            return error
-        if isinstance(error, VaultError):
-            return self._error(str(error), final=True)
-        return self._error(f"{type(error).__name__}: {error}")
+        self._check(digest.intdigest(), expected, self._supply.where)

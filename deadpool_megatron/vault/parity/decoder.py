@@ -1,5 +1,7 @@
 """Computing a part that nobody holds whole from k coded blocks of other vaults, or of a dump.
 
+Making a parity block (parity/maker.py) is the same thing: :func:`combine` computes any block.
+
 The blocks arrive at once, a thread and a connection for each, in pieces; each round of pieces is
 decoded straight into the slot while the next one arrives, so the memory needed is that of 2k pieces
 whatever the size of the part. Every block is held against its own checksum, a data block also
@@ -15,7 +17,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,7 @@ from deadpool_megatron.layout.places.parity import MEMBERS, Members
 from deadpool_megatron.layout.records import Decoding, EpochRecord, RoleLayout, Source
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.parity.blocks import Block, BlockError, Supplier
+from deadpool_megatron.vault.parity.blocks import Arrival, Block, BlockError, Supplier
 from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.table import Place
 
@@ -51,6 +53,34 @@ def load_code(parities: int) -> None:
         from deadpool_megatron.vault.parity.erasure import Coder
 
         Coder(1, max(1, parities))
+
+
+def combine(
+    coder: Coder,
+    wanted: int,
+    numbers: Collection[int],
+    blocks: Sequence[Arrival],
+    view: memoryview,
+    size: int,
+    **about: object,
+) -> int:
+    """Compute block ``wanted`` into ``view`` from those of ``numbers``, of which the ones that are
+    not among ``blocks`` are all zeros, in pieces of ``size`` bytes. Returns its checksum, when
+    every block was what it should be; raises BlockError. ``about``: of the fault point.
+    """
+    digest = xxhash.xxh3_64()
+    nothing = dict.fromkeys(numbers, memoryview(b""))
+    for start in range(0, len(view), size):
+        failpoints.hit("vault.decode", **about)
+        piece = view[start : start + size]
+        pieces = {block.number: block.take(len(piece)) for block in blocks}
+        coder.decode({**nothing, **pieces}, wanted, piece)
+        digest.update(piece)
+        for block in blocks:
+            block.give_back()
+    for block in blocks:
+        block.finish()
+    return digest.intdigest()
 
 
 class _WrongResultError(Exception):
@@ -129,6 +159,7 @@ class Decoder:
         self._state = state
         self._record = record
         self._role = role
+        self._generation = record.restore.generation
         self._supplier = supplier
         self._target = target
         self._seal = seal
@@ -207,8 +238,9 @@ class Decoder:
                 for block in blocks:
                     block.start()
                 view = segment.data(slot, name, nbytes)
-                wanted = decoding.group.index(self._role)
-                found = self._combine(coder, wanted, choice, blocks, view, name)
+                about = {"role": self._role, "iteration": self._generation.iteration, "part": name}
+                wanted, size = decoding.group.index(self._role), self._state.settings.chunk_bytes
+                found = combine(coder, wanted, choice, blocks, view, size, **about)
                 if found != expected:
                     self._report_wrong(name, choice, expected, found)
                     raise _WrongResultError
@@ -237,35 +269,8 @@ class Decoder:
     def _block(
         self, number: int, source: Source, part: str, wanted: tuple[int, int] | None
     ) -> Block:
-        generation = self._record.restore.generation
         supply = self._supplier(source, part)
-        return Block(self._state, supply, number, source, generation, part, wanted)
-
-    def _combine(
-        self,
-        coder: Coder,
-        wanted: int,
-        choice: Choice,
-        blocks: list[Block],
-        view: memoryview,
-        name: str,
-    ) -> int:
-        """Decode all pieces into ``view``; its checksum, when every block was what it should be."""
-        iteration = self._record.restore.generation.iteration
-        digest = xxhash.xxh3_64()
-        size = self._state.settings.chunk_bytes
-        nothing = dict.fromkeys(choice, memoryview(b""))
-        for start in range(0, len(view), size):
-            failpoints.hit("vault.decode", role=self._role, iteration=iteration, part=name)
-            piece = view[start : start + size]
-            pieces = {block.number: block.take(len(piece)) for block in blocks}
-            coder.decode({**nothing, **pieces}, wanted, piece)
-            digest.update(piece)
-            for block in blocks:
-                block.give_back()
-        for block in blocks:
-            block.finish()
-        return digest.intdigest()
+        return Block(self._state, supply, number, source, self._generation, part, wanted)
 
     def _members_of(self, name: str, decoding: Decoding, choice: Choice) -> Members:
         """What the parity was computed from, as one of the chosen parity blocks says."""
@@ -305,14 +310,13 @@ class Decoder:
         state = self._state
         state.counters["parts decoded"] += 1
         state.counters["bytes decoded"] += nbytes
-        generation = self._record.restore.generation
         state.emit(
             Event(
                 Kind.DECODED,
                 epoch=self._record.epoch,
                 node=state.node,
                 role=self._role,
-                iteration=generation.iteration,
+                iteration=self._generation.iteration,
                 data={
                     "part": name,
                     "bytes": nbytes,
@@ -327,5 +331,4 @@ class Decoder:
             f"role {one.role} on node {one.node}" for one in choice.values() if one is not None
         )
         self._state.counters["corruption"] += 1
-        generation = self._record.restore.generation
-        self._state.emit_corruption(self._role, generation, name, where, expected, found)
+        self._state.emit_corruption(self._role, self._generation, name, where, expected, found)

@@ -1,11 +1,11 @@
 """The mathematics of parity blocks: k data blocks, m parity blocks, any k of them give all others.
 
 One parity block is the XOR of the data blocks; several are a Reed-Solomon code over bytes as zfec
-computes it. Both are linear, so a block is built up from one contribution after the other, in any
-order, piece by piece: parity j of byte v at data block i is ``table[j, i][v]``, to be XORed. The
-tables (256 entries) are taken from zfec itself, by encoding and decoding every value of a byte with
-zeros beside it, so they cannot disagree with it. Adding up contributions from streams instead of
-collecting blocks first is REFT's way (arXiv 2310.12670).
+computes it. Both are linear, so a block is summed up from k others, piece by piece: what byte v of
+one of them adds to the wanted one is ``table[v]``, to be XORed. To encode is to want a parity block
+when the data blocks are at hand. The tables (256 entries) are taken from zfec itself, by encoding
+and decoding every value of a byte with zeros beside it, so they cannot disagree with it. Adding up
+pieces instead of collecting blocks first is REFT's way (arXiv 2310.12670).
 
 Blocks may differ in length: what is missing at the end of one counts as zeros. No I/O here.
 """
@@ -39,20 +39,8 @@ class Coder:
             raise ValueError(f"no code for {data} data and {parities} parity blocks")
         self.data = data
         self.parities = parities
-        self._tables = _encoding_tables(data, parities)
-
-    def add(
-        self, accumulator: memoryview, parity: int, block: int, chunk: bytearray | memoryview
-    ) -> None:
-        """XOR what a piece of data block ``block`` contributes to parity ``parity`` (0 .. m-1)
-        into ``accumulator``: bytes at the same place, of the same length."""
-        _xor(accumulator, _translated(self._tables[parity][block], chunk))
-
-    def put(
-        self, target: memoryview, parity: int, block: int, chunk: bytearray | memoryview
-    ) -> None:
-        """As :meth:`add` to zeros, whatever ``target`` (same length) contains."""
-        target[:] = _translated(self._tables[parity][block], chunk)
+        if parities > 1:
+            _zfec()
 
     def decode(self, blocks: Mapping[int, memoryview], wanted: int, out: memoryview) -> None:
         """Compute bytes of block ``wanted`` from the bytes of ``data`` other blocks at the same
@@ -63,13 +51,18 @@ class Coder:
         chosen = tuple(sorted(set(blocks) - {wanted})[: self.data])
         if len(chosen) < self.data or not 0 <= chosen[0] <= chosen[-1] < self.data + self.parities:
             raise ValueError(f"{self.data} blocks are needed, there are {sorted(blocks)}")
-        out[:] = bytes(len(out))
-        for number, table in zip(chosen, self._decoding_tables(chosen, wanted), strict=True):
+        filled = 0  # behind it nothing was computed yet: what lies there is not read, but replaced
+        for number, table in zip(chosen, self._tables(chosen, wanted), strict=True):
             piece = blocks[number][: len(out)]
             if table != _NO_BYTES:
-                _xor(out[: len(piece)], _translated(table, piece))
+                found = memoryview(_translated(table, piece))
+                both = min(filled, len(piece))
+                _xor(out[:both], found[:both])
+                out[both : len(piece)] = found[both:]
+                filled = max(filled, len(piece))
+        out[filled:] = bytes(len(out) - filled)
 
-    def _decoding_tables(self, chosen: tuple[int, ...], wanted: int) -> Sequence[bytes]:
+    def _tables(self, chosen: tuple[int, ...], wanted: int) -> Sequence[bytes]:
         """What the byte of each chosen block contributes to the wanted one."""
         if self.parities == 1:
             return [_ALL_BYTES] * self.data  # the XOR of all k+1 blocks is zero
@@ -103,20 +96,6 @@ def _pair_table(table: bytes) -> NDArray[numpy.uint16]:
     """For every two neighbouring bytes: either order of bytes in a word has the same."""
     each = numpy.frombuffer(table, numpy.uint8).astype(numpy.uint16)
     return (each[None, :] | each[:, None] << 8).astype(numpy.uint16).reshape(-1)
-
-
-@cache
-def _encoding_tables(data: int, parities: int) -> tuple[tuple[bytes, ...], ...]:
-    """[parity][data block] -> table."""
-    if parities == 1:
-        return ((_ALL_BYTES,) * data,)
-    encoder = _zfec().Encoder(data, data + parities)
-    numbers = list(range(data, data + parities))
-    columns = [
-        encoder.encode([_ALL_BYTES if i == block else _NO_BYTES for i in range(data)], numbers)
-        for block in range(data)
-    ]
-    return tuple(tuple(bytes(column[j]) for column in columns) for j in range(parities))
 
 
 @cache

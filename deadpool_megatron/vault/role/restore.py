@@ -46,11 +46,9 @@ from deadpool_megatron.vault.parity.blocks import Supply, VaultSupply
 from deadpool_megatron.vault.parity.decoder import Decoder
 from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from deadpool_megatron.vault.shm.table import Place
-from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
 _PAUSE_SECONDS = 0.05
-_UNREACHABLE = (OSError, WireError, LookupError, TypeError, ValueError)
 
 
 class _Hopeless(Exception):
@@ -92,7 +90,7 @@ class Obtainer:
                 layout = channel.receive()["layout"]
                 if layout is not None:
                     return RoleLayout.from_dict(layout)
-            except _UNREACHABLE as error:
+            except fetch.UNREACHABLE as error:
                 log.info("describe role %d by node %d: %s", self._role, node, error)
                 self._forget(node)
         return None
@@ -186,7 +184,7 @@ class Obtainer:
                 except _Hopeless as error:
                     sources.remove(source)
                     tried.append((source.node, source.role, str(error)))
-                except _UNREACHABLE as error:
+                except fetch.UNREACHABLE as error:
                     self._forget(source.node)
                     self._silent.add(source.node)
                     if time.monotonic() > deadline:
@@ -220,13 +218,13 @@ class Obtainer:
             raise _Hopeless("not held intact here")
         channel = self._channel(source.node)
         try:
-            nbytes, expected = fetch.ask(
+            ((nbytes, expected),) = fetch.ask(
                 channel,
                 self._state.node,
                 self._record.epoch,
                 source,
                 wanted.generation,
-                wanted.name,
+                [wanted.name],
             )
         except Refused as refused:
             raise _Hopeless(str(refused)) from refused

@@ -18,7 +18,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import write_sums
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.parity.contributor import Contributor
+from deadpool_megatron.vault.parity.announcer import Announcer
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.shm.barriers import settle
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
@@ -46,7 +46,7 @@ class RoleWorker(threading.Thread):
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
-        self._shippers: list[Shipper | Contributor] = []
+        self._shippers: list[Shipper | Announcer] = []
         self._refused: set[tuple[int, Generation]] = set()
         self._obtainer = Obtainer(state, transport, record, role)
 
@@ -107,7 +107,7 @@ class RoleWorker(threading.Thread):
         self._shippers = [
             *(Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes),
             *(
-                Contributor(self._state, self._transport, layout, block, node, self.epoch)
+                Announcer(self._state, self._transport, layout, block, node, self.epoch)
                 for block, node in blocks.items()
             ),
         ]

@@ -1,0 +1,368 @@
+"""Making the parity blocks that this node holds, each by a thread that fetches what goes into it.
+
+Encoding is decoding (parity/decoder.py): of k + m blocks any k give every other one; here the k are
+the owners' own slots, and the wanted one is ours. An owner's vault announces a sealed generation
+(parity/announcer.py). Once all k have, their parts are fetched, in step and in pieces, and combined
+straight into the slot. An owner's slot stays as it is meanwhile: its member does not pass the gate
+before the block is sealed. Nobody is acknowledged before that.
+
+Whatever fails, the block is begun again from nothing, with what it can still be made of. Owners who
+do not announce, as they take the block for sealed or have nothing to put into it, are asked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+
+import xxhash
+
+from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
+from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.commit import Ledger
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Refusal, Refused, VaultError
+from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.parity.blocks import BlockError
+from deadpool_megatron.vault.parity.decoder import combine
+from deadpool_megatron.vault.parity.owners import Owners, Parts
+from deadpool_megatron.vault.shm.segment import Segment, checksum
+
+log = logging.getLogger(__name__)
+# How long an announcement is kept waiting, which blocks nobody but its own next one, and how long
+# those who have not announced are waited for before they are asked.
+_WAIT_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 0.5
+
+
+class Makers:
+    """All parity blocks that are made on this node. Thread-safe."""
+
+    def __init__(self, state: VaultState, transport: Transport) -> None:
+        self._state = state
+        self._transport = transport
+        self._makers: dict[int, BlockMaker] = {}
+
+    def of(self, number: int, role: int, epoch: int) -> BlockMaker:
+        """Who makes parity role ``number``, which ``role`` is part of. Raises Refused when nobody
+        does, here and in this epoch."""
+        state = self._state
+        with state.lock:
+            if not state.is_open(epoch) or state.record is None or state.ledger is None:
+                raise Refused(Refusal.STALE)
+            found = state.ledger.parity.block(number) if state.ledger.parity is not None else None
+            if found is None or role not in found[0].roles:
+                raise Refused(Refusal.WRONG_BLOCK)
+            group, index = found
+            if group.holders[index] != state.node:
+                raise Refused(Refusal.WRONG_HOLDER)
+            maker = self._makers.get(number)
+            if maker is None or maker.epoch != epoch:
+                maker = BlockMaker(state, self._transport, state.record, state.ledger, group, index)
+                self._makers[number] = maker
+                maker.start()
+            return maker
+
+    def cut(self) -> None:
+        """The epoch was closed: unfinished blocks are given up."""
+        with self._state.lock:
+            makers, self._makers = self._makers, {}
+        for maker in makers.values():
+            maker.cut()
+
+
+class BlockMaker(threading.Thread):
+    """Makes one parity block, generation after generation, until the epoch is closed.
+
+    :meth:`announced` and :meth:`cut` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        state: VaultState,
+        transport: Transport,
+        record: EpochRecord,
+        ledger: Ledger,
+        group: ParityGroup,
+        index: int,
+    ) -> None:
+        super().__init__(name=f"block-{group.blocks[index]}", daemon=True)
+        assert ledger.parity is not None
+        self.epoch = record.epoch
+        self._state = state
+        self._owners = Owners(state, transport, record, group)
+        self._restored = record.restore.generation
+        self._ledger = ledger
+        self._placement = ledger.parity
+        self._group = group
+        self._index = index
+        self._number = group.blocks[index]
+        self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
+        # Guarded by the vault's lock, as everything below.
+        self._layouts: dict[int, RoleLayout] = {}
+        self._expected: dict[int, frozenset[str]] = {}  # role -> parts that go into the block
+        self._offers: dict[Generation, dict[int, dict[str, tuple[int, int]]]] = {}
+        self._turn = 0  # how many generations were sealed, or turned out to be impossible for now
+        self._refusal: tuple[Generation, Refused] | None = None
+        for role in group.roles:
+            if (known := state.table.layout(role)) is not None:
+                self._learn(known)
+
+    def cut(self) -> None:
+        """Break all connections: the epoch is over."""
+        self._owners.cut()
+
+    def _going(self) -> bool:
+        return self._state.is_open(self.epoch)
+
+    # For the threads that serve owners.
+
+    def announced(self, layout: RoleLayout, generation: Generation, parts: Parts) -> None:
+        """A role has sealed these parts; returns when the block that they are in is sealed, too.
+
+        Raises Refused, with WAITED when that takes too long.
+        """
+        state, role = self._state, layout.role
+        end = time.monotonic() + self._wait_seconds
+        with state.changed:
+            self._learn(layout)
+            state.changed.notify_all()
+        if not set(parts) <= self._expected[role]:
+            raise Refused(Refusal.WRONG_BLOCK_PART)
+        while True:
+            turn = self._turn
+            sealed = self._sealed(generation)
+            if not self._going():
+                raise Refused(Refusal.STALE)
+            if sealed is not None:
+                if any(sealed[role][name] != part for name, part in parts.items()):
+                    raise Refused(Refusal.OTHER_BYTES)
+                return
+            with state.changed:
+                if self._turn != turn:
+                    continue
+                if self._is_superseded(generation):
+                    raise Refused(Refusal.SUPERSEDED)
+                self._offer(role, generation, parts)
+                state.changed.notify_all()
+                state.changed.wait_for(
+                    lambda before=turn: self._turn != before or not self._going(),
+                    max(0.0, end - time.monotonic()),
+                )
+                if self._turn == turn:
+                    raise Refused(Refusal.WAITED if self._going() else Refusal.STALE)
+                if self._refusal is not None and self._refusal[0] == generation:
+                    raise self._refusal[1]
+
+    def _learn(self, layout: RoleLayout) -> None:
+        self._layouts[layout.role] = layout
+        self._expected[layout.role] = frozenset(self._ledger.coded(layout))
+
+    def _offer(self, role: int, generation: Generation, parts: Parts) -> None:
+        self._offers.setdefault(generation, {}).setdefault(role, {}).update(parts)
+
+    def _is_superseded(self, generation: Generation) -> bool:
+        """Owners announce in order: who comes with an old one has only forgotten that it is done.
+        A slot for it there may be none until he comes with the newest one."""
+        sealed = self._state.table.sealed(self._number)
+        return any(slot.generation > generation for slot in sealed if slot.parts)
+
+    def _sealed(self, generation: Generation) -> Mapping[int, Parts] | None:
+        """What the sealed block is made of, if it has all that it has to have."""
+        state = self._state
+        with state.lock:
+            places = state.table.find(self._number, generation, MEMBERS)
+            sealed = state.table.parts(self._number, generation)
+            expected = dict(self._expected)
+        if not places or len(expected) < len(self._group.roles):
+            return None
+        found = checksum(places[0].view)
+        if found != places[0].checksum:
+            state.mark_bad(places[0], found)
+            return None
+        contributions = Members.decode(places[0].view).contributions
+        whole = all(
+            names <= sealed and names <= set(contributions.get(role, ()))
+            for role, names in expected.items()
+        )
+        return contributions if whole else None
+
+    # The thread that makes them.
+
+    def run(self) -> None:
+        """Until the epoch is closed."""
+        pause = _FIRST_PAUSE_SECONDS
+        while self._going():
+            generation = self._next()
+            if generation is None:
+                continue
+            if self._made(generation):
+                pause = _FIRST_PAUSE_SECONDS
+                continue
+            with self._state.changed:
+                self._state.changed.wait_for(lambda: not self._going(), timeout=pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        self._owners.close()
+
+    def _next(self) -> Generation | None:
+        """The oldest generation of which all is known that goes into its block; None, after a wait
+        for news, when there is none."""
+        state = self._state
+        with state.changed:
+            state.changed.wait_for(
+                lambda: self._complete() is not None or not self._going(), self._wait_seconds
+            )
+            found = self._complete()
+            oldest = min(self._offers, default=None)
+        if found is None and oldest is not None and self._going():
+            self._ask_absent(oldest)
+        return found
+
+    def _complete(self) -> Generation | None:
+        return next((g for g in sorted(self._offers) if not self._absent(g)), None)
+
+    def _absent(self, generation: Generation) -> list[int]:
+        """Roles of which it is not known yet what they contribute."""
+        offers = self._offers.get(generation, {})
+        return [
+            role
+            for role in self._group.roles
+            if role not in self._expected or not self._expected[role] <= set(offers.get(role, ()))
+        ]
+
+    def _ask_absent(self, generation: Generation) -> None:
+        with self._state.lock:
+            absent = self._absent(generation)
+        for role in absent:
+            try:
+                layout, held = self._owners.describe(role, generation)
+            except BlockError as error:
+                log.info("%s: role %d: %s", self.name, role, error)
+                self._owners.close()
+                continue
+            with self._state.lock:
+                if layout is not None and generation in self._offers:
+                    self._learn(layout)
+                    wanted = self._expected[role]
+                    self._offer(role, generation, {n: held[n] for n in held if n in wanted})
+
+    def _made(self, generation: Generation) -> bool:
+        """Make the block of a generation; False to try again after a pause."""
+        state, refusal = self._state, None
+        try:
+            # All may have announced it because all have forgotten that it is sealed.
+            if self._sealed(generation) is None:
+                self._make(generation)
+        except BlockError as error:
+            role = self._group.roles[error.number]
+            log.info("%s: %s of role %d: %s", self.name, generation, role, error)
+            self._owners.close()  # there are bytes on their way, from others as well
+            if error.final:
+                with state.lock:
+                    self._offers.get(generation, {}).pop(role, None)
+            return False
+        except Refused as refused:
+            refusal = generation, refused
+        except (VaultError, ModuleNotFoundError) as error:
+            refusal = generation, Refused(Refusal.NO_BLOCK_POSSIBLE, str(error))
+        with state.changed:
+            self._refusal = refusal
+            self._turn += 1
+            if refusal is None:
+                self._offers = {g: one for g, one in self._offers.items() if g > generation}
+            state.changed.notify_all()
+        return refusal is None
+
+    def _make(self, generation: Generation) -> None:
+        # Not at the top: most vaults keep no parity and can do without numpy and its threads.
+        from deadpool_megatron.vault.parity.erasure import Coder
+
+        state = self._state
+        coder = Coder(len(self._group.roles), self._placement.parities)
+        if room.own_come_first(state):
+            raise Refused(Refusal.EARLY)
+        with state.lock:
+            if self._absent(generation):  # with another layout than before
+                raise Refused(Refusal.EARLY)
+            layout = self._placement.layout(self._number, self._layouts)
+            offers = self._offers[generation]
+            shares = {
+                role: {name: offers[role][name] for name in sorted(self._expected[role])}
+                for role in self._group.roles
+                if self._expected[role]
+            }
+        for role in shares:  # before a slot is taken: a dead node keeps us waiting
+            self._owners.connect(role)
+        segment = room.ensure_copy(state, layout, generation)
+        # Of the generation that the epoch began with there may be a block that others rely on,
+        # though parts are missing which peers held before: it stays until the new one is sealed.
+        anew = generation == self._restored
+        slot = state.claim(segment, generation, self.epoch, anew=anew)
+        if slot is None:
+            raise Refused(Refusal.EARLY)
+        try:
+            names = sorted({name for parts in shares.values() for name in parts})
+            room.reserve(state, segment, [MEMBERS, *names], slot, generation)
+            for name in (MEMBERS, *names):
+                if not state.open_part(segment, slot, name, self.epoch):
+                    raise Refused(Refusal.STALE)
+            self._fill(coder, segment, slot, shares, names)
+        finally:
+            state.release(segment, slot)
+
+    def _fill(
+        self,
+        coder: Coder,
+        segment: Segment,
+        slot: int,
+        shares: Mapping[int, Parts],
+        names: list[str],
+    ) -> None:
+        """Fetch the shares, combine them, and seal the block."""
+        generation, size = segment.generation(slot), self._state.settings.chunk_bytes
+        for role, parts in shares.items():
+            self._owners.request(role, generation, parts)
+        numbers = range(len(self._group.roles))
+        wanted = len(numbers) + self._index
+        sealed: dict[str, tuple[int, int]] = {}
+        for name in names:
+            blocks = [
+                self._owners.arrival(role, generation, name, *parts[name])
+                for role, parts in shares.items()
+                if name in parts
+            ]
+            nbytes = max(parts[name][0] for parts in shares.values() if name in parts)
+            if nbytes > segment.capacity(name):
+                raise Refused(Refusal.WRONG_PART)
+            view = segment.data(slot, name, nbytes)
+            about = {"role": self._number, "iteration": generation.iteration, "part": name}
+            sealed[name] = nbytes, combine(coder, wanted, numbers, blocks, view, size, **about)
+        for role in shares:
+            self._owners.finish(role)
+        members = Members(self._group.roles, self._index, self._placement.parities, shares).encode()
+        segment.data(slot, MEMBERS, len(members))[:] = members
+        # First of all, so that a block which counts always says what it is made of.
+        self._seal(
+            segment,
+            slot,
+            {MEMBERS: (len(members), xxhash.xxh3_64_intdigest(members)), **sealed},
+        )
+
+    def _seal(self, segment: Segment, slot: int, parts: Parts) -> None:
+        state = self._state
+
+        def seal() -> None:
+            for name, (nbytes, digest) in parts.items():
+                state.seal_copy(segment, slot, name, nbytes, digest, self.epoch)
+
+        with state.changed:
+            if not self._going():
+                raise Refused(Refusal.STALE)
+            state.table.replace(segment, slot, seal)
+        state.fail_point_corrupt(
+            "vault.received", segment, slot, [name for name in parts if name != MEMBERS]
+        )
