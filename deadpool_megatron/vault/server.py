@@ -336,8 +336,12 @@ class _Connection:
             parts = {}
             if layout is not None and asked is not None:
                 generation = Generation.from_list(asked)
-                parts = {part.name: table.find(role, generation, part.name) for part in layout.parts}
-        held = [[name, found[0].nbytes, found[0].checksum] for name, found in parts.items() if found]
+                parts = {
+                    part.name: table.find(role, generation, part.name) for part in layout.parts
+                }
+        held = [
+            [name, found[0].nbytes, found[0].checksum] for name, found in parts.items() if found
+        ]
         described = layout.to_dict() if layout else None
         self._channel.send({"t": "layout", "layout": described, "parts": held})
 
@@ -369,9 +373,7 @@ class _Connection:
                 for place in places:
                     table.unpin(place)
 
-    def _protect(
-        self, places: list[Place], generation: Generation, epoch: int, node: int
-    ) -> None:
+    def _protect(self, places: list[Place], generation: Generation, epoch: int, node: int) -> None:
         """Send parts of a role for a parity block, at the pace of all protection traffic."""
         state, role = self._state, places[0].segment.layout.role
         nbytes = sum(place.nbytes for place in places)

@@ -16,6 +16,8 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -30,6 +32,9 @@ from deadpool_megatron.vault.parity.blocks import BlockError
 from deadpool_megatron.vault.parity.decoder import combine
 from deadpool_megatron.vault.parity.owners import Owners, Parts
 from deadpool_megatron.vault.shm.segment import Segment, checksum
+
+if TYPE_CHECKING:
+    from deadpool_megatron.vault.parity.erasure import Coder
 
 log = logging.getLogger(__name__)
 # How long an announcement is kept waiting, which blocks nobody but its own next one, and how long
@@ -101,6 +106,7 @@ class BlockMaker(threading.Thread):
         self._group = group
         self._index = index
         self._number = group.blocks[index]
+        self._over = False
         self._wait_seconds = min(_WAIT_SECONDS, state.settings.connect_seconds / 4)
         # Guarded by the vault's lock, as everything below.
         self._layouts: dict[int, RoleLayout] = {}
@@ -113,11 +119,12 @@ class BlockMaker(threading.Thread):
                 self._learn(known)
 
     def cut(self) -> None:
-        """Break all connections: the epoch is over."""
+        """Break all connections and end: the epoch is over."""
+        self._over = True
         self._owners.cut()
 
     def _going(self) -> bool:
-        return self._state.is_open(self.epoch)
+        return not self._over and self._state.is_open(self.epoch)
 
     # For the threads that serve owners.
 
@@ -149,14 +156,15 @@ class BlockMaker(threading.Thread):
                     raise Refused(Refusal.SUPERSEDED)
                 self._offer(role, generation, parts)
                 state.changed.notify_all()
-                state.changed.wait_for(
-                    lambda before=turn: self._turn != before or not self._going(),
-                    max(0.0, end - time.monotonic()),
-                )
+                left_seconds = max(0.0, end - time.monotonic())
+                state.changed.wait_for(partial(self._is_past, turn), left_seconds)
                 if self._turn == turn:
                     raise Refused(Refusal.WAITED if self._going() else Refusal.STALE)
                 if self._refusal is not None and self._refusal[0] == generation:
                     raise self._refusal[1]
+
+    def _is_past(self, turn: int) -> bool:
+        return self._turn != turn or not self._going()
 
     def _learn(self, layout: RoleLayout) -> None:
         self._layouts[layout.role] = layout
@@ -267,7 +275,7 @@ class BlockMaker(threading.Thread):
             return False
         except Refused as refused:
             refusal = generation, refused
-        except (VaultError, ModuleNotFoundError) as error:
+        except (OSError, VaultError, ModuleNotFoundError) as error:
             refusal = generation, Refused(Refusal.NO_BLOCK_POSSIBLE, str(error))
         with state.changed:
             self._refusal = refusal
@@ -324,33 +332,32 @@ class BlockMaker(threading.Thread):
     ) -> None:
         """Fetch the shares, combine them, and seal the block."""
         generation, size = segment.generation(slot), self._state.settings.chunk_bytes
+        longest = {
+            name: max(parts[name][0] for parts in shares.values() if name in parts)
+            for name in names
+        }
+        if any(nbytes > segment.capacity(name) for name, nbytes in longest.items()):
+            raise Refused(Refusal.WRONG_PART)
         for role, parts in shares.items():
             self._owners.request(role, generation, parts)
         numbers = range(len(self._group.roles))
         wanted = len(numbers) + self._index
-        sealed: dict[str, tuple[int, int]] = {}
-        for name in names:
+        members = Members(self._group.roles, self._index, self._placement.parities, shares).encode()
+        segment.data(slot, MEMBERS, len(members))[:] = members
+        # First of all, so that a block which counts always says what it is made of.
+        sealed = {MEMBERS: (len(members), xxhash.xxh3_64_intdigest(members))}
+        for name, nbytes in longest.items():
             blocks = [
                 self._owners.arrival(role, generation, name, *parts[name])
                 for role, parts in shares.items()
                 if name in parts
             ]
-            nbytes = max(parts[name][0] for parts in shares.values() if name in parts)
-            if nbytes > segment.capacity(name):
-                raise Refused(Refusal.WRONG_PART)
             view = segment.data(slot, name, nbytes)
             about = {"role": self._number, "iteration": generation.iteration, "part": name}
             sealed[name] = nbytes, combine(coder, wanted, numbers, blocks, view, size, **about)
         for role in shares:
             self._owners.finish(role)
-        members = Members(self._group.roles, self._index, self._placement.parities, shares).encode()
-        segment.data(slot, MEMBERS, len(members))[:] = members
-        # First of all, so that a block which counts always says what it is made of.
-        self._seal(
-            segment,
-            slot,
-            {MEMBERS: (len(members), xxhash.xxh3_64_intdigest(members)), **sealed},
-        )
+        self._seal(segment, slot, sealed)
 
     def _seal(self, segment: Segment, slot: int, parts: Parts) -> None:
         state = self._state

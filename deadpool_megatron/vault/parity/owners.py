@@ -62,8 +62,8 @@ class Owners:
             answer = channel.receive()
             held = {str(name): (int(size), int(sum_)) for name, size, sum_ in answer["parts"]}
             layout = RoleLayout.from_dict(answer["layout"]) if answer["layout"] else None
-            if layout is not None and layout.role != role:
-                raise ValueError(f"described role {layout.role}")
+            if (layout and layout.role != role) or any(size < 0 for size, _ in held.values()):
+                raise ValueError("described something else")
             return layout, held
 
     def request(self, role: int, generation: Generation, parts: Parts) -> None:
@@ -94,7 +94,8 @@ class Owners:
     def finish(self, role: int) -> None:
         """All that was requested has come, and its owner has counted it."""
         with self._asking(role) as channel:
-            channel.receive()
+            if (kind := channel.receive()["t"]) != "end":
+                raise ValueError(f"{kind!r} instead of the end")
 
     @contextlib.contextmanager
     def _asking(self, role: int) -> Iterator[Channel]:

@@ -58,9 +58,8 @@ class CodedGroup:
         names = {role: self.layouts[role].shard_parts for role in self.group.roles}
         parts = [self.part(role, name) if name in names[role] else b"" for role in names]
         block = bytearray(max(map(len, parts)))
-        for i, part in enumerate(parts):
-            piece = bytearray(part.ljust(len(block), b"\0"))
-            Coder(self.data, self.parities).add(memoryview(block), j, i, piece)
+        blocks = {i: memoryview(part) for i, part in enumerate(parts)}
+        Coder(self.data, self.parities).decode(blocks, self.data + j, memoryview(block))
         return bytes(block)
 
     def members(self, j: int) -> Members:

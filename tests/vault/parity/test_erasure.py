@@ -17,18 +17,13 @@ from deadpool_megatron.vault.parity.erasure import Coder
 
 
 def encode(coder: Coder, blocks: list[bytes], chunk: int, chance: random.Random) -> list[bytearray]:
-    """All parity blocks, from pieces of all data blocks that come in any order."""
+    """All parity blocks, from pieces of all data blocks, over whatever lay there before."""
     longest = max(map(len, blocks))
-    made = [bytearray(longest) for _ in range(coder.parities)]
-    pieces = [(i, start) for i, block in enumerate(blocks) for start in range(0, len(block), chunk)]
-    for parity, accumulator in enumerate(made):
-        chance.shuffle(pieces)
-        for i, start in pieces:
-            piece = blocks[i][start : start + chunk]
-            view = memoryview(accumulator)[start : start + len(piece)]
-            coder.add(
-                view, parity, i, memoryview(piece) if chance.random() < 0.5 else bytearray(piece)
-            )
+    made = [bytearray(chance.randbytes(longest)) for _ in range(coder.parities)]
+    for number, block in enumerate(made, coder.data):
+        for start in range(0, longest, chunk):
+            pieces = {i: memoryview(one)[start : start + chunk] for i, one in enumerate(blocks)}
+            coder.decode(pieces, number, memoryview(block)[start : start + chunk])
     return made
 
 
@@ -64,14 +59,6 @@ def test_any_k_blocks_give_back_every_other(
         assert total == made[0]
 
 
-def test_the_first_contribution_may_be_put_over_old_bytes() -> None:
-    coder, old = Coder(3, 2), bytearray(b"\xaa" * 7)
-    fresh = bytearray(7)
-    coder.put(memoryview(old), 1, 2, bytearray(b"replica"))
-    coder.add(memoryview(fresh), 1, 2, bytearray(b"replica"))
-    assert old == fresh
-
-
 def test_what_cannot_be_computed_is_refused() -> None:
     coder = Coder(3, 2)
     two = {0: memoryview(b"ab"), 3: memoryview(b"cd")}
@@ -92,13 +79,13 @@ def test_the_tables_of_bytes_and_of_pairs_agree() -> None:
 
 def test_others_work_while_a_block_is_computed() -> None:
     """The interpreter lock is not kept for as long as megabytes take."""
-    coder, data = Coder(2, 2), bytearray(random.Random(6).randbytes(16 << 20))
-    accumulator = memoryview(bytearray(len(data)))
-    coder.add(accumulator[:16], 1, 1, data[:16])
+    coder, data = Coder(2, 2), memoryview(random.Random(6).randbytes(16 << 20))
+    out = memoryview(bytearray(len(data)))
+    coder.decode({0: data[:0], 1: data[:16]}, 3, out[:16])
     turns, over = 0, threading.Event()
 
     def compute() -> None:
-        coder.add(accumulator, 1, 1, data)
+        coder.decode({0: data[:0], 1: data}, 3, out)
         over.set()
 
     thread = threading.Thread(target=compute)
