@@ -148,10 +148,9 @@ class _Share(Arrival):
         if not piece:
             return piece
         try:
-            self._channel.receive_bulk(piece)
+            self._channel.receive_bulk(piece, self._digest.update)
         except fetch.UNREACHABLE as error:
             raise self._translated(error) from error
-        self._digest.update(piece)
         self._left_bytes -= len(piece)
         self._state.counters["bytes combined"] += len(piece)
         role, iteration = self._source.role, self._generation.iteration

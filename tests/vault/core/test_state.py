@@ -123,7 +123,7 @@ def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultS
     for k in range(6, 60):
         generation = Generation(1, k)
         sealed(segment, k % 2, generation)
-        state.acknowledge(LAYOUT, generation, 1, NAMES, 1, 30)
+        state.acknowledge(LAYOUT, generation, 1, NAMES, 1)
         assert state.committed[0] == (generation, "step")
     assert {g.iteration for _, g, _ in state.ledger._acknowledged} == {58, 59}
 
