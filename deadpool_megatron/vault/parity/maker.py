@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,6 +41,10 @@ log = logging.getLogger(__name__)
 _WAIT_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
+
+
+class _NotYet(Exception):
+    """There is no slot for it, or the epoch is over."""
 
 
 class Makers:
@@ -112,8 +115,7 @@ class BlockMaker(threading.Thread):
         self._layouts: dict[int, RoleLayout] = {}
         self._expected: dict[int, frozenset[str]] = {}  # role -> parts that go into the block
         self._offers: dict[Generation, dict[int, dict[str, tuple[int, int]]]] = {}
-        self._turn = 0  # how many generations were sealed, or turned out to be impossible for now
-        self._refusal: tuple[Generation, Refused] | None = None
+        self._sealed_count = 0
         for role in group.roles:
             if (known := state.table.layout(role)) is not None:
                 self._learn(known)
@@ -134,14 +136,13 @@ class BlockMaker(threading.Thread):
         Raises Refused, with WAITED when that takes too long.
         """
         state, role = self._state, layout.role
-        end = time.monotonic() + self._wait_seconds
         with state.changed:
             self._learn(layout)
             state.changed.notify_all()
         if not set(parts) <= self._expected[role]:
             raise Refused(Refusal.WRONG_BLOCK_PART)
         while True:
-            turn = self._turn
+            count = self._sealed_count
             sealed = self._sealed(generation)
             if not self._going():
                 raise Refused(Refusal.STALE)
@@ -150,21 +151,17 @@ class BlockMaker(threading.Thread):
                     raise Refused(Refusal.OTHER_BYTES)
                 return
             with state.changed:
-                if self._turn != turn:
+                if self._sealed_count != count:
                     continue
                 if self._is_superseded(generation):
                     raise Refused(Refusal.SUPERSEDED)
                 self._offer(role, generation, parts)
                 state.changed.notify_all()
-                left_seconds = max(0.0, end - time.monotonic())
-                state.changed.wait_for(partial(self._is_past, turn), left_seconds)
-                if self._turn == turn:
-                    raise Refused(Refusal.WAITED if self._going() else Refusal.STALE)
-                if self._refusal is not None and self._refusal[0] == generation:
-                    raise self._refusal[1]
+                if not state.changed.wait_for(partial(self._has_news, count), self._wait_seconds):
+                    raise Refused(Refusal.WAITED)
 
-    def _is_past(self, turn: int) -> bool:
-        return self._turn != turn or not self._going()
+    def _has_news(self, count: int) -> bool:
+        return self._sealed_count != count or not self._going()
 
     def _learn(self, layout: RoleLayout) -> None:
         self._layouts[layout.role] = layout
@@ -260,7 +257,7 @@ class BlockMaker(threading.Thread):
 
     def _made(self, generation: Generation) -> bool:
         """Make the block of a generation; False to try again after a pause."""
-        state, refusal = self._state, None
+        state = self._state
         try:
             # All may have announced it because all have forgotten that it is sealed.
             if self._sealed(generation) is None:
@@ -273,17 +270,16 @@ class BlockMaker(threading.Thread):
                 with state.lock:
                     self._offers.get(generation, {}).pop(role, None)
             return False
-        except Refused as refused:
-            refusal = generation, refused
+        except _NotYet:
+            return False
         except (OSError, VaultError, ModuleNotFoundError) as error:
-            refusal = generation, Refused(Refusal.NO_BLOCK_POSSIBLE, str(error))
+            state.refuse(f"{Refusal.NO_BLOCK_POSSIBLE}: {error}", role=self._number)
+            return False
         with state.changed:
-            self._refusal = refusal
-            self._turn += 1
-            if refusal is None:
-                self._offers = {g: one for g, one in self._offers.items() if g > generation}
+            self._sealed_count += 1
+            self._offers = {g: one for g, one in self._offers.items() if g > generation}
             state.changed.notify_all()
-        return refusal is None
+        return True
 
     def _make(self, generation: Generation) -> None:
         # Not at the top: most vaults keep no parity and can do without numpy and its threads.
@@ -292,10 +288,10 @@ class BlockMaker(threading.Thread):
         state = self._state
         coder = Coder(len(self._group.roles), self._placement.parities)
         if room.own_come_first(state):
-            raise Refused(Refusal.EARLY)
+            raise _NotYet
         with state.lock:
             if self._absent(generation):  # with another layout than before
-                raise Refused(Refusal.EARLY)
+                raise _NotYet
             layout = self._placement.layout(self._number, self._layouts)
             offers = self._offers[generation]
             shares = {
@@ -311,13 +307,13 @@ class BlockMaker(threading.Thread):
         anew = generation == self._restored
         slot = state.claim(segment, generation, self.epoch, anew=anew)
         if slot is None:
-            raise Refused(Refusal.EARLY)
+            raise _NotYet
         try:
             names = sorted({name for parts in shares.values() for name in parts})
             room.reserve(state, segment, [MEMBERS, *names], slot, generation)
             for name in (MEMBERS, *names):
                 if not state.open_part(segment, slot, name, self.epoch):
-                    raise Refused(Refusal.STALE)
+                    raise _NotYet
             self._fill(coder, segment, slot, shares, names)
         finally:
             state.release(segment, slot)
@@ -331,13 +327,13 @@ class BlockMaker(threading.Thread):
         names: list[str],
     ) -> None:
         """Fetch the shares, combine them, and seal the block."""
-        generation, size = segment.generation(slot), self._state.settings.chunk_bytes
+        generation, size = segment.generation(slot), self._owners.piece_bytes
         longest = {
             name: max(parts[name][0] for parts in shares.values() if name in parts)
             for name in names
         }
         if any(nbytes > segment.capacity(name) for name, nbytes in longest.items()):
-            raise Refused(Refusal.WRONG_PART)
+            raise VaultError("a part does not fit")
         for role, parts in shares.items():
             self._owners.request(role, generation, parts)
         numbers = range(len(self._group.roles))
@@ -368,7 +364,7 @@ class BlockMaker(threading.Thread):
 
         with state.changed:
             if not self._going():
-                raise Refused(Refusal.STALE)
+                raise _NotYet
             state.table.replace(segment, slot, seal)
         state.fail_point_corrupt(
             "vault.received", segment, slot, [name for name in parts if name != MEMBERS]

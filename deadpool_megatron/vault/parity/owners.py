@@ -16,6 +16,10 @@ from deadpool_megatron.vault.net import fetch
 from deadpool_megatron.vault.net.transport import Channel, Transport
 from deadpool_megatron.vault.parity.blocks import Arrival, BlockError
 
+# Owners send at paces of their own. Who is ahead waits for as long as the slowest one takes for a
+# piece: not so long that he takes the connection for dead.
+_MOST_PIECE_BYTES = 1 << 20
+
 # Name -> (bytes, checksum).
 Parts = Mapping[str, tuple[int, int]]
 
@@ -33,6 +37,7 @@ class Owners:
         self._state = state
         self._transport = transport
         self._epoch = record.epoch
+        self.piece_bytes = min(state.settings.chunk_bytes, _MOST_PIECE_BYTES)
         self._numbers = {role: number for number, role in enumerate(group.roles)}
         self._sources = {role: Source(record.seats[role].node, role) for role in group.roles}
         self._channels: dict[int, Channel] = {}
@@ -79,7 +84,7 @@ class Owners:
     def arrival(
         self, role: int, generation: Generation, part: str, nbytes: int, expected: int
     ) -> Arrival:
-        """The next part of those requested. ``expected``: its checksum."""
+        """The next part of those requested, in pieces of ``piece_bytes``."""
         return _Share(
             self._state,
             self._channels[role],
@@ -87,6 +92,7 @@ class Owners:
             self._sources[role],
             generation,
             part,
+            memoryview(bytearray(min(nbytes, self.piece_bytes))),
             nbytes,
             expected,
         )
@@ -133,15 +139,16 @@ class _Share(Arrival):
         source: Source,
         generation: Generation,
         part: str,
+        buffer: memoryview,
         nbytes: int,
         expected: int,
     ) -> None:
         super().__init__(state, number, source, generation, part)
         self._channel = channel
+        self._buffer = buffer
         self._left_bytes = nbytes
         self._expected = expected
         self._digest = xxhash.xxh3_64()
-        self._buffer = memoryview(bytearray(min(nbytes, state.settings.chunk_bytes)))
 
     def take(self, count: int) -> memoryview:
         piece = self._buffer[: min(count, self._left_bytes)]

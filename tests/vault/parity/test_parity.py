@@ -150,7 +150,13 @@ def test_many_generations_commit_in_few_slots(tmp_path: Path, parities: int) -> 
         shipped = sum(node.count("bytes shipped") for node in running.nodes)
         each = sum(SIZES.values()) + 3 * 1000 + 3 * 777
         assert shipped == 6 * parities * each
-        commits = [event for node in running.nodes for event in node.seen(Kind.COMMITTED)]
+        commits = wait_until(  # a member hears of the commit before the agent hears of the event
+            lambda: (
+                len(found := [e for node in running.nodes for e in node.seen(Kind.COMMITTED)]) == 18
+                and found
+            ),
+            "all events have come",
+        )
         assert sum(event.data["bytes"] for event in commits) == shipped
         assert all(event.data["ship_seconds"] > 0 for event in commits)
         # The spares hold the blocks, and of each only as much memory as is used.
