@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault.core.sender import Sender
+from deadpool_megatron.vault.core.sender import Sender, Work
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Transport
 from deadpool_megatron.vault.shm.table import Place
 
-# Bounds what a lost wake-up could cost.
-_LOOK_SECONDS = 1.0
 
-_Put = tuple[Generation, list[Place]]
-
-
-class Shipper(Sender[_Put]):
+class Shipper(Sender):
     """Thread that brings one role's generations of one epoch to one buddy."""
 
     def __init__(
@@ -38,15 +33,7 @@ class Shipper(Sender[_Put]):
     ) -> None:
         super().__init__(state, transport, layout, node, epoch, "ship")
 
-    def _next(self) -> _Put | None:
-        """What the node lacks; None when there is nothing to do at the moment."""
-        with self._state.changed:
-            work = self._state.shipment(self._layout, self._node, self._epoch)
-            if work is None and self._going():
-                self._state.changed.wait(_LOOK_SECONDS)
-            return work
-
-    def _bring(self, work: _Put) -> bool:
+    def _bring(self, work: Work) -> bool:
         """True when the buddy has the parts; False to try again after a pause."""
         generation, places = work
         failpoints.hit(
@@ -55,18 +42,8 @@ class Shipper(Sender[_Put]):
         channel = self._connect()
         with self._state.lock:
             follows = self._state.steps.follows(self._layout.role, generation)
-        channel.send(
-            {
-                "t": "put",
-                "epoch": self._epoch,
-                "node": self._state.node,
-                "role": self._layout.role,
-                "generation": generation.to_list(),
-                "follows": None if follows is None else follows.to_list(),
-                "layout_hash": self._layout.layout_hash,
-                "parts": [[place.name, place.nbytes, place.checksum] for place in places],
-            }
-        )
+        base = None if follows is None else follows.to_list()
+        channel.send(self._offered("put", work, follows=base))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._refused(refused, generation, places)

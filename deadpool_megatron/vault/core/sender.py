@@ -1,4 +1,4 @@
-"""What every thread has in common that brings sealed parts of a role to another node's vault.
+"""What every thread has in common that has another node's vault hold sealed parts of a role.
 
 Nothing is queued: what is owed follows from the table and the ledger. So a broken connection, a
 stopped or restarted vault at the other end and a restart of this one all resume by looking again.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Any, ClassVar
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Flow
 from deadpool_megatron.vault.net.transport import Channel, Transport
@@ -23,16 +23,20 @@ from deadpool_megatron.wire.framing import WireError
 log = logging.getLogger(__name__)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
+_LOOK_SECONDS = 1.0  # bounds what a lost wake-up could cost
 
-Work = TypeVar("Work")
+# A generation and those of its parts that the node lacks.
+Work = tuple[Generation, list[Place]]
 
 
-class Sender(threading.Thread, ABC, Generic[Work]):
+class Sender(threading.Thread, ABC):
     """Thread that brings one role's generations of one epoch to one node.
 
-    A kind of sender says what is to be done next and does it; when, how often and over which
-    connection is decided here.
+    A kind of sender does what is to be done next; what, when, how often and over which connection
+    is decided here. ``coded``: parts for a parity block, not for a copy.
     """
+
+    coded: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -51,9 +55,27 @@ class Sender(threading.Thread, ABC, Generic[Work]):
         self._epoch = epoch
         self._channel: Channel | None = None
 
-    @abstractmethod
     def _next(self) -> Work | None:
         """What is to be brought there; None, after a wait for news, when there is nothing."""
+        with self._state.changed:
+            work = self._state.shipment(self._layout, self._node, self._epoch, coded=self.coded)
+            if work is None and self._going():
+                self._state.changed.wait(_LOOK_SECONDS)
+            return work
+
+    def _offered(self, kind: str, work: Work, **more: object) -> dict[str, Any]:
+        """The message that offers it."""
+        generation, places = work
+        return {
+            "t": kind,
+            "epoch": self._epoch,
+            "node": self._state.node,
+            "role": self._layout.role,
+            "generation": generation.to_list(),
+            "layout_hash": self._layout.layout_hash,
+            "parts": [[place.name, place.nbytes, place.checksum] for place in places],
+            **more,
+        }
 
     @abstractmethod
     def _bring(self, work: Work) -> bool:

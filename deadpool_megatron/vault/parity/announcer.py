@@ -8,16 +8,17 @@ are fetched by the holder, once all roles of the group have spoken: see parity/m
 from __future__ import annotations
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.layout.records import Generation, RoleLayout
-from deadpool_megatron.vault.core.sender import Sender
+from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.vault.core.sender import Sender, Work
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Refusal, Refused
 from deadpool_megatron.vault.net.transport import Transport
-from deadpool_megatron.vault.shm.table import Place
 
 
-class Announcer(Sender[tuple[Generation, list[Place]]]):
+class Announcer(Sender):
     """Thread that has one role's generations of one epoch taken into one parity block."""
+
+    coded = True
 
     def __init__(
         self,
@@ -31,14 +32,7 @@ class Announcer(Sender[tuple[Generation, list[Place]]]):
         super().__init__(state, transport, layout, node, epoch, "announce")
         self._block = block
 
-    def _next(self) -> tuple[Generation, list[Place]] | None:
-        with self._state.changed:
-            work = self._state.shipment(self._layout, self._node, self._epoch, coded=True)
-            if work is None and self._going():
-                self._state.changed.wait(timeout=1.0)
-            return work
-
-    def _bring(self, work: tuple[Generation, list[Place]]) -> bool:
+    def _bring(self, work: Work) -> bool:
         """True when the block with these parts is sealed, or to ask again at once; False to ask
         again after a pause."""
         generation, places = work
@@ -49,18 +43,7 @@ class Announcer(Sender[tuple[Generation, list[Place]]]):
             to=self._node,
         )
         channel = self._connect()
-        channel.send(
-            {
-                "t": "contribute",
-                "epoch": self._epoch,
-                "node": self._state.node,
-                "role": self._layout.role,
-                "block": self._block,
-                "generation": generation.to_list(),
-                "layout_hash": self._layout.layout_hash,
-                "parts": [[place.name, place.nbytes, place.checksum] for place in places],
-            }
-        )
+        channel.send(self._offered("contribute", work, block=self._block))
         refused = Refused.in_answer(channel.receive())
         if refused and refused.why is Refusal.WAITED:
             return True  # there is no need for a pause: the holder makes one, and ends it in time

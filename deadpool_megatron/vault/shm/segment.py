@@ -88,17 +88,13 @@ class PartEntry:
     epoch: int
 
 
-def checksum_of(view: memoryview) -> xxhash.xxh3_64:
-    """xxh3_64 in pieces, to go on with; the interpreter lock is free while a piece is hashed."""
+def checksum(view: memoryview) -> int:
+    """The value that vouches for sealed bytes; the interpreter lock is free while a piece is
+    hashed."""
     digest = xxhash.xxh3_64()
     for start in range(0, len(view), _HASH_BYTES):
         digest.update(view[start : start + _HASH_BYTES])
-    return digest
-
-
-def checksum(view: memoryview) -> int:
-    """The value that vouches for sealed bytes."""
-    return int(checksum_of(view).intdigest())
+    return int(digest.intdigest())
 
 
 def own_name(role: int, seat: Seat) -> str:
