@@ -365,6 +365,21 @@ def test_what_protects_is_sent_as_one_shipment_at_its_pace(
         assert not state.counters["bytes fetched from here"]
 
 
+def test_what_an_owner_stops_to_send_is_not_taken_for_damaged(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its epoch was closed in the middle; bytes that were not sent were not compared either."""
+    making = begin()
+    monkeypatch.setattr(Flow, "pieces", lambda self, view, going: iter([view[:100]]))
+    assert [making.announce(role) for role in (0, 1)] == ["waited", "waited"]
+    wait_until(lambda: making.states[1].counters["bytes shipped"], "it has begun to send")
+    assert not making.corruptions()
+    for role in making.layouts:
+        assert making.states[role].table.parts(role, GENERATION) == set(NAMES)
+    assert making.state.counters["bytes combined"] == 0
+    assert not making.state.table.parts(making.block, GENERATION)
+
+
 def test_closed_between_the_last_byte_and_the_seal(
     begin: Begin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
