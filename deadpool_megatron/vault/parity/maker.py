@@ -70,6 +70,8 @@ class Makers:
                 raise Refused(Refusal.WRONG_HOLDER)
             maker = self._makers.get(number)
             if maker is None or maker.epoch != epoch:
+                if maker is not None:
+                    maker.cut()
                 maker = BlockMaker(state, self._transport, state.record, state.ledger, group, index)
                 self._makers[number] = maker
                 maker.start()
