@@ -350,6 +350,8 @@ class Peers:
             # Something between has cut it: an agent that lives comes again at once.
             await asyncio.sleep(_RECONNECT_SECONDS)
             return f"connection lost: {error.strerror or error}"
+        except ConnectionClosed:
+            pass  # in the middle of a record
         except WireError as error:
             self.refuse(f"agent of node {peer.node}", f"agent sent garbage: {error}")
             return f"agent sent garbage: {error}"

@@ -16,6 +16,7 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.auth import TRANSLATED, connect_stream
 from deadpool_megatron.wire.door import Door, Lock
+from deadpool_megatron.wire.records import RecordWriter
 from deadpool_megatron.wire.tls import open_stream
 
 SECRET = b"secret"
@@ -408,3 +409,23 @@ def test_agent_whose_first_message_cannot_be_used_is_told_so() -> None:
         await events.until(lambda: events.left)
 
     assert len(serve(scenario).refusals) == 1
+
+
+def test_what_is_cut_in_the_middle_is_an_end_like_any_other() -> None:
+    """A host that is gone while its agent speaks has sent no garbage."""
+
+    async def scenario(events: Events, address: tuple[str, int]) -> None:
+        reader, writer = await connect(address)
+        report = framing.encode({"t": "report", "n": 1, "value": "x" * 1000})
+        # At once: what comes behind the first message is not lost either.
+        writer.write(framing.encode(join(3)) + framing.encode({"t": "report", "n": 1, "value": 1}))
+        assert (await framing.read_frame(reader))["t"] == "welcome"
+        await events.until(lambda: events.said)
+        assert isinstance(writer, RecordWriter)
+        assert writer._sending is not None
+        asyncio.StreamWriter.write(writer, writer._sending.seal(report)[:500])
+        writer.close()
+        await events.until(lambda: events.left)
+
+    events = serve(scenario)
+    assert (events.said, events.left, events.refusals) == ([1], [3], [])
