@@ -116,8 +116,8 @@ def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
     if times.stall_seconds <= 0:
         return
     what = (
-        f"a commit takes {times.commit_seconds:.3g} s (copy {times.copy_seconds:.3g}, checksum"
-        f" {times.checksum_seconds:.3g}, ship {times.ship_seconds:.3g}), its window at lag"
+        f"a commit takes {times.least_commit_seconds:.3g} s (copy {times.copy_seconds:.3g},"
+        f" checksum {times.checksum_seconds:.3g}, ship {times.ship_seconds:.3g}), its window at lag"
         f" {plan.protection.max_lag} is {times.window_seconds:.3g} s of a step of"
         f" {times.step_seconds:.3g} s"
     )
@@ -129,14 +129,14 @@ def check_window(plan: Plan, placement: Placement, times: Timing) -> None:
             _refuse("protection.max_lag", what, lag)
     for key, seconds in (("nic_gb_s", times.ship_seconds), ("pcie_gb_s", times.copy_seconds)):
         # The window and its two limits leave this much for the one that is changed.
-        left = times.window_seconds - (times.commit_seconds - seconds)
+        left = times.window_seconds - (times.least_commit_seconds - seconds)
         limit = times.step_seconds if key == "nic_gb_s" else times.forward_backward_seconds
         allowed = min(left, limit)
         if allowed > 0:
             rate = _up(getattr(plan.cluster, key) * seconds / allowed)
             if _fits(_with(plan, "cluster", key, rate), placement):
                 _refuse(f"cluster.{key}", what, f"at least {rate:g}")
-    longer = times.commit_seconds / plan.cluster.forward_backward_fraction
+    longer = times.least_commit_seconds / plan.cluster.forward_backward_fraction
     if plan.cluster.step_seconds is not None:
         _refuse("cluster.step_seconds", what, f"at least {_up(longer):g}")
     tokens = (plan.cluster.tokens_per_step or 0) * longer / times.step_seconds

@@ -3,7 +3,9 @@
     copy        shard of a role / pcie                       each GPU has a link of its own
     checksum    shard of a role / checksum                   a thread per role
     ship        the larger of bytes out and bytes in of a node / (nics · nic · nic_fraction)
-    commit      copy + checksum + ship                       one after another, as the vault does it
+    paced ship  the same bytes / (nics · nic · link_share), or half of what copy and checksum
+                leave of the window where that is shorter; never shorter than ship
+    commit      copy + checksum + paced ship                 one after another, as the vault does it
     window      forward and backward + (cadence · (1 + max_lag) - 1) · step
                                                               from an update to the gate that asks
 
@@ -29,6 +31,8 @@ GIGA = 1e9
 _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0
+# vault/core/pace.py: of the time from the seal to the gate, the part in which copies are over.
+_PACED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -124,11 +128,17 @@ class Timing:
     copy_seconds: float
     checksum_seconds: float
     ship_seconds: float
+    paced_ship_seconds: float
     cycle_seconds: float
 
     @property
     def commit_seconds(self) -> float:
-        """From the update until the generation is committed."""
+        """From the update until the generation is committed, at the pace of copies."""
+        return self.copy_seconds + self.checksum_seconds + self.paced_ship_seconds
+
+    @property
+    def least_commit_seconds(self) -> float:
+        """The same while a gate waits: then copies take all that training leaves of the links."""
         return self.copy_seconds + self.checksum_seconds + self.ship_seconds
 
     @property
@@ -136,7 +146,7 @@ class Timing:
         """For which every step would wait at fence or gate; 0 in a plan that holds."""
         return max(
             0.0,
-            self.commit_seconds - self.window_seconds,
+            self.least_commit_seconds - self.window_seconds,
             self.copy_seconds - self.forward_backward_seconds,
             self.ship_seconds - self.cycle_seconds,
         )
@@ -152,15 +162,23 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     cluster = plan.cluster
     shard = max(role.shard_bytes for role in placement.roles)
     forward_backward = step * cluster.forward_backward_fraction
-    rate = network_bytes_per_second(plan) * cluster.nic_fraction
+    link = network_bytes_per_second(plan)
+    shipped = max(load.ship_bytes for load in loads.values())
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
+    window = forward_backward + more_steps * step
+    copy = shard / (cluster.pcie_gb_s * GIGA)
+    checksum = shard / (cluster.checksum_gb_s * GIGA)
+    ship = shipped / (link * cluster.nic_fraction)
+    at_share = shipped / (link * plan.protection.link_share)
+    paced = max(ship, min(at_share, _PACED_SHARE * (window - copy - checksum)))
     return Timing(
         step_seconds=step,
         forward_backward_seconds=forward_backward,
-        window_seconds=forward_backward + more_steps * step,
-        copy_seconds=shard / (cluster.pcie_gb_s * GIGA),
-        checksum_seconds=shard / (cluster.checksum_gb_s * GIGA),
-        ship_seconds=max(load.ship_bytes for load in loads.values()) / rate,
+        window_seconds=window,
+        copy_seconds=copy,
+        checksum_seconds=checksum,
+        ship_seconds=ship,
+        paced_ship_seconds=paced,
         cycle_seconds=plan.protection.cadence * step,
     )
 

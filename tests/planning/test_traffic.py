@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.planning.assess import assess
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import place
-from deadpool_megatron.planning.traffic import NodeLoad, node_loads, timing
+from deadpool_megatron.planning.traffic import NodeLoad, Timing, node_loads, timing
 from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16
@@ -41,6 +41,23 @@ def test_a_node_by_hand() -> None:
     assert times.ship_seconds == 2 * (SHARD + EXTRAS) / 10e9
     assert times.window_seconds == 18
     assert times.hidden_fraction == 1
+
+
+def test_copies_keep_their_pace_and_hurry_only_for_a_gate() -> None:
+    def times(share: float, **cluster: float) -> Timing:
+        plan = make(protection={"link_share": share}, cluster=cluster)
+        return timing(plan, place(plan), loads_of(plan), 20)
+
+    fast, slow, full = times(0.3, nic_gb_s=10), times(0.01, nic_gb_s=10), times(1.0, nic_gb_s=10)
+    assert fast.paced_ship_seconds == pytest.approx(fast.ship_seconds / 0.3)
+    assert full.paced_ship_seconds == full.ship_seconds
+    rest = slow.window_seconds - slow.copy_seconds - slow.checksum_seconds
+    assert slow.paced_ship_seconds == rest / 2
+    assert fast.stall_seconds == slow.stall_seconds == 0
+    assert fast.least_commit_seconds < fast.commit_seconds < slow.commit_seconds
+    late = times(0.3, nic_gb_s=0.9)
+    assert late.paced_ship_seconds == late.ship_seconds
+    assert late.stall_seconds == late.least_commit_seconds - late.window_seconds > 0
 
 
 def test_what_peers_hold_anyway_is_not_shipped() -> None:

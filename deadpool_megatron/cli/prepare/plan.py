@@ -194,6 +194,7 @@ def _time_table(found: Assessment) -> list[str]:
         ("copy to host memory (PCIe)", times.copy_seconds),
         ("checksum", times.checksum_seconds),
         ("ship (network)", times.ship_seconds),
+        ("ship at its pace", times.paced_ship_seconds),
         ("commit", times.commit_seconds),
         ("window", times.window_seconds),
         ("step", times.step_seconds),

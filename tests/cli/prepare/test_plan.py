@@ -64,8 +64,8 @@ SCHEMA: dict[str, Any] = {
     "timing": dict.fromkeys(
         (
             "step_seconds", "forward_backward_seconds", "window_seconds", "copy_seconds",
-            "checksum_seconds", "ship_seconds", "commit_seconds", "stall_seconds",
-            "hidden_fraction", "cycle_seconds",
+            "checksum_seconds", "ship_seconds", "paced_ship_seconds", "commit_seconds",
+            "stall_seconds", "hidden_fraction", "cycle_seconds",
         ),
         float,
     ),
