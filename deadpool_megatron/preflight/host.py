@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +13,7 @@ from pathlib import Path
 import deadpool_megatron
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.vault.memory.limits import cgroup_memory, memlock_bytes
+from deadpool_megatron.vault.net.interface import interface_of
 
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.
@@ -22,7 +21,6 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _NVIDIA_SMI_SECONDS = 20.0
-_SIOCGIFADDR = 0x8915
 _IFF_UP = 1
 
 
@@ -123,22 +121,6 @@ def available_memory() -> int | None:
         return None
     group = cgroup_memory()
     return free if group is None else min(free, group.left_bytes)
-
-
-def interface_of(address: str) -> str:
-    """Returns the interface whose first IPv4 address this is; empty where there is none."""
-    if address.startswith("127."):
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
 
 
 def _is_up(interface: str) -> bool:

@@ -20,6 +20,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.process_names import set_process_name, show_thread_names
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.net.interface import Interface, interface_of
 from deadpool_megatron.vault.net.transport import TcpTransport
 from deadpool_megatron.vault.service import Vault
 from deadpool_megatron.vault.shm.affinity import settle_process
@@ -63,7 +64,8 @@ def main() -> int:
     listener = socket.socket(fileno=given.tcp_fd)
     transport = TcpTransport(listener, secret, run_id, settings.connect_seconds, contexts)
     local = socket.socket(fileno=given.unix_fd)
-    vault = Vault(given.node, given.segment_dir, settings, transport, local)
+    interface = Interface(interface_of(listener.getsockname()[0]))
+    vault = Vault(given.node, given.segment_dir, settings, transport, local, interface)
 
     def end(*_: object) -> None:
         vault.ended_by_signal = True

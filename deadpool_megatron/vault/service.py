@@ -32,6 +32,7 @@ from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
 from deadpool_megatron.vault.errors import Code, VaultError
+from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.net.links import Link, LinkServer
 from deadpool_megatron.vault.net.probe import probe
 from deadpool_megatron.vault.net.transport import Transport
@@ -56,12 +57,13 @@ class Vault:
         settings: Settings,
         transport: Transport,
         local_listener: socket.socket,
+        interface: Interface | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._settings = settings
         self._transport = transport
-        self._state = VaultState(node, directory, settings, self._emit)
+        self._state = VaultState(node, directory, settings, self._emit, interface)
         self._members = Members(self._state)
         self._server = Server(self._state, transport)
         self._links = LinkServer(local_listener, self._dialogue)
@@ -218,6 +220,7 @@ class Vault:
         self._report_damage()
         state = self._state
         usage = resource.getrusage(resource.RUSAGE_SELF)
+        link = state.traffic.link()
         with state.lock:
             return {
                 "node": state.node,
@@ -230,6 +233,7 @@ class Vault:
                     for role, (generation, boundary) in state.committed.items()
                 },
                 "fit": {str(r): fit.to_dict() for r, fit in state.traffic.fits().items()},
+                "link": None if link is None else link.to_dict(),
                 "segments": {
                     **{n: s.nbytes for n, s in state.table.segments.items()},
                     **taken_bytes(self._directory),
@@ -268,7 +272,11 @@ class Vault:
 
     def _probe(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         peers = [(int(node), str(host), int(port)) for node, host, port in message["peers"]]
-        return probe(self._transport, peers, bulk=bool(message["bulk"]))
+        found = probe(self._transport, peers, bulk=bool(message["bulk"]))
+        self._state.traffic.checked(
+            max((one["bytes_per_second"] or 0.0 for one in found), default=0.0)
+        )
+        return found
 
     def _cut_stale(self, epoch: int) -> None:
         if self._state.open_epoch not in (0, epoch):

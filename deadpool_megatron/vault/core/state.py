@@ -34,6 +34,7 @@ from deadpool_megatron.vault.core.steps import Steps, check_same
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
 from deadpool_megatron.vault.shm.table import Place, Table
 
@@ -58,13 +59,14 @@ class VaultState:
         directory: Path,
         settings: Settings,
         emit: Callable[[Event], None],
+        interface: Interface | None = None,
     ) -> None:
         self.node = node
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
         # Each generation goes to so many nodes at the same time.
         share = settings.link_share / max(1, settings.replicas)
-        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps, share)
+        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps, share, interface)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None

@@ -6,13 +6,18 @@ Restores do not come here: while they go on the run stands, and no training traf
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault.core.link_speed import LinkSpeed, link_speed
 from deadpool_megatron.vault.core.pace import Schedule, TokenBucket, Window, piece_bytes
+from deadpool_megatron.vault.net.interface import Interface
+
+log = logging.getLogger(__name__)
 
 # Bounds what a lost wake-up could cost; the end of an epoch is seen as soon.
 _LONGEST_WAIT_SECONDS = 0.1
@@ -45,17 +50,52 @@ class _Role:
 class Traffic:
     """Thread-safe. Its lock is a leaf: nothing else is locked while it is held."""
 
-    def __init__(self, chunk_bytes: int, limit_gbps: float = 0.0, link_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int,
+        limit_gbps: float = 0.0,
+        link_share: float = 1.0,
+        interface: Interface | None = None,
+    ) -> None:
         self._chunk_bytes = chunk_bytes
         self._link_share = link_share
-        # Bytes per second that a shipment had which nothing held back, the most so far.
-        self._link = 0.0
+        self._interface = interface or Interface("")
+        # Bytes per second: see link_speed(). Of what was measured the most so far.
+        self._checked = 0.0
+        self._stated = self._interface.bytes_per_second()
+        self._shipped = 0.0
+        self._told: LinkSpeed | None = None
         self._changed = threading.Condition()
         self._roles: dict[int, _Role] = {}
         self._bucket: TokenBucket | None = None
         if limit_gbps:
             bits = max(1, round(limit_gbps * _GIGABIT))
             self._bucket = TokenBucket(bits, piece_bytes(bits / 8, chunk_bytes))
+
+    # The link.
+
+    def checked(self, bytes_per_second: float) -> None:
+        """The check of links has brought bytes over at this speed. It measures what arrives here:
+        what leaves is taken to be as fast."""
+        with self._changed:
+            self._checked = max(self._checked, bytes_per_second)
+
+    def link(self) -> LinkSpeed | None:
+        """Returns how fast the link is of which copies take their share; None: not known yet."""
+        with self._changed:
+            return self._link()
+
+    def _link(self) -> LinkSpeed | None:
+        return link_speed(self._checked, self._stated, self._shipped)
+
+    def _tell(self, link: LinkSpeed) -> None:
+        """Say once by what shipments are paced."""
+        if self._told is None or self._told.origin is not link.origin:
+            log.info(
+                "copies take %g of %.3g Gbit/s, the speed by %s",
+                *(self._link_share, link.bytes_per_second * 8 / _GIGABIT, link.origin),
+            )
+        self._told = link
 
     # What happens to generations.
 
@@ -108,9 +148,13 @@ class Traffic:
         """
         with self._changed:
             schedule = None
+            link = self._link()
             if generation.lineage == epoch:
-                share = self._link_share * self._link / max(1, len(self._roles))
+                speed = link.bytes_per_second if link is not None else 0.0
+                share = self._link_share * speed / max(1, len(self._roles))
                 schedule = self._role(role).window.schedule(generation, nbytes, share)
+        if schedule is not None and link is not None:
+            self._tell(link)
         return Flow(self, role, generation, schedule, busy_seconds)
 
     def _limit(self, nbytes: int, going: Callable[[], bool]) -> None:
@@ -144,7 +188,7 @@ class Traffic:
     def _ended(self, flow: Flow, node: int, seconds: float) -> None:
         with self._changed:
             if flow.is_free and flow.sent_bytes >= _TELLING_BYTES:
-                self._link = max(self._link, flow.sent_bytes / max(seconds, 1e-9))
+                self._shipped = max(self._shipped, flow.sent_bytes / max(seconds, 1e-9))
             took = self._role(flow.role).shipped.setdefault(flow.generation, {})
             took[node] = took.get(node, 0.0) + seconds
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.vault.core.link_speed import LinkSpeed, Origin, link_speed
 from deadpool_megatron.vault.core.pace import SHARE, Schedule, TokenBucket, Window, piece_bytes
 from deadpool_megatron.vault.core.traffic import Traffic
+from deadpool_megatron.vault.net.interface import Interface
 
 
 def run(window: Window, gaps: list[float], first: int = 0) -> float:
@@ -140,6 +144,14 @@ def test_a_shipment_takes_its_share_of_the_link_or_half_of_the_window() -> None:
     assert window.schedule(Generation(1, 5), 0, 0.0) is None
 
 
+def test_what_was_measured_counts_before_what_an_interface_says() -> None:
+    """And that before what shipments happened to have."""
+    assert link_speed(3.0, 2.0, 1.0) == LinkSpeed(3.0, Origin.CHECK)
+    assert link_speed(0.0, 2.0, 4.0) == LinkSpeed(2.0, Origin.INTERFACE)
+    assert link_speed(0.0, 0.0, 1.0) == LinkSpeed(1.0, Origin.SHIPMENTS)
+    assert link_speed(0.0, 0.0, 0.0) is None
+
+
 def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
     """By the busy time of the channel; all roles of the node share it."""
     traffic, busy = Traffic(chunk_bytes=4 << 20, link_share=0.25), [0.0]
@@ -157,11 +169,41 @@ def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
         return rate
 
     assert [ship(iteration) for iteration in range(3)] == [None] * 3
-    assert traffic._link == pytest.approx(len(view) / 500.0)
-    traffic._link = 1 << 30
+    link = traffic.link()
+    assert link is not None
+    assert link.origin is Origin.SHIPMENTS
+    assert link.bytes_per_second == pytest.approx(len(view) / 500.0)
+    traffic._shipped = 1 << 30
     assert ship(3) == pytest.approx(0.25 * (1 << 30))
     traffic._role(1)
     assert ship(4) == pytest.approx(0.25 * (1 << 30) / 2)
+
+
+def test_the_share_is_of_what_the_check_has_measured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the interface says and shipments had; who reads the vault's log sees it once."""
+    (tmp_path / "eth7" / "device").mkdir(parents=True)
+    (tmp_path / "eth7" / "speed").write_text("8000")
+    caplog.set_level(logging.INFO)
+    traffic = Traffic(4 << 20, link_share=0.25, interface=Interface("eth7", tmp_path))
+    window = traffic._role(0).window
+
+    def rate(iteration: int) -> float:
+        window.sealed(Generation(1, iteration), 1e6 + 1000.0 * iteration)
+        schedule = traffic.flow(0, Generation(1, iteration), 1 << 33, 1).schedule
+        return 0.0 if schedule is None else schedule.rate
+
+    traffic._shipped = 1e8
+    assert [rate(iteration) for iteration in range(6)] == [0.0] * 3 + [pytest.approx(0.25e9)] * 3
+    traffic.checked(4e8)
+    traffic.checked(3e8)
+    assert [rate(iteration) for iteration in range(6, 9)] == [pytest.approx(1e8)] * 3
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "copies take 0.25 of 8 Gbit/s, the speed by the network interface",
+        "copies take 0.25 of 3.2 Gbit/s, the speed by the check of links",
+    ]
 
 
 @given(

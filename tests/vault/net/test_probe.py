@@ -76,6 +76,11 @@ def test_real_vaults_reach_each_other_and_refuse_too_much(tmp_path: Path) -> Non
         found = first.order(first.control.probe(peers, 20.0, bulk=False))
         errors = [Link.from_dict(one).error for one in found]
         assert errors == ["", "node 1 answers there", "nobody listens there"]
+        assert first.status()["link"] is None
+        found = first.order(first.control.probe(peers[:1], 20.0, bulk=True))
+        speed = Link.from_dict(found[0]).bytes_per_second
+        link = {"bytes_per_second": speed, "origin": "the check of links"}
+        assert first.status()["link"] == link
         for nbytes in (probe.PIECE_BYTES + 1, -1):
             stranger = Peer(running, 0)
             framing.send(stranger.socket, {"t": "probe", "nbytes": nbytes})
