@@ -111,7 +111,7 @@ def _megatron_lm_line(terminalreporter: pytest.TerminalReporter) -> str:
                 counts[f"skipped: {str(report.longrepr[2]).removeprefix('Skipped: ')}"] += 1
             else:
                 # Here, because this file also serves sessions that have no other one.
-                from tests.megatron_lm.checkout import checkout
+                from tests.megatron_lm.harness.checkout import checkout
 
                 counts[f"run against {checkout()}"] += 1
     found = "; ".join(f"{number} {what}" for what, number in counts.items())

@@ -37,8 +37,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Kind
 
 sys.path.insert(0, str(ROOT))  # the hosts are those of the tests
-from tests.netns.cluster import Cluster, Job
-from tests.netns.hosts import Host, Hosts, missing
+from tests.netns.lab.cluster import Cluster, Job
+from tests.netns.lab.hosts import Host, Hosts, missing
 
 NODES = 2
 # Longer than the pace needs to know the window, see vault/core/pace.py.

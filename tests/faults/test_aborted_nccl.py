@@ -18,8 +18,8 @@ import pytest
 
 from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.events import Event, Kind
-from tests.faults import layouts
-from tests.faults.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 

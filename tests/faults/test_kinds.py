@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Layout, Program, fault, run_program, strike, trainer
-from tests.faults.layouts import DISTRIBUTED, PP2_DP2
+from tests.faults.harness.jobs import Layout, Program, fault, run_program, strike, trainer
+from tests.faults.harness.layouts import DISTRIBUTED, PP2_DP2
 
 pytestmark = pytest.mark.slow
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
 DP4 = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
-SLOW_TRAINER = str(Path(__file__).with_name("slow_trainer.py"))
+SLOW_TRAINER = str(Path(__file__).parent / "harness" / "slow_trainer.py")
 
 
 def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults import layouts
-from tests.faults.jobs import Layout, fault, strike
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import Layout, fault, strike
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 ITERATIONS = 12

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import layouts
-from tests.faults.jobs import fault, recomputed, restart_kinds, run_job, strike
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import fault, recomputed, restart_kinds, run_job, strike
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 LAYOUT = layouts.PP2_DP2

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import jobs
-from tests.faults.cells import (
+from tests.faults.harness import jobs
+from tests.faults.harness.cells import (
     EVALUATION_INTERVAL,
     PHASES,
     SAVE_INTERVAL,
@@ -23,8 +23,8 @@ from tests.faults.cells import (
     last_iteration,
     pairwise,
 )
-from tests.faults.jobs import Layout, Outcome, restart_kinds
-from tests.faults.layouts import PP2_DP2, TP2_PP2_DP2
+from tests.faults.harness.jobs import Layout, Outcome, restart_kinds
+from tests.faults.harness.layouts import PP2_DP2, TP2_PP2_DP2
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 CHAIN_LENGTH = 9

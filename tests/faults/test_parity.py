@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import assert_unnoticed, fault, recomputed, reference, run_job
-from tests.faults.layouts import PP2_DP2
+from tests.faults.harness.jobs import assert_unnoticed, fault, recomputed, reference, run_job
+from tests.faults.harness.layouts import PP2_DP2
 
 pytestmark = pytest.mark.slow
 ITERATIONS = 12

@@ -8,8 +8,8 @@ import pytest
 
 from deadpool_megatron.layout.places.parity import ParityPlacement
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
-from tests.faults import layouts
-from tests.faults.jobs import fault, recomputed, restart_kinds, strike
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import fault, recomputed, restart_kinds, strike
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2

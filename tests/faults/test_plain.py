@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults import layouts
-from tests.faults.jobs import MODEL, Layout, reference
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import MODEL, Layout, reference
 from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]

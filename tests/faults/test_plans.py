@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import layouts
-from tests.faults.jobs import assert_unnoticed, fault, recomputed, reference, run_job
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import assert_unnoticed, fault, recomputed, reference, run_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2

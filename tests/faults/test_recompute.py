@@ -11,7 +11,7 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
-from tests.faults.jobs import (
+from tests.faults.harness.jobs import (
     Program,
     assert_unnoticed,
     await_event,
@@ -23,7 +23,7 @@ from tests.faults.jobs import (
     strike,
     trainer,
 )
-from tests.faults.layouts import EXPERTS, PP2_DP2
+from tests.faults.harness.layouts import EXPERTS, PP2_DP2
 from tests.faults.test_restart import take_all_down
 from tests.persist.test_runs import HELD_TRAINER
 

@@ -13,8 +13,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     segment_root,
 )
-from tests.faults import layouts
-from tests.faults.jobs import (
+from tests.faults.harness import layouts
+from tests.faults.harness.jobs import (
     assert_unnoticed,
     fault,
     reference,

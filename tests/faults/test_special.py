@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults import layouts
-from tests.faults.cells import EVALUATION_INTERVAL
-from tests.faults.jobs import (
+from tests.faults.harness import layouts
+from tests.faults.harness.cells import EVALUATION_INTERVAL
+from tests.faults.harness.jobs import (
     Outcome,
     assert_unnoticed,
     fault,
@@ -20,7 +20,7 @@ from tests.faults.jobs import (
     restart_kinds,
     run_job,
 )
-from tests.faults.jobs import strike as strike_layout
+from tests.faults.harness.jobs import strike as strike_layout
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 FULL = pytest.mark.full

@@ -8,7 +8,7 @@ import pytest
 
 from deadpool_megatron import cli
 from deadpool_megatron.platform import select_platform
-from tests.megatron_lm.runs import copy_tree
+from tests.megatron_lm.harness.runs import copy_tree
 
 # Before a test of this process imports anything of Megatron, as some do.
 select_platform().install()

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Outcome, Program, run_program
-from tests.megatron_lm.arguments import small
-from tests.megatron_lm.checkout import LOADS
-from tests.megatron_lm.ranks import RankParent
-from tests.megatron_lm.runs import PP2_DP2, tree
+from tests.faults.harness.jobs import Outcome, Program, run_program
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import LOADS
+from tests.megatron_lm.harness.ranks import RankParent
+from tests.megatron_lm.harness.runs import PP2_DP2, tree
 from tests.persist.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Outcome, recomputed, restart_kinds, undisturbed
-from tests.megatron_lm.checkout import needs_megatron_lm
-from tests.megatron_lm.runs import BASE, dies, gpt, scalars, strike
+from tests.faults.harness.jobs import Outcome, recomputed, restart_kinds, undisturbed
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.runs import BASE, dies, gpt, scalars, strike
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.jobs import Outcome
-from tests.megatron_lm.arguments import MOE
-from tests.megatron_lm.checkout import needs_megatron_lm
-from tests.megatron_lm.runs import (
+from tests.faults.harness.jobs import Outcome
+from tests.megatron_lm.harness.arguments import MOE
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.runs import (
     PP2_DP2,
     SEGMENTS,
     dies,

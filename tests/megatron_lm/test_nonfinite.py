@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import run_program
-from tests.megatron_lm.checkout import needs_megatron_lm
-from tests.megatron_lm.runs import gpt
+from tests.faults.harness.jobs import run_program
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.runs import gpt
 
 pytestmark = [
     pytest.mark.megatron_lm,

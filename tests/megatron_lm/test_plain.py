@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Program, undisturbed
-from tests.megatron_lm.arguments import small
-from tests.megatron_lm.checkout import needs_megatron_lm
-from tests.megatron_lm.ranks import RankParent, Trained
-from tests.megatron_lm.runs import BASE, copy_tree, gpt, tree
+from tests.faults.harness.jobs import Program, undisturbed
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.ranks import RankParent, Trained
+from tests.megatron_lm.harness.runs import BASE, copy_tree, gpt, tree
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from deadpool_megatron.hookpoints import POINTS, Point
-from tests.megatron_lm.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 
 pytestmark = [pytest.mark.megatron_lm, needs_megatron_lm]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
-from tests.faults.jobs import (
+from tests.faults.harness.jobs import (
     assert_unnoticed,
     fault,
     recomputed,
@@ -16,9 +16,9 @@ from tests.faults.jobs import (
     undisturbed,
 )
 from tests.faults.test_aborted_nccl import FAKE, assert_nothing_of_junk, junk_read
-from tests.megatron_lm.arguments import real_text
-from tests.megatron_lm.checkout import LOADS, needs_megatron_lm
-from tests.megatron_lm.runs import (
+from tests.megatron_lm.harness.arguments import real_text
+from tests.megatron_lm.harness.checkout import LOADS, needs_megatron_lm
+from tests.megatron_lm.harness.runs import (
     BASE,
     assert_printed,
     dies,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron_lm.arguments import MOE, real_text, small
-from tests.megatron_lm.checkout import LOADS, checkout, needs_megatron_lm
-from tests.megatron_lm.ranks import RankParent, Trained
+from tests.megatron_lm.harness.arguments import MOE, real_text, small
+from tests.megatron_lm.harness.checkout import LOADS, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.ranks import RankParent, Trained
 
 pytestmark = [
     pytest.mark.megatron_lm,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.netns.hosts import missing
+from tests.netns.lab.hosts import missing
 
 ENVIRONMENT_NAME = "DEADPOOL_TEST_NETNS"
 _MEASURED: list[str] = []

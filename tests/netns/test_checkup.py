@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.events import Kind
-from tests.netns.cluster import COUNTING_MEMBER, PATIENCE_SECONDS, Cluster, Job
-from tests.netns.hosts import Host, Hosts
+from tests.netns.lab.cluster import COUNTING_MEMBER, PATIENCE_SECONDS, Cluster, Job
+from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
 

@@ -12,8 +12,8 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
-from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job
-from tests.netns.hosts import Hosts
+from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job
+from tests.netns.lab.hosts import Hosts
 
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 2, 2

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.events import Kind
-from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
-from tests.netns.hosts import Hosts
+from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
+from tests.netns.lab.hosts import Hosts
 
 pytestmark = pytest.mark.netns
 _VICTIM = 1

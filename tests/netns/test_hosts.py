@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
-from tests.netns import hosts
-from tests.netns.hosts import Host, Hosts
+from tests.netns.lab import hosts
+from tests.netns.lab.hosts import Host, Hosts
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.netns
@@ -220,7 +220,7 @@ def test_killed_session_leaves_nothing(tmp_path: Path) -> None:
     program = textwrap.dedent("""
         import sys, time
         from pathlib import Path
-        from tests.netns.hosts import Hosts
+        from tests.netns.lab.hosts import Hosts
         with Hosts(2, Path(sys.argv[1])) as hosts:
             print(" ".join(map(str, [*hosts[0].processes().values()])), flush=True)
             time.sleep(600)

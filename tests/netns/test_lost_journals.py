@@ -17,9 +17,9 @@ from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
-from tests.netns import disk
-from tests.netns.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
-from tests.netns.hosts import Hosts
+from tests.netns.lab import disk
+from tests.netns.lab.cluster import COUNTING_MEMBER, Cluster, Job, Obituary
+from tests.netns.lab.hosts import Hosts
 from tests.waiting import wait_for
 
 pytestmark = [

@@ -11,9 +11,9 @@ import pytest
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.events import Kind
-from tests.faults import jobs, layouts
-from tests.netns.cluster import Cluster, Job
-from tests.netns.hosts import Host, Hosts
+from tests.faults.harness import jobs, layouts
+from tests.netns.lab.cluster import Cluster, Job
+from tests.netns.lab.hosts import Host, Hosts
 
 pytestmark = pytest.mark.netns
 _NODES, _ITERATIONS = 3, 8

@@ -13,10 +13,10 @@ from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.events import Kind
-from tests.faults import jobs, layouts
-from tests.netns import disk, paced
-from tests.netns.cluster import Cluster, Job, Obituary
-from tests.netns.hosts import Hosts
+from tests.faults.harness import jobs, layouts
+from tests.netns.lab import disk, paced
+from tests.netns.lab.cluster import Cluster, Job, Obituary
+from tests.netns.lab.hosts import Hosts
 
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import MODEL, Outcome, Program, fault, run_program
+from tests.faults.harness.jobs import MODEL, Outcome, Program, fault, run_program
 from tests.persist.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.process import posix
-from tests.netns import hosts
-from tests.netns.hosts import Host, Hosts
+from tests.netns.lab import hosts
+from tests.netns.lab.hosts import Host, Hosts
 from tests.waiting import wait_for
 
 PATIENCE_SECONDS = 90.0

@@ -9,7 +9,7 @@ import pytest
 from deadpool_megatron.cli.show.compare import compare_results
 from deadpool_megatron.cli.show.results import read_result
 from deadpool_megatron.events import Kind
-from tests.faults.jobs import Layout, reference, trainer
+from tests.faults.harness.jobs import Layout, reference, trainer
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import SCRIPTS, Jobs
 

@@ -20,7 +20,7 @@ import deadpool_megatron
 from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare import patch as command
 from deadpool_megatron.hookpoints import POINTS
-from tests.megatron_lm.checkout import TAG, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, checkout, needs_megatron_lm
 
 REPOSITORY = Path(__file__).parents[3]
 PATCHES = REPOSITORY / "patches"

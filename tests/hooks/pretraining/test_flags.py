@@ -12,9 +12,9 @@ from deadpool_megatron import arguments, refusals
 from deadpool_megatron.hooks.pretraining import flags
 from deadpool_megatron.refusals import REFUSED, FlagRow
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
-from tests.megatron_lm.arguments import small
-from tests.megatron_lm.checkout import checkout, needs_megatron_lm
-from tests.megatron_lm.parsing import Answer, Question, ask, in_checkout
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
 
 ROOT = Path(__file__).parents[3]
 MODEL = [*small(), "--save-interval", "5"]

@@ -14,8 +14,8 @@ import pytest
 from deadpool_megatron.hookpoints import POINTS, hookpoint, is_marked
 from deadpool_megatron.hooks.pretraining import versions
 from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
-from tests.megatron_lm.checkout import needs_megatron_lm
-from tests.megatron_lm.parsing import in_checkout
+from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.parsing import in_checkout
 
 TRAIN = "megatron.training.training"
 

@@ -30,7 +30,7 @@ from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
 from tests import forks
-from tests.megatron_lm.checkout import checkout
+from tests.megatron_lm.harness.checkout import checkout
 from tests.told import read_final
 from tests.waiting import wait_for
 

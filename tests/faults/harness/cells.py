@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.faults.jobs import Layout, fault
+from tests.faults.harness.jobs import Layout, fault
 
 # Iterations between two faults of a chain: one to replay, one undisturbed.
 SPACING = 2

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.jobs import (
+from tests.faults.harness.jobs import (
     Outcome,
     Program,
     assert_unnoticed,
@@ -21,8 +21,8 @@ from tests.faults.jobs import (
     run_program,
     undisturbed,
 )
-from tests.megatron_lm.arguments import small
-from tests.megatron_lm.checkout import checkout
+from tests.megatron_lm.harness.arguments import small
+from tests.megatron_lm.harness.checkout import checkout
 
 #: a checkpoint, an evaluation and a test on the way, each in the directory of its own run
 SEGMENTS: dict[str, object] = {

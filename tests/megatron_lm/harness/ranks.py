@@ -1,8 +1,8 @@
 """Runs pretrain_gpt.py on several ranks: Megatron-LM is imported once, and the ranks are forks.
 
 The parent of the ranks is a process of its own, because other tests of the same session import
-megatron.core from site-packages. ``python -m tests.megatron_lm.ranks CHECKOUT`` is that parent: it
-takes one request per line and answers each with one line.
+megatron.core from site-packages. ``python -m tests.megatron_lm.harness.ranks CHECKOUT`` is that
+parent: it takes one request per line and answers each with one line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.ports import free_port
 
 IMPORT_SECONDS = 90.0
 RUN_SECONDS = 90.0
-_REPOSITORY = Path(__file__).parents[2]
+_REPOSITORY = Path(__file__).parents[3]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RankParent:
         self._folder = folder
         self._runs = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.megatron_lm.ranks", str(checkout)],
+            [sys.executable, "-m", "tests.megatron_lm.harness.ranks", str(checkout)],
             cwd=_REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

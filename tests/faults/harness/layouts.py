@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults.jobs import Layout
+from tests.faults.harness.jobs import Layout
 
 DISTRIBUTED = "--bf16 --use-distributed-optimizer"
 PIPELINE = f"{DISTRIBUTED} --pipeline-model-parallel-size 2"

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.megatron_lm.checkout import checkout
+from tests.megatron_lm.harness.checkout import checkout
 
+_MODULE = "tests.megatron_lm.harness.parsing"
 _SECONDS = 90
 
 
@@ -52,14 +53,14 @@ def in_checkout(task: str, given: str = "") -> list[str]:
     assert tree is not None
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.megatron_lm.parsing", str(tree), task],
+        [sys.executable, "-W", "ignore", "-m", _MODULE, str(tree), task],
         input=given,
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         check=False,
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

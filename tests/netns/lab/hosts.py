@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from deadpool_megatron.cluster.process import posix
-from tests.netns.switch import Switch, ip_batch
+from tests.netns.lab.switch import Switch, ip_batch
 
 TOOLS = ("ip", "nft", "nsenter", "ss", "unshare")
 _NAMES = Path("/run/netns")
