@@ -287,11 +287,8 @@ def _replicas(inner: Any) -> list[int]:
             return [own]
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
         return list(dist.get_process_group_ranks(group))
-    expert = any(
-        not getattr(parameter, "allreduce", True)
-        for group in inner.optimizer.param_groups
-        for parameter in group["params"]
-    )
+    # Not by the mark on parameters: master weights, which the groups name then, do not have it.
+    expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
     group = (
         parallel_state.get_expert_data_parallel_group()
         if expert

@@ -126,6 +126,25 @@ def test_replay_from_captured_state_is_bit_identical(name: str) -> None:
         assert results[0]["pieces"] <= 3, "the shard is packed into few pieces"
 
 
+def same_bytes(arguments: str) -> list[tuple[int, ...]]:
+    """On one rank: which roles hold the same bytes of each part."""
+    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
+    from deadpool_megatron.trainer.arguments import parse_args
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    complete_state(loop.optimizer)
+    return [part.replicas for part in ShardState(loop.optimizer).parts]
+
+
+@pytest.mark.parametrize("precision", ["--bf16", ""], ids=["bf16", "fp32"])
+def test_experts_of_peers_are_not_the_same_experts(precision: str) -> None:
+    """Without the distributed optimizer, two of four on each rank: of a lost role nobody else has
+    the bytes, though there are as many of them."""
+    found = run_ranks(2, same_bytes, f"{TINY} {precision}{MOE}")
+    assert found == [[(0, 1), (0,)], [(0, 1), (1,)]]
+
+
 def forget_the_sync(arguments: str) -> str:
     """On one rank: restore the shard but leave out the parameter sync; what verify() says."""
     import torch
