@@ -5,11 +5,13 @@ Other tests of a session import megatron.core from site-packages, and stand-ins 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,18 @@ _SECONDS = 90
 class Question:
     """A command line of a training script. ``validate``: as well as parse; ``show``: names of the
     arguments that are of interest.
+
+    ``environment``: all that the script sees, beside WORLD_SIZE; None: what the tests see.
+    ``gpu_generation``: the major compute capability that stands in for the machine's; None: what
+    it has, or the stand-in of a machine without a GPU.
     """
 
     arguments: Sequence[str]
     world_size: int = 1
     validate: bool = True
     show: Sequence[str] = ()
+    environment: Mapping[str, str] | None = None
+    gpu_generation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ def in_checkout(task: str, given: str = "") -> list[str]:
     """Lines that ``_<task>`` of this module prints, run with the checkout imported."""
     tree = checkout()
     assert tree is not None
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", _MODULE, str(tree), task],
         input=given,
@@ -75,12 +83,12 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
     from deadpool_megatron.hooks.pretraining import flags
 
-    os.environ["WORLD_SIZE"] = str(question["world_size"])
     sys.argv = ["pretrain_gpt.py", *question["arguments"]]
     try:
-        args = arguments.parse_args(flags.add_flags)
-        if question["validate"]:
-            arguments.validate_args(args)
+        with _as_asked(question):
+            args = arguments.parse_args(flags.add_flags)
+            if question["validate"]:
+                arguments.validate_args(args)
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     try:
@@ -88,6 +96,27 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     except flags.FlagsRefused as error:
         return {"refused": str(error)}
     return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
+
+
+@contextlib.contextmanager
+def _as_asked(question: dict[str, Any]) -> Iterator[None]:
+    """The environment and the GPU of a question, for as long as Megatron looks at them."""
+    import torch
+
+    before, properties = dict(os.environ), torch.cuda.get_device_properties
+    if question["environment"] is not None:
+        os.environ.clear()
+        os.environ.update(question["environment"])
+    os.environ["WORLD_SIZE"] = str(question["world_size"])
+    if (generation := question["gpu_generation"]) is not None:
+        device = types.SimpleNamespace(name="stand-in", major=generation, minor=0)
+        torch.cuda.get_device_properties = lambda device_index=None: device
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        torch.cuda.get_device_properties = properties
 
 
 def _flags() -> list[str]:
@@ -128,8 +157,6 @@ def _points() -> list[str]:
 
 
 def _main(tree: Path, task: str) -> None:
-    import contextlib
-
     with contextlib.redirect_stdout(sys.stderr):
         import torch
 

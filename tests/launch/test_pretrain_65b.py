@@ -1,0 +1,177 @@
+"""The 65B job as it stands, up to Megatron's own look at its arguments.
+
+The batch script runs in the shell, the first node's task in its turn; stand-ins for Slurm and for
+the agent write down what reaches a node. The command line then goes through the agent's own
+reading, and what members would run goes to Megatron's parser and validation, for the GPUs that the
+script is meant for. Nothing that a user would have to set is set here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.start import agent
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.harness.parsing import Question, ask
+from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = [pytest.mark.full, pytest.mark.megatron_lm, needs_megatron_lm]
+
+ROOT = Path(__file__).parents[2]
+BATCH = ROOT / "scripts" / "slurm" / "pretrain_65b.sbatch"
+ARGUMENTS = ROOT / "configs" / "megatron-lm"
+A100, H100, BLACKWELL = 8, 9, 10
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+MODELS = ("7b", "65b", "175b")
+
+# One node of the step; the options of srun end where the command begins.
+_SRUN = """\
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_STEP_NUM_NODES=66 SLURM_STEP_TASKS_PER_NODE="1(x66)"
+exec "$@"
+"""
+_DEADPOOL = """\
+[ "$1" = agent ] || exit 3
+printf '%s\\0' "$@" >{told}/arguments
+env -0 >{told}/environment
+"""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one node is told to do: the command behind ``deadpool``, and its environment."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
+    """The first node's, from the batch script as it stands."""
+    folder = tmp_path_factory.mktemp("job")
+    programs, told = folder / "bin", folder / "told"
+    programs.mkdir()
+    told.mkdir()
+    stand_ins = {"srun": _SRUN, "deadpool": _DEADPOOL.format(told=told), "squeue": ""}
+    for name, text in stand_ins.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}")
+        (programs / name).chmod(0o755)
+    variables = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HOME": str(folder),
+        "SLURM_JOB_ID": "1",
+        "SLURM_SUBMIT_DIR": str(folder),
+        # The site block asks for these.
+        "CHECKOUT": str(ROOT),
+        "MEGATRON": str(checkout()),
+    }
+    done = subprocess.run(
+        ["bash", str(BATCH)],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert (told / "environment").exists(), done.stdout + done.stderr
+    environment = (told / "environment").read_text().split("\0")[:-1]
+    return Task(
+        (told / "arguments").read_text().split("\0")[:-1],
+        dict(line.split("=", 1) for line in environment),
+    )
+
+
+@pytest.fixture
+def info(task: Task, monkeypatch: pytest.MonkeyPatch) -> RunInfo:
+    """The run that the first agent makes of it; how much memory is here decides nothing."""
+
+    def stop(*_: object) -> None:
+        raise CommandError("as far as the test goes")
+
+    monkeypatch.setattr(agent, "check_shared_memory", stop)
+    for name, value in task.environment.items():
+        if name.startswith("SLURM_"):
+            monkeypatch.setenv(name, value)
+    assert cli.main(task.arguments) == 2
+    run = task.arguments[task.arguments.index("--run-dir") + 1]
+    return RunDirectory(Path(run)).read_run()
+
+
+def model(name: str) -> list[str]:
+    return (ARGUMENTS / f"gpt-{name}.args").read_text().split()
+
+
+def plan(name: str) -> dict[str, int]:
+    """How many nodes the plan beside the argument file has."""
+    cluster: dict[str, int] = yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text())[
+        "cluster"
+    ]
+    return cluster
+
+
+@pytest.fixture
+def questions(task: Task, info: RunInfo) -> dict[str, Question]:
+    """For each size of model: members' command line and environment.
+
+    The script is that of the 65B model; of the others the size and the model's flags differ.
+    """
+    assert list(info.command[:2]) == ["-m", "deadpool_megatron.megatron_lm"]
+    assert info.command[2] == f"{checkout()}/pretrain_gpt.py"
+    own, others = model("65b"), list(info.command[3:])
+    assert others[: len(own)] == own
+    show = ("world_size", "data_parallel_size", "virtual_pipeline_model_parallel_size", "deadpool")
+    return {
+        name: Question(
+            [*model(name), *others[len(own) :]],
+            plan(name)["nodes"] * plan(name)["gpus_per_node"],
+            show=show,
+            environment=task.environment,
+            gpu_generation=H100,
+        )
+        for name in MODELS
+    }
+
+
+def test_the_agent_takes_the_command(info: RunInfo) -> None:
+    cluster = plan("65b")
+    assert (info.nodes, info.nproc_per_node) == (cluster["nodes"], cluster["gpus_per_node"])
+    assert info.spares == cluster["spares"]
+    assert "--deadpool" in info.command
+    assert info.settings.check == "links"
+
+
+def test_megatron_accepts_what_members_run(questions: dict[str, Question]) -> None:
+    """On the GPUs that the scripts are for; without the script's variable it would not."""
+    wanted = list(questions.values())
+    large = questions["65b"]
+    assert large.environment is not None
+    bare = {name: value for name, value in large.environment.items() if name != VARIABLE}
+    asked = [
+        *wanted,
+        *(dataclasses.replace(large, gpu_generation=other) for other in (A100, BLACKWELL)),
+        *(dataclasses.replace(question, environment=bare) for question in wanted),
+    ]
+    answers = ask(asked)
+    good, refused = answers[: len(wanted) + 2], answers[len(wanted) + 2 :]
+    assert [(a.error, a.refused) for a in good] == [("", "")] * len(good)
+    shapes = [tuple(answer.shown.values()) for answer in good]
+    assert shapes == [
+        ("64", "32", "None", "True"),
+        ("512", "8", "2", "True"),
+        ("1024", "8", "2", "True"),
+        *[("512", "8", "2", "True")] * 2,
+    ]
+    # That this test sees what a user would: Megatron's own check is in force.
+    for answer in refused:
+        assert re.search(rf"AssertionError.*{VARIABLE} to 1", answer.error), answer
