@@ -39,8 +39,9 @@ class Settings:
     protection: str = _setting(
         "buddy",
         "buddy: copies on other nodes; parity: erasure-coded blocks for groups of roles; local: on"
-        " the own node only (no node may be lost); recompute: whole copies now and then, gradients"
-        " in between; mixed: copies if they fit into memory, else parity",
+        " the own node only (no node may be lost); local-twice: there twice, against damaged slots;"
+        " recompute: whole copies now and then, gradients in between; mixed: copies if they fit,"
+        " else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
     full_every: int = _setting(
@@ -256,7 +257,9 @@ class Settings:
         self._check_choice("numa", ("auto", "off"))
         if not 4096 <= self.chunk_bytes <= 1 << 30:
             raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
-        self._check_choice("protection", ("buddy", "parity", "local", "recompute", "mixed"))
+        self._check_choice(
+            "protection", ("buddy", "parity", "local", "local-twice", "recompute", "mixed")
+        )
         self._check_cadence()
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))

@@ -1,7 +1,8 @@
 """How state is protected: the schemes, and the plan of an epoch that names one. Pure.
 
 Schemes: ``buddy`` copies to other nodes (DeadPool, FFTrainer); ``parity`` keeps erasure-coded
-blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP);
+blocks over a group of roles (REFT's AEC); ``local`` keeps the own node's slots only (REFT's SMP),
+``local-twice`` a second copy of them in the memory of the same node (REFT's ARC);
 ``recompute`` copies the whole state now and then and reduced gradients in between (REFT's AOR).
 """
 
@@ -21,13 +22,19 @@ class Kind(StrEnum):
     BUDDY = "buddy"
     PARITY = "parity"
     LOCAL = "local"
+    LOCAL_TWICE = "local-twice"
     RECOMPUTE = "recompute"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all that is kept of a role is on its own node, so that none may be lost."""
+        return self in (Kind.LOCAL, Kind.LOCAL_TWICE)
 
 
 @dataclass(frozen=True)
 class Scheme:
     """One scheme with its numbers. How many lost nodes it survives is EpochRecord.replicas (r):
-    r copies, or r parity blocks for ``group`` roles; 0 for ``local``.
+    r copies, or r parity blocks for ``group`` roles; 0 for both that stay on the own node.
 
     ``group``: most roles that share parity blocks (k). ``full_every``: a whole copy every so many
     generations, gradients in between.
@@ -53,8 +60,8 @@ class ProtectionPlan:
     """Part of an epoch record, so that all nodes follow the same one; it changes with the epoch.
 
     ``scheme`` holds for the shard parts of all roles. Extras are small: they travel as copies
-    unless it is ``local``. ``every``: only generations of iterations that it divides are protected
-    (and can be restored).
+    where anything leaves the own node. ``every``: only generations of iterations that it divides
+    are protected (and can be restored).
     """
 
     scheme: Scheme = Scheme(Kind.BUDDY)
@@ -97,7 +104,7 @@ def losses_survived(settings: Settings, plan: ProtectionPlan | None = None) -> i
 
     ``plan``: another one than the run starts with.
     """
-    return 0 if (plan or first_plan(settings)).kind is Kind.LOCAL else settings.replicas
+    return 0 if (plan or first_plan(settings)).kind.is_local else settings.replicas
 
 
 def plan_in_words(plan: ProtectionPlan) -> str:
@@ -122,6 +129,7 @@ def in_words(plan: ProtectionPlan, replicas: int) -> str:
         Kind.BUDDY: f"{replicas} cop{'y' if replicas == 1 else 'ies'}",
         Kind.PARITY: f"{replicas} block{many} for up to {scheme.group} roles",
         Kind.LOCAL: "no node may be lost",
+        Kind.LOCAL_TWICE: "each generation twice on its node, no node may be lost",
         Kind.RECOMPUTE: f"whole every {scheme.full_every} iterations, gradients in between",
     }[scheme.kind]
     each = "" if plan.every == 1 else f", every {plan.every} iterations"

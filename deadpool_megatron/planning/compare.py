@@ -9,7 +9,7 @@ from deadpool_megatron.planning import traffic
 from deadpool_megatron.planning.assess import Assessment, assess, busiest, lost_steps
 from deadpool_megatron.planning.keys import Plan, PlanError
 
-SCHEMES = ("buddy", "parity", "local", "recompute")
+SCHEMES = ("buddy", "parity", "local", "local-twice", "recompute")
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Protection:
     scheme: str = _key(
         "--deadpool-protection",
         Settings.protection,
-        choices=("buddy", "parity", "local", "recompute", "mixed"),
+        choices=("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
     )
     replicas: int = _key(
         "--deadpool-replicas; parity: blocks of a group", Settings.replicas, least=1
@@ -91,7 +91,7 @@ class Protection:
     @property
     def survived(self) -> int:
         """Nodes that may be lost at a time."""
-        return 0 if self.scheme == "local" else self.replicas
+        return 0 if self.scheme in ("local", "local-twice") else self.replicas
 
     @property
     def name(self) -> str:

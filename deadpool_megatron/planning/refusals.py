@@ -17,6 +17,7 @@ _KEPT = {
     "buddy": "copies",
     "parity": "parity blocks",
     "local": "copies",
+    "local-twice": "second copies",
     "recompute": "copies and steps",
 }
 

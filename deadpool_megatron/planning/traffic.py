@@ -1,7 +1,8 @@
 """Bytes in memory and on the wires of each node, and the time that a commit takes.
 
     copy        shard of a role / pcie                       each GPU has a link of its own
-    checksum    shard of a role / checksum                   a thread per role
+    checksum    shard of a role / checksum                   a thread per role; with local-twice
+                                                              the second copy is hashed as well
     ship        the larger of bytes out and bytes in of a node / (nics · nic · nic_fraction)
     paced ship  the same bytes / (nics · nic · link_share), or half of what copy and checksum
                 leave of the window where that is shorter; never shorter than ship
@@ -67,6 +68,8 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
         own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
+        if plan.protection.scheme == "local-twice":
+            copies[role.node] += slots * (role.shard_bytes + room)
         for buddy in role.buddies:
             copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
             shipped = role.shipped_bytes + extras
@@ -167,7 +170,8 @@ def timing(plan: Plan, placement: Placement, loads: dict[int, NodeLoad], step: f
     more_steps = plan.protection.cadence * (1 + plan.protection.max_lag) - 1
     window = forward_backward + more_steps * step
     copy = shard / (cluster.pcie_gb_s * GIGA)
-    checksum = shard / (cluster.checksum_gb_s * GIGA)
+    passes = 2 if plan.protection.scheme == "local-twice" else 1
+    checksum = passes * shard / (cluster.checksum_gb_s * GIGA)
     ship = shipped / (link * cluster.nic_fraction)
     at_share = shipped / (link * plan.protection.link_share)
     paced = max(ship, min(at_share, _PACED_SHARE * (window - copy - checksum)))

@@ -6,7 +6,8 @@
 Four roles (PP2 x DP2, distributed optimizer) on four nodes and a spare, at three sizes. In each
 round every scheme takes its turn, and the same training without protection (stock gloo) before
 them. The first steps warm up; of the measured ones none is left out. After them one node is killed
-(``local``, which survives no lost node: one process), and the run goes on for some steps.
+(``local`` and ``local-twice``, which survive no lost node: one process), and the run goes on for
+some steps.
 
 Per scheme: step time over that without protection, seconds waited at the commit gate, bytes
 shipped and stored per parameter, host memory, CPU seconds per GB shipped, seconds of the recovery
@@ -43,6 +44,7 @@ SCHEMES: dict[str, list[str]] = {
     "parity of 3": ["--deadpool-protection", "parity", "--deadpool-parity-group", "3"],
     "recompute": ["--deadpool-protection", "recompute", "--deadpool-full-every", "8"],
     "local": ["--deadpool-protection", "local"],
+    "local-twice": ["--deadpool-protection", "local-twice"],
 }
 
 
@@ -60,7 +62,7 @@ def measure(name: str, rounds: int, steps: int, schemes: list[str], base: Path) 
         plain.append(run_plain(training, NODES, steps, base))
         for scheme in schemes:
             print(f"{name}: {scheme}, {number} of {rounds}", file=sys.stderr, flush=True)
-            victim = "self" if scheme == "local" else "node"
+            victim = "self" if scheme.startswith("local") else "node"
             runs[scheme].append(run_protected(name, SCHEMES[scheme], steps, base, victim))
     return {
         "parameters": count,

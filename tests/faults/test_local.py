@@ -1,4 +1,4 @@
-"""The scheme ``local``: processes may crash as they like, a lost node is for the checkpoint."""
+"""``local`` and ``local-twice``: processes may crash, a lost node is for the checkpoint."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ def test_a_lost_node_without_a_checkpoint_ends_the_run_with_the_reason(tmp_path:
     (line,) = [one for one in outcome.output.splitlines() if "--deadpool-protection local" in one]
     assert "keeps the state of a node on that node only" in line
     assert outcome.final["reason"].startswith("--deadpool-protection local")
+
+
+def test_a_damaged_slot_costs_nothing_where_it_is_there_twice(tmp_path: Path) -> None:
+    """Of a process that dies when the generation is committed. With ``local`` all would go back to
+    the one before, with no more damage than this."""
+    plan = [
+        fault("damage", "vault.doubled", when_role=2, when_iteration=5, action="mark"),
+        fault("death", "optimizer.inside", when_role=2, when_iteration=6),
+    ]
+    settings = "--deadpool-protection local-twice"
+    outcome = strike(tmp_path / "run", LAYOUT, ITERATIONS, plan, settings=settings)
+    assert restart_kinds(outcome) == ["initial", "memory"]
+    assert recomputed(outcome) == [0]
+    (found,) = outcome.of_kind("corruption")
+    assert str(found.data["where"]).startswith("slot own-2-")

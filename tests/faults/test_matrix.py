@@ -51,8 +51,9 @@ SCHEMES = {
     "parity": Scheme("parity --deadpool-parity-group 3", 1, "decoded", each=True),
     "recompute": Scheme("recompute --deadpool-full-every 4", 2, "replayed"),
     "mixed": Scheme("mixed", 3),
-    # It survives whatever happens to processes, not a lost node: that is in test_local.
+    # They survive whatever happens to processes, not a lost node: that is in test_local.
     "local": Scheme("local", target="members"),
+    "local-twice": Scheme("local-twice", 1, target="members"),
 }
 
 

@@ -117,6 +117,8 @@ def test_memory_of_copies_and_of_none() -> None:
     assert 0 < copies - 2 * SLOTS * (10 * GIGA + 5000) < 200_000
     local = max(memory_needs(uniform("local", Settings(), 1, 0), of).values())
     assert 0 < local - SLOTS * (10 * GIGA + 5000) < 100_000
+    twice = memory_needs(uniform("local-twice", Settings(), 1, 0), of)
+    assert set(twice.values()) == {2 * local}
 
 
 @pytest.mark.parametrize("survived", [1, 2])

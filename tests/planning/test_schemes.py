@@ -55,6 +55,14 @@ def test_local_survives_no_node() -> None:
     assert len(found.risk.fatal_domains) == 8
 
 
+def test_local_twice_takes_the_own_slots_once_more_and_another_checksum() -> None:
+    found, once = worked_out("local-twice"), worked_out("local")
+    assert total(found, "copies_bytes") == total(found, "own_slots_bytes")
+    assert total(found, "out_bytes_per_step") == 0
+    assert found.timing.checksum_seconds == 2 * once.timing.checksum_seconds
+    assert found.risk == once.risk
+
+
 def test_recompute_by_hand() -> None:
     """Ten generations on the buddy, three of them whole; gradients are a third of the state."""
     found = worked_out("recompute", full_every=8)
@@ -91,7 +99,7 @@ def test_a_cadence_makes_a_plan_hold_that_did_not() -> None:
         ({"scheme": "recompute", "cadence": 2}, {}, "protection.cadence"),
         ({"scheme": "parity", "replicas": 8}, {}, "parity that survives 8 lost nodes needs 10"),
         ({"scheme": "parity"}, {"host_memory_gb": 30}, "GB for parity blocks"),
-        ({"scheme": "none"}, {}, "must be one of buddy, parity, local, recompute"),
+        ({"scheme": "none"}, {}, "must be one of buddy, parity, local, local-twice, recompute"),
     ],
 )
 def test_refusals(protection: dict[str, object], cluster: dict[str, object], said: str) -> None:
@@ -105,6 +113,7 @@ def test_all_schemes_side_by_side() -> None:
     facts = {row.scheme.split("(")[0]: row.facts() for row in rows}
     assert all(known["ok"] for known in facts.values())
     memory = {name: known["memory_bytes"] for name, known in facts.items()}
+    assert memory["local-twice"] == 2 * memory["local"]
     assert memory["local"] < memory["parity"] < memory["buddy"] < memory["recompute"]
     assert facts["local"]["sent_bytes_per_step"] == 0
 

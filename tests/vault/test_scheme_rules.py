@@ -59,6 +59,7 @@ SCHEMES = {
     "parity": (ProtectionPlan(Scheme(Kind.PARITY, group=3)), 1),
     "two parities": (ProtectionPlan(Scheme(Kind.PARITY, group=2)), 2),
     "local": (ProtectionPlan(Scheme(Kind.LOCAL)), 0),
+    "local twice": (ProtectionPlan(Scheme(Kind.LOCAL_TWICE)), 0),
     "recompute": (ProtectionPlan(Scheme(Kind.RECOMPUTE, full_every=3)), 1),
 }
 

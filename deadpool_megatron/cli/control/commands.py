@@ -61,7 +61,9 @@ def add_parser(subparsers: Any) -> None:
         )
     )
     add_run_directory(protect)
-    protect.add_argument("--scheme", choices=("buddy", "parity", "local", "recompute"))
+    protect.add_argument(
+        "--scheme", choices=("buddy", "parity", "local", "local-twice", "recompute")
+    )
     protect.add_argument("--group", type=int, metavar="K", help="parity: roles that share blocks")
     protect.add_argument("--every", type=int, metavar="N", help="protect each N-th iteration only")
     add_wait(protect)

@@ -180,6 +180,8 @@ def _placed(found: Assessment) -> str:
     placement, protection = found.placement, found.plan.protection
     if protection.scheme == "local":
         return "no copies: the own node holds the only ones"
+    if protection.scheme == "local-twice":
+        return "a second copy of each role on its own node, none elsewhere"
     copies = sum(len(role.buddies) for role in placement.roles)
     if not placement.groups:
         return f"{copies} copies of roles, no two in one failure domain, none in their owner's"

@@ -204,12 +204,14 @@ def check_shared_memory(info: RunInfo, nodes_here: int) -> None:
     if not SEGMENT_ROOT.is_dir() or not os.access(SEGMENT_ROOT, os.W_OK):
         raise CommandError(f"{SEGMENT_ROOT} is missing or not writable: generations live there")
     free = shutil.disk_usage(SEGMENT_ROOT).free
-    elsewhere: float = losses_survived(info.settings)
+    copies: float = losses_survived(info.settings)
     if info.settings.protection == Kind.PARITY:
-        elsewhere /= info.settings.parity_group
+        copies /= info.settings.parity_group
+    elif info.settings.protection == Kind.LOCAL_TWICE:
+        copies = 1.0
     elif info.settings.protection == "mixed":
-        elsewhere /= max(1, largest_group(info.nodes + info.spares, info.settings.replicas))
-    needed = int(info.nproc_per_node * nodes_here * (1 + elsewhere) * COPY_BYTES)
+        copies /= max(1, largest_group(info.nodes + info.spares, info.settings.replicas))
+    needed = int(info.nproc_per_node * nodes_here * (1 + copies) * COPY_BYTES)
     _check_limit(info, nodes_here, needed, free)
     if free < needed:
         raise CommandError(

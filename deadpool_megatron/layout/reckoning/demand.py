@@ -21,8 +21,9 @@ from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 @dataclass(frozen=True)
 class Scene:
     """Who sits where. ``seats``: role -> node; ``domains``: of each live node, spares too;
-    ``survived``: lost nodes that any plan but ``local`` has to bear (r). ``roomy``: memory counts
-    with what a node needs while it takes over the roles of another one."""
+    ``survived``: lost nodes that any plan has to bear which does not stay on the own node (r).
+    ``roomy``: memory counts with what a node needs while it takes over the roles of another one.
+    """
 
     layouts: Mapping[int, RoleLayout]
     seats: Mapping[int, int]
@@ -43,7 +44,7 @@ def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
 
 
 def _reckoned(plan: ProtectionPlan, scene: Scene) -> _Reckoning:
-    survived = 0 if plan.kind is Kind.LOCAL else scene.survived
+    survived = 0 if plan.kind.is_local else scene.survived
     reckoning = _Reckoning(plan, scene, survived)
     for role, layout in scene.layouts.items():
         if role in scene.seats:
@@ -80,11 +81,13 @@ class _Reckoning:
         self._own = Counter[int]()
 
     def add_role(self, role: int, layout: RoleLayout) -> None:
-        """The own slots, and the copies that other nodes hold."""
+        """The own slots, their second copies, and the copies that other nodes hold."""
         node = self._scene.seats[role]
         own = own_bytes(layout)
         self.memory[node] += own
         self._own[node] += own
+        if self._plan.kind is Kind.LOCAL_TWICE:
+            self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
         shards = layout.shard_parts
         sizes = [
             part.nbytes

@@ -43,7 +43,10 @@ class Ledger:
         self._owed: dict[int, dict[str, tuple[int, ...]]] = {}
 
     def buddies(self, layout: RoleLayout) -> tuple[int, ...]:
-        """Nodes that keep copies of a role, if only of its extras, in this epoch."""
+        """Nodes that keep copies of a role, if only of its extras, in this epoch; its own node
+        where it keeps a second one."""
+        if self._kind is Kind.LOCAL_TWICE:
+            return (self._seats[layout.role],) if layout.role in self._seats else ()
         if self._kind is Kind.LOCAL:
             return ()
         return self._placement.buddies(layout.role, layout.peers)
@@ -172,6 +175,8 @@ class Ledger:
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:
         """Extras travel whole, whatever is done with the shards; so do steps, where they count."""
+        if self._kind is Kind.LOCAL_TWICE:
+            return True  # whatever peers hold: it is to be there without the network
         if self._covered(layout, replicas):
             return False
         return self._kind is not Kind.LOCAL and not self._is_coded(name)

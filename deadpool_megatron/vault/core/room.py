@@ -101,12 +101,10 @@ def give_back(state: VaultState, offered: Generation) -> bool:
 
 
 def _owed(state: VaultState, layout: RoleLayout) -> Collection[str]:
-    """Parts of a role that are owed to this node, to which its own roles owe nothing."""
+    """Parts of a role that are owed to this node."""
     ledger = state.ledger
     if ledger is None:
         return {part.name for part in layout.parts}
-    if layout.role in state.own_roles():
-        return ()
     if is_parity_role(layout.role):
         return {part.name for part in layout.parts} if ledger.keeps(layout, state.node) else ()
     return {name for name, nodes in ledger.owed(layout).items() if state.node in nodes}

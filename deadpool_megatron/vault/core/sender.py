@@ -1,4 +1,5 @@
-"""What every thread has in common that has another node's vault hold sealed parts of a role.
+"""What every thread has in common that has sealed parts of a role held once more, by the vault of
+another node or by its own.
 
 Nothing is queued: what is owed follows from the table and the ledger. So a broken connection, a
 stopped or restarted vault at the other end and a restart of this one all resume by looking again.

@@ -428,9 +428,7 @@ class VaultState:
         role = segment.layout.role
         if segment.seat is not None:
             return record.seats.get(role) == segment.seat
-        if self.ledger is None or role in self.own_roles():
-            return False
-        return self.ledger.keeps(segment.layout, self.node)
+        return self.ledger is not None and self.ledger.keeps(segment.layout, self.node)
 
     def _remove_unneeded_at_adopt(self, record: EpochRecord) -> None:
         kept = record.restore.generation

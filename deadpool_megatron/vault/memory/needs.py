@@ -77,6 +77,9 @@ def node_needs(
     blocks, scheme = float(replicas), f"for {replicas} copies (--deadpool-replicas {replicas})"
     if settings.protection == "local":
         blocks, extras, scheme = 0.0, 0, "for copies (--deadpool-protection local)"
+    elif settings.protection == "local-twice":
+        owed, blocks, replicas = sum(p.nbytes for p in layout.parts if p.name in shards), 1.0, 1
+        scheme = "for second copies (--deadpool-protection local-twice)"
     elif settings.protection == "parity":
         blocks = replicas / settings.parity_group
         scheme = f"for parity ({replicas} of {settings.parity_group} roles)"

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
+from deadpool_megatron.vault.copies.doubler import Doubler
 from deadpool_megatron.vault.copies.shipper import Shipper
+from deadpool_megatron.vault.core.sender import Sender
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.steps import write_sums
 from deadpool_megatron.vault.errors import VaultError
@@ -46,7 +48,7 @@ class RoleWorker(threading.Thread):
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
-        self._shippers: list[Shipper | Announcer] = []
+        self._shippers: list[Sender] = []
         self._refused: set[tuple[int, Generation]] = set()
         self._obtainer = Obtainer(state, transport, record, role)
 
@@ -105,7 +107,7 @@ class RoleWorker(threading.Thread):
             nodes = self._state.ledger.buddies(layout)
             blocks = self._state.ledger.holders(self._role)
         self._shippers = [
-            *(Shipper(self._state, self._transport, layout, node, self.epoch) for node in nodes),
+            *(self._copier(layout, node) for node in nodes),
             *(
                 Announcer(self._state, self._transport, layout, block, node, self.epoch)
                 for block, node in blocks.items()
@@ -113,6 +115,12 @@ class RoleWorker(threading.Thread):
         ]
         for shipper in self._shippers:
             shipper.start()
+
+    def _copier(self, layout: RoleLayout, node: int) -> Sender:
+        """Who brings copies of the role to a node, be it the own one."""
+        if node == self._state.node:
+            return Doubler(self._state, self._transport, layout, self.epoch)
+        return Shipper(self._state, self._transport, layout, node, self.epoch)
 
     # Restoring.
 

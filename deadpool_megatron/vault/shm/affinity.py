@@ -24,6 +24,7 @@ _AUTO_SHARE = 4
 _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 _DEFAULT, _PREFERRED = 0, 1
+_NODE_OF_ADDRESS = 3  # MPOL_F_NODE | MPOL_F_ADDR
 _MASK_BITS = 1024
 _WORD_BITS = 64
 
@@ -108,6 +109,21 @@ def memory_near(node: int | None) -> Iterator[bool]:
         yield True
     finally:
         _set_policy(None)
+
+
+def other_memory_node(memory: memoryview) -> int | None:
+    """Returns a NUMA node on which ``memory`` (its first byte) does not lie; None on a machine with
+    one node, or where the kernel does not tell."""
+    nodes, number = sorted(memory_nodes()), _GET_MEMPOLICY.get(platform.machine())
+    if len(nodes) < 2 or number is None or not memory:
+        return None
+    found = ctypes.c_int(-1)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (ctypes.byref(found), None, 0, ctypes.c_void_p(address), _NODE_OF_ADDRESS)
+    if libc.syscall(number, *arguments) != 0:
+        return None
+    return next((node for node in nodes if node > found.value), nodes[0])
 
 
 def _set_policy(node: int | None) -> bool:

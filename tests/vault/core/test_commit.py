@@ -149,3 +149,15 @@ def test_local_owes_nothing_to_anybody() -> None:
     assert not any(ledger.owed(layout).values())
     assert ledger.boundary(layout, G, SHARD) == "step"
     assert not ledger.keeps(layout, 1)
+
+
+def test_kept_twice_the_own_node_is_owed_whatever_peers_hold() -> None:
+    layout = make_layout(0, replicas=(0, 1, 2))
+    ledger = Ledger(planned(record(3, 3, replicas=0), Scheme(Kind.LOCAL_TWICE)))
+    assert not ledger.exposed(layout)
+    assert set(ledger.owed(layout).values()) == {(0,)}
+    assert (ledger.keeps(layout, 0), ledger.keeps(layout, 1)) == (True, False)
+    assert ledger.missing(layout, G, SHARD, 0) == SHARD
+    assert ledger.boundary(layout, G, SHARD) is None
+    acknowledge(ledger, layout, SHARD)
+    assert ledger.boundary(layout, G, SHARD) == "step"

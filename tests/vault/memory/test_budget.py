@@ -183,7 +183,7 @@ def test_a_copy_without_room_is_refused_and_counted(tmp_path: Path) -> None:
     slots=st.integers(2, 4),
     roles=st.integers(1, 8),
     replicas=st.integers(1, 3),
-    scheme=st.sampled_from(["buddy", "parity", "local", "recompute", "mixed"]),
+    scheme=st.sampled_from(["buddy", "parity", "local", "local-twice", "recompute", "mixed"]),
     room=st.integers(0, 1 << 32),
 )
 def test_needs_and_objection_agree(
@@ -196,6 +196,8 @@ def test_needs_and_objection_agree(
     if scheme == "buddy":
         assert needs.kept >= nbytes * slots * roles * replicas
     assert (needs.kept == 0) == (scheme == "local")
+    if scheme == "local-twice":
+        assert needs.own - 150_000 * roles <= needs.kept <= needs.own, "whatever the replicas"
     text = objection(needs, [Room("it", room, "enlarge it"), Room("other", 1 << 60, "no")])
     assert bool(text) == (needs.total > room)
     if text:

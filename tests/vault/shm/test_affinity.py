@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.settings import Settings, SettingsError
 from deadpool_megatron.vault.shm import affinity
-from deadpool_megatron.vault.shm.affinity import choose_cpus, format_cpus, memory_near, parse_cpus
+from deadpool_megatron.vault.shm.affinity import (
+    choose_cpus,
+    format_cpus,
+    memory_near,
+    other_memory_node,
+    parse_cpus,
+)
 
 CPUS = st.sets(st.integers(0, 300), min_size=1)
 
@@ -92,6 +98,20 @@ def test_memory_is_asked_for_near_a_node_and_the_default_comes_back(
             assert not again
         assert policy() == (1 if near else 0)
     assert policy() == 0
+
+
+def test_the_other_memory_node_is_not_the_one_where_memory_lies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = memoryview(bytearray(8192))
+    monkeypatch.setattr(affinity, "memory_nodes", lambda: frozenset({0}))
+    assert other_memory_node(memory) is None
+    policy()  # skips where the kernel says nothing
+    # Where memory lies only the kernel knows, whose nodes have lower numbers than these.
+    monkeypatch.setattr(affinity, "memory_nodes", lambda: frozenset({1000, 1001}))
+    assert other_memory_node(memory) == 1000
+    monkeypatch.setattr(affinity, "memory_nodes", lambda: frozenset({-2, -1}))
+    assert other_memory_node(memory) == -2, "it goes round"
 
 
 @pytest.mark.parametrize(

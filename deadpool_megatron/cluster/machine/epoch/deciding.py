@@ -13,7 +13,6 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, WaitingSpare
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
-from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.places.copies import missing_copies
@@ -107,9 +106,10 @@ def owed_copies(
 
 def _with_scheme(turn: Turn, reason: str) -> str:
     """Why nothing can be restored, and the choice that has led to it."""
-    if turn.state.fleet.gone and turn.state.protection.plan.kind is schemes.Kind.LOCAL:
+    kind = turn.state.protection.plan.kind
+    if turn.state.fleet.gone and kind.is_local:
         return (
-            "--deadpool-protection local keeps the state of a node on that node only, and one was"
+            f"--deadpool-protection {kind} keeps the state of a node on that node only, and one was"
             f" lost: {reason}; save checkpoints more often, or protect with buddy or parity"
         )
     return reason

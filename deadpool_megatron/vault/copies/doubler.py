@@ -1,0 +1,103 @@
+"""Keeping a role's sealed parts a second time in the memory of their own node (REFT's ARC).
+
+A damaged slot of a process that has died is then repaired without the network: a restore looks at
+every place of a part on its node, and takes the first one whose checksum matches.
+
+The second copies lie in ``copy-<role>.seg`` of the own node, on another NUMA node where there are
+several. They are owed and acknowledged like the copy of a buddy, so a generation is committed when
+it is there twice. What a role restores from its second copy is there once until the next generation
+is doubled.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.vault.core import room
+from deadpool_megatron.vault.core.sender import Sender, Work
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.net.transport import Transport
+from deadpool_megatron.vault.shm.affinity import memory_near, other_memory_node
+from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.table import Place
+from deadpool_megatron.wire.framing import WireError
+
+
+class Doubler(Sender):
+    """Thread that doubles one role's generations of one epoch; it never connects to anybody."""
+
+    def __init__(
+        self, state: VaultState, transport: Transport, layout: RoleLayout, epoch: int
+    ) -> None:
+        super().__init__(state, transport, layout, state.node, epoch, "double")
+
+    def _bring(self, work: Work) -> bool:
+        """True when all parts are there twice; False to try again after a pause."""
+        generation, places = work
+        role = self._layout.role
+        failpoints.hit("vault.double", role=role, iteration=generation.iteration)
+        lacking = [place for place in places if not self._is_kept(generation, place)]
+        doubled = [place.name for place in places if place not in lacking]
+        try:
+            if lacking:
+                doubled += self._double(generation, lacking)
+        except VaultError as error:
+            self._state.refuse(f"second copy: {error}", role=role)
+        self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
+        return len(doubled) == len(places)
+
+    def _is_kept(self, generation: Generation, place: Place) -> bool:
+        """Whether the second copy has these bytes already, be it as the only place of them."""
+        with self._state.lock:
+            found = self._state.table.find(self._layout.role, generation, place.name)
+        return any(
+            other.segment.seat is None and other.checksum == place.checksum for other in found
+        )
+
+    def _double(self, generation: Generation, places: list[Place]) -> list[str]:
+        """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
+        VaultError where there is no room, WireError at a close."""
+        state = self._state
+        segment = room.ensure_copy(state, self._layout, generation)
+        slot = state.claim(segment, generation, self._epoch)
+        if slot is None:
+            return []
+        try:
+            names = [place.name for place in places]
+            first = places[0].view
+            with memory_near(other_memory_node(first) if state.settings.numa == "auto" else None):
+                room.reserve(state, segment, names, slot, generation)
+            return [place.name for place in places if self._copy(place, segment, slot)]
+        finally:
+            state.release(segment, slot)
+
+    def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
+        """Copy and seal a part; False when its source turns out to be damaged.
+
+        The kernel copies (the interpreter lock is free meanwhile), and what has arrived is hashed
+        while it is in the cache.
+        """
+        state = self._state
+        if not state.open_part(segment, slot, place.name, self._epoch):
+            raise WireError("the epoch was closed")
+        target, digest = segment.data(slot, place.name, place.nbytes), xxhash.xxh3_64()
+        for start in range(0, place.nbytes, state.settings.chunk_bytes):
+            if not self._going():
+                raise WireError("the epoch was closed")
+            piece = target[start : start + state.settings.chunk_bytes]
+            place.segment.read_into(place.slot, place.name, start, piece)
+            digest.update(piece)
+        if digest.intdigest() != place.checksum:
+            self._examine(place)
+            return False
+        sealed = state.seal_copy(
+            segment, slot, place.name, place.nbytes, place.checksum, self._epoch
+        )
+        if not sealed:
+            raise WireError("the epoch was closed")
+        state.counters["bytes doubled"] += place.nbytes
+        state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
+        return True

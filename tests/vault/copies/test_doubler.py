@@ -1,0 +1,131 @@
+"""Each generation twice on its own node: one node alone, whose vault process and slots are hurt."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.events import Kind as EventKind
+from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+from deadpool_megatron.vault.errors import VaultError
+from deadpool_megatron.vault.shm.geometry import segment_bytes
+from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
+from tests.vault.harness import (
+    Cluster,
+    Member,
+    cluster,
+    content,
+    make_layout,
+    sources_from,
+    wait_until,
+)
+from tests.vault.protected import FIRST, flip
+
+LAYOUT = make_layout(0, peers=(0,))
+TWICE = ProtectionPlan(Scheme(Kind.LOCAL_TWICE))
+
+
+def doubled(running: Cluster, epoch: int = 1, restore: Restore | None = None) -> EpochRecord:
+    """The record of an epoch in which the one role, of a new process each time, is kept twice."""
+    seats = {0: Seat(0, 0, epoch - 1)}
+    return replace(running.record(epoch, restore, seats, replicas=0), protection=TWICE)
+
+
+def enter(running: Cluster, record: EpochRecord) -> Member:
+    running.open(record)
+    member = Member(running.nodes[0], LAYOUT, incarnation=record.epoch - 1)
+    member.client.register(LAYOUT, record.epoch)
+    return member
+
+
+def second_copy(running: Cluster, generation: Generation) -> dict[str, bytes]:
+    """What is sealed of a generation beside the member's own slots."""
+    segment = Segment.open(running.nodes[0].directory / copy_name(0))
+    return {
+        part.name: bytes(segment.data(slot, part.name, entry.nbytes))
+        for slot in range(segment.slots)
+        if segment.generation(slot) == generation
+        for part in LAYOUT.parts
+        if (entry := segment.entry(slot, part.name)).state is PartState.SEALED
+    }
+
+
+def written(generation: Generation) -> dict[str, bytes]:
+    """What a member writes of a generation."""
+    sizes = {"shard": 64 << 10, "tail": 1000, "extras@step": 777}
+    return {name: content(0, generation, name, nbytes) for name, nbytes in sizes.items()}
+
+
+def test_a_damaged_slot_is_repaired_from_the_second_copy(tmp_path: Path) -> None:
+    """There is no other node that anything could be fetched from."""
+    newest = Generation(1, 2)
+    with cluster(tmp_path, 1) as running:
+        member = enter(running, doubled(running))
+        for iteration in range(3):
+            member.step(Generation(1, iteration))
+        assert second_copy(running, newest) == written(newest)
+        member.client.close()
+        inventories = running.close(1)
+        flip(running.nodes[0], own_name(0, member.seat), newest, "shard")
+        sources = sources_from(inventories, newest, {0: LAYOUT})
+        record = doubled(running, 2, Restore("memory", newest, sources=sources))
+        successor = enter(running, record)
+        successor.check(record)
+        (found,) = running.nodes[0].told(EventKind.CORRUPTION)
+        assert found.data["where"] == f"slot {own_name(0, member.seat)}"
+        assert successor.wait(newest) == "committed"
+        for iteration in range(3, 6):
+            successor.step(Generation(2, iteration))
+            assert second_copy(running, Generation(2, iteration)) == written(
+                Generation(2, iteration)
+            )
+
+
+def test_a_vault_killed_between_two_parts_goes_on(tmp_path: Path) -> None:
+    fault = {"id": "cut", "point": "vault.doubled", "match": {"role": 0}}
+    with cluster(tmp_path, 1, faults=[fault]) as running:
+        record = doubled(running)
+        member = enter(running, record)
+        member.write(FIRST)
+        process = running.nodes[0].process
+        assert process is not None
+        assert process.wait(20) == -signal.SIGKILL
+        assert set(second_copy(running, FIRST)) == {"shard"}, "killed too early or too late"
+        running.nodes[0].start()
+        running.nodes[0].adopt(record)
+        assert member.wait(FIRST) == "committed"
+        assert second_copy(running, FIRST) == written(FIRST)
+        assert running.nodes[0].count("bytes doubled") == 1777, "what was there was copied again"
+
+
+def test_damage_before_it_is_doubled_is_told(tmp_path: Path) -> None:
+    """It can never be there twice: the member must hear of it, or the gate stays shut for ever."""
+    fault = {
+        "id": "damage",
+        "point": "vault.sealed",
+        "match": {"role": 0, "iteration": 1},
+        "action": "mark",
+    }
+    with cluster(tmp_path, 1, faults=[fault]) as running:
+        member = enter(running, doubled(running))
+        member.step(FIRST)
+        member.write(Generation(1, 1))
+        with pytest.raises(VaultError, match="damaged"):
+            member.wait(Generation(1, 1))
+        assert "shard" not in second_copy(running, Generation(1, 1))
+        assert second_copy(running, FIRST) == written(FIRST)
+
+
+def test_without_room_for_it_the_gate_stays_shut_and_it_is_said_why(tmp_path: Path) -> None:
+    room = segment_bytes(LAYOUT) + (40 << 10)
+    with cluster(tmp_path, 1, memory_gb=room / 1e9) as running:
+        member = enter(running, doubled(running))
+        member.write(FIRST)
+        wait_until(lambda: running.nodes[0].count("second copy"), "the refusal")
+        (event,) = running.nodes[0].told(EventKind.REFUSED)[:1]
+        assert "--deadpool-memory-gb" in event.data["why"]
+        assert member.client.newest_committed is None
