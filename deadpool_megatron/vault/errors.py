@@ -14,6 +14,7 @@ class Code(StrEnum):
 
     FAILED = "failed"
     TOO_LATE = "too-late"  # a later iteration can be had
+    NO_ROOM = "no-room"
 
 
 class Refusal(StrEnum):
@@ -52,7 +53,8 @@ class VaultError(Exception):
     @staticmethod
     def of(code: str, text: str) -> VaultError:
         """The error that another process has sent."""
-        return TooLate(text) if code == Code.TOO_LATE else VaultError(text)
+        kinds: dict[str, type[VaultError]] = {Code.TOO_LATE: TooLate, Code.NO_ROOM: NoRoom}
+        return kinds.get(code, VaultError)(text)
 
 
 class TooLate(VaultError):
@@ -63,6 +65,8 @@ class TooLate(VaultError):
 
 class NoRoom(VaultError):
     """There is no memory for a slot: the file system is full, or the node's limit is reached."""
+
+    code = Code.NO_ROOM
 
 
 class Refused(VaultError):

@@ -27,7 +27,6 @@ from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.settings import Settings
-from deadpool_megatron.vault.core.room import before_roles_come
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.disk.dump import dump, dump_held
 from deadpool_megatron.vault.disk.taken import take, taken_bytes
@@ -202,8 +201,7 @@ class Vault:
             self._cut_stale(record.epoch)
             if not self._state.adopt(record):
                 return
-            before_roles_come(self._state)
-            self._state.table.removed.clear()  # members that make slots now may need the room
+            self._state.table.removed.clear()  # what is made for new roles may need the room
             self._workers = {
                 role: RoleWorker(self._state, self._transport, record, role, seat)
                 for role, seat in self._state.own_roles().items()

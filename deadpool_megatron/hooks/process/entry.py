@@ -82,7 +82,8 @@ class EpochEntry(Stages):
             os.environ["DEADPOOL_VAULT_SOCKET"],
             Path(os.environ["DEADPOOL_SEGMENT_DIR"]),
             link.seat,
-            connect_seconds=settings.connect_seconds,
+            # The vault may have to make the slots first.
+            connect_seconds=settings.connect_seconds + settings.restore_seconds,
             memory_bytes=settings.memory_bytes,
             memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )

@@ -131,17 +131,14 @@ class _Reckoning:
         return max((self.memory[node] - own[node] for node in own), default=0)
 
     def with_room(self, kept: int) -> dict[int, int]:
-        """One generation of the roles is fetched beside the slots that are made for them. What a
-        spare has kept until then stays in one generation until that has new places, of which the
-        spare, which keeps as much as ``kept`` bytes then, may be one.
+        """What a spare has kept stays in one generation beside the slots of the roles that it takes
+        over, until that has new places, of which the spare, which keeps as much as ``kept`` bytes
+        then, may be one.
         """
         own = self._own
         slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
         most = max(own.values(), default=0)
-        fetched = -(-most // slots)
         return {
-            node: nbytes + fetched
-            if node in own
-            else max(nbytes, most + fetched + (nbytes + kept) // slots)
+            node: nbytes if node in own else max(nbytes, most + (nbytes + kept) // slots)
             for node, nbytes in self.memory.items()
         }

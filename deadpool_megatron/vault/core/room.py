@@ -10,8 +10,7 @@ room that is only given back once it is there. So the old is given back as soon 
   all roles have committed it anew. With 2+N slots any newer one does: a collective keeps all roles
   at the gate that waits for it. With 3+N it is the second one after it (design, section 4).
 
-Of roles seated here only what is older goes, for what they have fetched for themselves is theirs
-until their slots hold newer ones. Chains of steps are left alone.
+Chains of steps are left alone.
 """
 
 from __future__ import annotations
@@ -20,11 +19,29 @@ from collections.abc import Collection
 
 from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.places.parity import is_parity_role
-from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+
+
+def ensure_own(
+    state: VaultState,
+    layout: RoleLayout,
+    seat: Seat,
+    *,
+    memory_node: int | None = None,
+    epoch: int | None = None,
+) -> Segment:
+    """See :meth:`VaultState.ensure_own`."""
+    try:
+        return state.ensure_own(layout, seat, memory_node=memory_node, epoch=epoch)
+    except NoRoom:
+        record = state.record
+        if record is None or not give_back(state, record.restore.generation):
+            raise
+    return state.ensure_own(layout, seat, memory_node=memory_node, epoch=epoch)
 
 
 def ensure_copy(state: VaultState, layout: RoleLayout, generation: Generation) -> Segment:
@@ -53,16 +70,8 @@ def reserve(
         segment.reserve(names, [slot])
 
 
-def before_roles_come(state: VaultState) -> None:
-    """Right after an epoch was opened: members whose roles are new here make slots for them, and
-    cannot ask for room. Only where memory is limited: else nothing is given up before it must be.
-    """
-    if own_come_first(state) and state.record is not None:
-        give_back(state, state.record.restore.generation)
-
-
 def own_come_first(state: VaultState) -> bool:
-    """Whether memory is limited, and a member has yet to make its slots: it ends if there is no
+    """Whether memory is limited, and a member has yet to get its slots: it ends if there is no
     room for them, while a copy that comes too early comes again."""
     with state.lock:
         return bool(state.settings.memory_bytes) and any(
@@ -81,14 +90,14 @@ def give_back(state: VaultState, offered: Generation) -> bool:
         for segment in table.segments.values():
             if segment.seat is not None or keeps_steps(segment.layout):
                 continue
-            owed, is_own = _owed(state, segment.layout), segment.layout.role in state.own_roles()
+            owed = _owed(state, segment.layout)
             for slot in range(segment.slots):
                 key = segment.path.name, slot
                 if key in table.writers or table.pins[key]:
                     continue
                 found = segment.generation(slot)
                 enough = 1 if segment.layout.slots <= 2 + state.settings.max_lag else 2
-                has_passed = found == restored and later >= enough and not is_own
+                has_passed = found == restored and later >= enough
                 is_old = found < restored or has_passed
                 if names := _unneeded(segment, slot, owed, is_old=is_old):
                     chosen.append((segment, slot, names))

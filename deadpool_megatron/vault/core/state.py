@@ -35,7 +35,14 @@ from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.net.interface import Interface
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
+from deadpool_megatron.vault.shm.own_slots import make_own
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    SlotState,
+    copy_name,
+    own_name,
+)
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)
@@ -162,12 +169,50 @@ class VaultState:
     # Segments.
 
     def attach(self, name: str) -> Segment:
-        """Map a segment that a member has made."""
+        """Map a segment that is there."""
         with self.lock:
             segment = self.table.attach(name)
-            if self.open_epoch and segment.seat == self.own_roles().get(segment.layout.role):
-                segment.freeze(False)
+            if self.open_epoch:
+                self.table.let_write(segment)
             return segment
+
+    def ensure_own(
+        self,
+        layout: RoleLayout,
+        seat: Seat,
+        *,
+        memory_node: int | None = None,
+        epoch: int | None = None,
+    ) -> Segment:
+        """The segment of the member on ``seat``, made if it is not there yet: with the role, or
+        for what is restored before its process has come to it.
+
+        ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for; over by then,
+        nothing is left behind. Raises NoRoom, VaultError when the layouts differ.
+        """
+        path = self.table.directory / own_name(layout.role, seat)
+        with self._makes(layout.role):
+            with self.lock:
+                is_new = path.name not in self.table.segments and not path.exists()
+            if is_new:
+                make_own(path, layout, seat, self.table.budget, memory_node)
+            with self.lock:
+                if epoch is not None and not self.is_open(epoch):
+                    if is_new:
+                        path.unlink()
+                    raise VaultError(f"epoch {epoch} is over")
+                segment = self.attach(path.name)
+        if segment.layout.layout_hash != layout.layout_hash:
+            raise VaultError(
+                f"layout {layout.layout_hash} of role {layout.role} differs from the"
+                f" {segment.layout.layout_hash} of {path.name}"
+            )
+        return segment
+
+    def _makes(self, role: int) -> threading.Lock:
+        """Held by the one thread that makes a segment of a role."""
+        with self.lock:
+            return self._making.setdefault(role, threading.Lock())
 
     def ensure_copy(self, layout: RoleLayout) -> Segment:
         """The segment for copies of a role; slots get their memory when they are first used.
@@ -175,9 +220,7 @@ class VaultState:
         Raises VaultError when there is no room or the layouts differ.
         """
         slots = copy_slots(layout, self.settings.full_every)
-        with self.lock:
-            making = self._making.setdefault(layout.role, threading.Lock())
-        with making:
+        with self._makes(layout.role):
             with self.lock:
                 segment = self.table.copy(layout.role)
             if segment is None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.layout.records import BOUNDARIES, Generation, RoleLayout, Seat
-from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Code, Frozen, Interrupted, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.buffers import PartsWriter, RestoredParts, SlotWriter
-from deadpool_megatron.vault.member.own_slots import OwnSlots
 from deadpool_megatron.vault.member.slot_choice import free_slot, slot_of
 from deadpool_megatron.vault.memory.budget import Budget
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.shm.own_slots import park, unpark
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
 from deadpool_megatron.wire import framing
 
 __all__ = ["GateAnswer", "RestoredParts", "SlotWriter", "VaultClient"]
@@ -63,9 +63,8 @@ class VaultClient:
     ) -> None:
         self._path = socket_path
         self.directory = Path(segment_dir)
-        self._slots = OwnSlots(
-            self.directory, seat, Budget(self.directory, memory_bytes), memory_node
-        )
+        self._budget = Budget(self.directory, memory_bytes)
+        self._memory_node = memory_node
         self._seat = seat
         self._connect_seconds = connect_seconds
         self._lock = threading.RLock()  # the connection; never held while waiting for the vault
@@ -78,46 +77,46 @@ class VaultClient:
         self._commit: tuple[int, Generation, str, bool] | None = None  # epoch, ..., released
         self._bad: str | None = None
         self._reply: dict[str, Any] | None = None
-        self._pending: dict[tuple[Generation, str], tuple[int, bytes]] = {}
         self._rehearsed = False
 
     # Registration.
 
     def has_segment(self, role: int) -> bool:
         """Whether the slots of this incarnation for ``role`` have been made."""
-        return self._slots.path(role).exists()
+        return self._own_path(role).exists()
 
     def park(self, layout: RoleLayout) -> None:
-        """Make slots before there is a role: see :meth:`OwnSlots.park`. Raises NoRoom."""
-        self._slots.park(layout)
+        """Make slots before there is a role: see :func:`own_slots.park`. Raises NoRoom."""
+        park(self.directory, layout, self._seat, self._budget, self._memory_node)
 
     def register(self, layout: RoleLayout, epoch: int) -> None:
-        """Make this incarnation's segment for the role, or take it up again; tell the vault.
+        """Tell the vault who plays the role; it has this incarnation's segment made.
 
         Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
         of an existing segment, or the vault does not answer within ``connect_seconds``.
         """
-        path = self._slots.path(layout.role)
+        path = self._own_path(layout.role)
         if self._segment is None or self._segment.path != path:
             self._rehearsed = False  # another role updates other parameters
-            self._segment = self._slots.take(layout)
-        if self._segment.layout.layout_hash != layout.layout_hash:
-            raise VaultError(
-                f"layout {layout.layout_hash} of role {layout.role} differs from the"
-                f" {self._segment.layout.layout_hash} of {path.name}"
-            )
+            self._segment = None
         self._layout = layout
         self._enter(epoch)
         self._disconnect()
         deadline = time.monotonic() + self._connect_seconds
         answer = self._ask(None, deadline, None, "register")
         if answer["t"] != "registered":
-            raise VaultError(f"vault: {answer.get('text', answer['t'])}")
+            code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
+            raise VaultError.of(code, f"vault: {text}")
+        if self._segment is None:
+            self._segment = Segment.open(path, budget=self._budget)
+            unpark(self.directory, self._seat)
+
+    def _own_path(self, role: int) -> Path:
+        return self.directory / own_name(role, self._seat)
 
     def _enter(self, epoch: int) -> None:
         if epoch != self._epoch:
             self._epoch, self._restored, self._bad = epoch, None, None
-            self._pending.clear()
 
     # Writing.
 
@@ -176,11 +175,7 @@ class VaultClient:
         return free_slot(segment, epoch, floor)
 
     def append(self, generation: Generation, part_name: str, payload: bytes) -> None:
-        """Add an extras part to a generation that is sealed or being sealed.
-
-        Where the own segment does not hold the generation (it was fetched for this member) the
-        bytes go to the vault, which stores them with the rest of it.
-        """
+        """Add an extras part to a generation that is sealed or being sealed."""
         segment = self._own()
         if len(payload) > segment.capacity(part_name):
             raise VaultError(
@@ -199,12 +194,7 @@ class VaultClient:
                 segment.fill_part(slot, part_name, len(payload), self._epoch)
                 self.tell({"t": "filled"})
                 return
-        with self._lock:
-            self._pending[generation, part_name] = self._epoch, bytes(payload)
-            if self._link is None:
-                self._reconnect()
-            else:
-                self._send_pending(generation, part_name)
+        raise VaultError(f"{generation} is in no slot of role {segment.layout.role}")
 
     # Waiting.
 
@@ -304,7 +294,7 @@ class VaultClient:
         """Close the connection; the segment stays."""
         self._disconnect()
         self._segment = None
-        self._slots.close()
+        unpark(self.directory, self._seat)
 
     # The connection.
 
@@ -341,35 +331,20 @@ class VaultClient:
                 return
             link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             link.settimeout(_SEND_SECONDS)
-            seat, layout = self._seat.to_list(), self._layout.to_dict()
+            hello = {
+                "seat": self._seat.to_list(),
+                "layout": self._layout.to_dict(),
+                "rehearsed": self._rehearsed,
+                "has_slots": self._segment is not None,
+                "memory_node": self._memory_node,
+            }
             try:
                 link.connect(self._path)
-                hello = {"seat": seat, "layout": layout, "rehearsed": self._rehearsed}
                 framing.send(link, {"t": "member", **hello})
             except OSError:
                 link.close()
                 return
             self._link = link
-            for generation, part_name in list(self._pending):
-                self._send_pending(generation, part_name)
-
-    def _send_pending(self, generation: Generation, part_name: str) -> None:
-        epoch, payload = self._pending[generation, part_name]
-        if self._link is None:
-            return
-        message = {
-            "t": "append",
-            "generation": generation.to_list(),
-            "part": part_name,
-            "epoch": epoch,
-            "nbytes": len(payload),
-        }
-        try:
-            self._link.settimeout(_SEND_SECONDS)
-            framing.send(self._link, message)
-            self._link.sendall(payload)
-        except OSError:
-            self._disconnect()
 
     def _ask(
         self,
@@ -439,8 +414,5 @@ class VaultClient:
                 f"part {message['part']} of generation {message['generation']} was damaged in the"
                 " member's own slot"
             )
-        elif kind == "stored":
-            key = Generation.from_list(message["generation"]), message["part"]
-            self._pending.pop(key, None)
         elif message.get("epoch", self._epoch) == self._epoch:
             self._reply = message  # to a request of this epoch; older ones were given up

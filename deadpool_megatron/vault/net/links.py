@@ -64,10 +64,6 @@ class Link:
                     return framing.receive(self._socket)
         return None
 
-    def receive_bulk(self, target: memoryview) -> None:
-        """Raw bytes announced by the last frame."""
-        framing.receive_into(self._socket, target)
-
     def close(self) -> None:
         """Cut the connection."""
         with self._lock:

@@ -1,4 +1,4 @@
-"""The vault's side of the dialogue with a member: register, look again, append, restore."""
+"""The vault's side of the dialogue with a member: register, look again, restore."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
+from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import Refusal, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.errors import Code, Refusal, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.shm.segment import checksum, own_name
-from deadpool_megatron.vault.shm.table import Place, SealedSlot
+from deadpool_megatron.vault.shm.segment import own_name
+from deadpool_megatron.vault.shm.table import Place
 from deadpool_megatron.wire.framing import WireError
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,8 @@ class MemberDialogue:
         self.role = self.layout.role
         self._seat = Seat.from_list(hello["seat"])
         self._trusted = bool(hello["rehearsed"])
+        self._has_slots = bool(hello["has_slots"])
+        self._memory_node: int | None = hello["memory_node"]
         self._wish: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
         self._over = False
@@ -114,12 +117,16 @@ class MemberDialogue:
         )
 
     def _attach(self) -> bool:
-        """Map the segment that the member has made, if it has made one yet."""
+        """Have the member's segment: the one that it uses already, else made if need be."""
         try:
-            self._state.attach(own_name(self.role, self._seat))
+            if self._has_slots:
+                self._state.attach(own_name(self.role, self._seat))
+            else:
+                room.ensure_own(self._state, self.layout, self._seat, memory_node=self._memory_node)
         except (VaultError, OSError) as error:
             text = f"segment of role {self.role}: {error}"
-            self.link.send({"t": "unregistered", "text": text})
+            code = error.code if isinstance(error, VaultError) else Code.FAILED
+            self.link.send({"t": "unregistered", "code": code, "text": text})
             return False
         return True
 
@@ -148,8 +155,6 @@ class MemberDialogue:
         kind = message.get("t")
         if kind == "filled":
             self._poke()
-        elif kind == "append":
-            self._append(message)
         elif kind == "restore":
             self._wish = message
             self.resume()
@@ -162,52 +167,6 @@ class MemberDialogue:
             self._trust(bool(message["matched"]))
         else:
             raise WireError(f"unknown message {kind!r} from the member of role {self.role}")
-
-    # Extras for a generation that the member's own segment does not hold.
-
-    def _append(self, message: Mapping[str, Any]) -> None:
-        generation = Generation.from_list(message["generation"])
-        name, nbytes, epoch = str(message["part"]), int(message["nbytes"]), int(message["epoch"])
-        if not 0 <= nbytes <= {part.name: part.nbytes for part in self.layout.parts}[name]:
-            raise WireError(f"extras of {nbytes} bytes do not fit into part {name}")
-        payload = bytearray(nbytes)
-        self.link.receive_bulk(memoryview(payload))
-        why = self._store(generation, name, memoryview(payload), epoch)
-        if why is not None:
-            self._state.refuse(f"append: {why}", role=self.role, generation=generation)
-        self.link.send({"t": "stored", "generation": generation.to_list(), "part": name})
-
-    def _store(
-        self, generation: Generation, name: str, payload: memoryview, epoch: int
-    ) -> str | None:
-        state = self._state
-        with state.lock:
-            if state.own_roles().get(self.role) != self._seat or not state.is_open(epoch):
-                return "epoch is not open"
-            holder = self._holder(generation)
-        if holder is None:
-            return "generation is not held"
-        try:
-            holder.segment.reserve([name], [holder.slot])
-        except VaultError as error:
-            # The member would say it again on every new connection, for ever. Without these extras
-            # a restore goes to the boundary before, and the segment after it is run again.
-            return str(error)
-        if not state.open_part(holder.segment, holder.slot, name, epoch):
-            return "epoch is not open"
-        holder.segment.data(holder.slot, name, len(payload))[:] = payload
-        digest = checksum(payload)
-        if not state.seal_copy(holder.segment, holder.slot, name, len(payload), digest, epoch):
-            return "epoch is not open"
-        return None
-
-    def _holder(self, generation: Generation) -> SealedSlot | None:
-        held = [
-            slot
-            for slot in self._state.table.sealed(self.role)
-            if slot.generation == generation and slot.parts
-        ]
-        return max(held, key=lambda slot: len(slot.parts), default=None)
 
     # Restoring.
 

@@ -3,9 +3,12 @@
 For each part the sources of the record are tried in order. A source that lacks the part or gives
 damaged bytes is not asked again; one that cannot be reached, or has not heard of the epoch yet, is
 asked again until the deadline. After the last one the part is decoded (parity/decoder.py), if the
-record says from what. For parts that the member recomputes it is the parts of a chain instead
-(layout.replaying). What is fetched lies in ``copy-<role>.seg`` of the own node and counts as the
-role's own holding from then on.
+record says from what. All of it lies in one slot of the member's own segment then, as what the
+member has written itself does.
+
+For parts that the member recomputes it is the parts of a chain instead (layout.replaying). They are
+read where this node has them, or come into ``copy-<role>.seg``: more generations than a role has
+slots.
 """
 
 from __future__ import annotations
@@ -56,11 +59,13 @@ class _Hopeless(Exception):
 
 
 class _Wanted(NamedTuple):
-    """One part of one generation, and where it is."""
+    """One part of one generation, and where it is; ``leads``: the restored one is computed from
+    it, but it does not belong to what is restored."""
 
     generation: Generation
     name: str
     sources: tuple[Source, ...]
+    leads: bool = False
 
 
 class Obtainer:
@@ -73,6 +78,7 @@ class Obtainer:
         self._transport = transport
         self._record = record
         self._role = role
+        self._seat = record.seats[role]
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
         self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
@@ -127,7 +133,7 @@ class Obtainer:
         }
         for generation, parts in self._replay_sources.items():
             for name, found in parts.items():
-                wanted[key(generation, name)] = _Wanted(generation, name, found)
+                wanted[key(generation, name)] = _Wanted(generation, name, found, leads=True)
         return wanted
 
     def _wanted_of_dump(self, layout: RoleLayout) -> dict[str, _Wanted]:
@@ -140,7 +146,7 @@ class Obtainer:
             if name not in chains
         }
         for generation, name in (one for line in chains.values() for one in line):
-            wanted[key(generation, name)] = _Wanted(generation, name, ())
+            wanted[key(generation, name)] = _Wanted(generation, name, (), leads=True)
         return wanted
 
     def _names(self, layout: RoleLayout) -> tuple[str, ...]:
@@ -167,13 +173,8 @@ class Obtainer:
         self, layout: RoleLayout, wanted: _Wanted, deadline: float, text: str
     ) -> Place:
         tried: list[tuple[int, int, str]] = []
-        place = self._local(layout, wanted)
-        if place is not None:
-            return place
-        restore = self._record.restore
-        if restore.kind == "dump":
-            return self._load(layout, wanted, deadline, text)
-        sources = list(wanted.sources)
+        here = Source(self._state.node, self._role)
+        sources = [here, *(source for source in wanted.sources if source != here)]
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
@@ -183,7 +184,8 @@ class Obtainer:
                     return self._fetch(layout, wanted, source)
                 except _Hopeless as error:
                     sources.remove(source)
-                    tried.append((source.node, source.role, str(error)))
+                    if source in wanted.sources:
+                        tried.append((source.node, source.role, str(error)))
                 except fetch.UNREACHABLE as error:
                     self._forget(source.node)
                     self._silent.add(source.node)
@@ -194,28 +196,50 @@ class Obtainer:
                 self._state.changed.wait_for(
                     lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
                 )
-        recipe = restore.recipes.get(self._role)
+        if self._record.restore.kind == "dump":
+            return self._load(layout, wanted, deadline, text)
+        recipe = self._record.restore.recipes.get(self._role)
         decoding = recipe.decodings.get(text) if recipe is not None else None
         if decoding is None:
             raise RestoreUnavailable(text, tuple(tried))
         return self._decoder.obtain(layout, text, decoding, tried, deadline)
 
-    def _local(self, layout: RoleLayout, wanted: _Wanted) -> Place | None:
+    def _find(self, layout: RoleLayout, wanted: _Wanted) -> Place:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._state.lock:
             places = self._state.table.find(self._role, wanted.generation, wanted.name)
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
                 continue
-            found = checksum(place.view)
-            if found == place.checksum:
-                return place
+            if wanted.leads or place.segment.seat == self._seat:
+                found = checksum(place.view)
+                if found == place.checksum:
+                    return place
+            elif isinstance(copied := self._copy(layout, wanted, place), Place):
+                return copied
+            else:
+                found = copied
             self._state.mark_bad(place, found)
-        return None
+        raise _Hopeless("not held intact here")
+
+    def _copy(self, layout: RoleLayout, wanted: _Wanted, place: Place) -> Place | int:
+        """Copy what this node holds elsewhere: a copy of the role, or the slots of a process that
+        played it here. Returns the wrong checksum of damaged bytes."""
+        with self._target(layout, wanted) as (segment, slot):
+            self._open(segment, slot, wanted.name)
+            target, source = segment.data(slot, wanted.name, place.nbytes), place.view
+            digest, size = xxhash.xxh3_64(), self._state.settings.chunk_bytes
+            for start in range(0, place.nbytes, size):
+                target[start : start + size] = source[start : start + size]
+                digest.update(target[start : start + size])
+            found = digest.intdigest()
+            if found != place.checksum:
+                return found
+            return self._seal(segment, slot, wanted.name, place.nbytes, place.checksum)
 
     def _fetch(self, layout: RoleLayout, wanted: _Wanted, source: Source) -> Place:
         if source == Source(self._state.node, self._role):
-            raise _Hopeless("not held intact here")
+            return self._find(layout, wanted)
         channel = self._channel(source.node)
         try:
             ((nbytes, expected),) = fetch.ask(
@@ -242,13 +266,11 @@ class Obtainer:
         nbytes: int,
         expected: int,
     ) -> Place:
-        state, record = self._state, self._record
-        generation, name = wanted.generation, wanted.name
+        state, generation, name = self._state, wanted.generation, wanted.name
         if not 0 <= nbytes <= segment.capacity(name):
             self._forget(source.node)
             raise _Hopeless(f"part of {nbytes} bytes does not fit")
-        if not state.open_part(segment, slot, name, record.epoch):
-            raise VaultError(f"epoch {record.epoch} was closed during the restore")
+        self._open(segment, slot, name)
         found = receive_part(channel, segment, slot, name, nbytes)
         if found != expected:
             where = f"from node {source.node}"
@@ -311,8 +333,7 @@ class Obtainer:
     ) -> Place | None:
         """Read a part into the slot; None when its bytes are damaged."""
         state, entry = self._state, dumped.entry(source, name)
-        if not state.open_part(segment, slot, name, self._record.epoch):
-            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+        self._open(segment, slot, name)
         digest = xxhash.xxh3_64()
         view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
         for start in range(0, entry.nbytes, size):
@@ -326,6 +347,10 @@ class Obtainer:
         state.emit_corruption(self._role, generation, name, where, entry.checksum, found)
         return None
 
+    def _open(self, segment: Segment, slot: int, name: str) -> None:
+        if not self._state.open_part(segment, slot, name, self._record.epoch):
+            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+
     def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
         if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
             raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
@@ -335,20 +360,25 @@ class Obtainer:
     def _target(
         self, layout: RoleLayout, wanted: _Wanted | None = None
     ) -> Iterator[tuple[Segment, int]]:
-        """The slot for the generation in ``copy-<role>.seg``, held while bytes arrive only: a
-        thread of a closed epoch that still waits for some connection must not keep it."""
-        names, generation = self._names(layout), self._record.restore.generation
-        if wanted is not None:
-            names, generation = (wanted.name,), wanted.generation
-        segment = room.ensure_copy(self._state, layout, generation)
-        slot = self._state.claim(segment, generation, self._record.epoch)
+        """The slot for the generation, held while bytes arrive only: a thread of a closed epoch
+        that still waits for some connection must not keep it."""
+        state, epoch = self._state, self._record.epoch
+        generation = wanted.generation if wanted is not None else self._record.restore.generation
+        lead = wanted.name if wanted is not None and wanted.leads else None
+        if lead is not None:
+            segment = room.ensure_copy(state, layout, generation)
+        else:
+            segment = room.ensure_own(state, layout, self._seat, epoch=epoch)
+        slot = state.claim(segment, generation, epoch)
         if slot is None:
-            # Of an earlier time as a buddy: a chain that nothing is computed from any more.
-            with self._state.lock:
-                self._state.table.forget_before(segment, min(self._replay_sources, default=None))
+            if lead is not None:
+                # Of an earlier time as a buddy: a chain that nothing is computed from any more.
+                with state.lock:
+                    state.table.forget_before(segment, min(self._replay_sources, default=None))
             raise ConnectionError("no slot is free yet")
         try:
-            room.reserve(self._state, segment, names, slot, generation)
+            if lead is not None:
+                room.reserve(state, segment, (lead,), slot, generation)
             yield segment, slot
         finally:
             self._state.release(segment, slot)

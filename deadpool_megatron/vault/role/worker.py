@@ -127,8 +127,8 @@ class RoleWorker(threading.Thread):
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
             wanted = bool(self._waiting)
-        if self._outcome is None and not wanted and self._is_past():
-            return  # a vault that was restarted: what the epoch began with is behind its member
+        if self._outcome is None and not wanted and self._is_busy():
+            return
         if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
             try:
                 self._outcome = self._obtainer.obtain(layout)
@@ -137,15 +137,20 @@ class RoleWorker(threading.Thread):
                 self._outcome = error
         self._answer(self._outcome)
 
-    def _is_past(self) -> bool:
-        """Whether the member has finished a generation of this epoch."""
+    def _is_busy(self) -> bool:
+        """Whether the member may be using its slots: for a generation of this epoch, if the vault
+        was restarted, and what the epoch began with is behind it; or still for one of the epoch
+        before, until it asks."""
         with self._state.lock:
             segment = self._state.table.own(self._role, self._seat)
-            return segment is not None and any(
-                segment.state(slot) in (SlotState.FILLED, SlotState.SEALED)
-                and segment.generation(slot).lineage == self.epoch
-                for slot in range(segment.slots)
-            )
+            if segment is None:
+                return False
+            slots = [(segment.state(s), segment.generation(s)) for s in range(segment.slots)]
+        return any(
+            state is SlotState.WRITING
+            or (state is not SlotState.EMPTY and generation > self._record.restore.generation)
+            for state, generation in slots
+        )
 
     def _answer(self, outcome: dict[str, Place] | VaultError) -> None:
         with self._lock:
@@ -192,9 +197,8 @@ class RoleWorker(threading.Thread):
 
         The member has compared before; nothing is sealed on its word alone (rule 4).
         """
-        whole = segment.state(slot) is SlotState.FILLED
         shards = {n: d for n, d in digests.items() if n in segment.layout.shard_parts}
-        if not whole and not shards:
+        if not shards:
             return True  # extras that were appended
         generation = self._record.restore.generation
         outcome = self._outcome if isinstance(self._outcome, dict) else {}
@@ -202,13 +206,10 @@ class RoleWorker(threading.Thread):
         if place is None:  # nothing was recomputed, or what it has to be like is not here yet
             return not self._replays
         sums = unpack_sums(place.view)
-        checked = digests if whole else shards
-        wrong = [name for name, digest in checked.items() if sums.get(name, (0, -1))[1] != digest]
+        wrong = [name for name, digest in shards.items() if sums.get(name, (0, -1))[1] != digest]
+        for name in wrong:
+            segment.invalidate_part(slot, name, PartState.BAD)
         if wrong:
-            if whole:
-                segment.set_state(slot, SlotState.EMPTY)
-            for name in () if whole else wrong:
-                segment.invalidate_part(slot, name, PartState.BAD)
             self._state.refuse("a replay with other bytes", role=self._role, part=wrong[0])
             self._state.on_bad(self._role, generation, wrong[0])
         return not wrong
@@ -219,11 +220,7 @@ class RoleWorker(threading.Thread):
         if state is SlotState.FILLED:
             # A vault that died while it sealed has left some parts SEALED in a FILLED slot.
             ready: tuple[PartState, ...] = (PartState.FILLED, PartState.SEALED)
-            # What the member has recomputed is of an older line than the epoch.
-            replayed = self._replays and generation == self._record.restore.generation
-            if segment.epoch(slot) != self.epoch or not (
-                replayed or generation.lineage == self.epoch
-            ):
+            if segment.epoch(slot) != self.epoch or generation.lineage != self.epoch:
                 if (slot, generation) not in self._refused:
                     self._refused.add((slot, generation))
                     about = {"role": self._role, "generation": generation}

@@ -3,8 +3,9 @@
 File: words, the description and the slots (:mod:`.geometry`): as many
 as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
-offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault; a
-``copy-*`` file is written by the vault alone.
+offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault,
+which puts restored parts there while that member waits for them; a ``copy-*`` file is written by
+the vault alone.
 
 Order of stores. Each state is one aligned 8-byte word, stored whole by CPython's memoryview (one
 ``mov``/``str``), so no reader sees half of it. A writer invalidates the state word first and
@@ -103,7 +104,8 @@ def own_name(role: int, seat: Seat) -> str:
 
 
 def copy_name(role: int) -> str:
-    """File name of the segment in which a vault keeps copies of a role that is seated elsewhere."""
+    """File name of the segment in which a vault keeps copies of a role that is seated elsewhere, or
+    the steps that a role which is seated here is recomputed from."""
     return f"copy-{role}.seg"
 
 
@@ -206,6 +208,18 @@ class Segment:
             temporary.unlink(missing_ok=True)
             raise
         return segment
+
+    @staticmethod
+    def open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
+        """Map a file that the process on ``seat`` has made before it had a role. Raises
+        SegmentError, or OSError when it is gone."""
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            layout, geometry = read_description(file, path, seat)
+        except BaseException:
+            os.close(file)
+            raise
+        return Segment(path, layout, seat, file, geometry, budget=budget)
 
     @staticmethod
     def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:

@@ -76,6 +76,7 @@ class Table:
         self.pins: Counter[tuple[str, int]] = Counter()
         self.writers: set[tuple[str, int]] = set()
         self._promised: list[SealedSlot] | None = None
+        self._seats: Mapping[int, Seat] = {}
         self._unread: list[str] = []
         self.removed: list[Segment] = []
 
@@ -96,7 +97,7 @@ class Table:
                         path.unlink()
                     else:
                         self._unread.append(str(error))
-            elif path.name.startswith(".copy-"):
+            elif path.name.startswith((".copy-", ".own-")):
                 path.unlink(missing_ok=True)
         for segment in self.segments.values():
             if segment.seat is None:
@@ -214,11 +215,18 @@ class Table:
             intact = segment.generation(slot) == sealed.generation
             if segment.state(slot) is SlotState.WRITING and intact and segment.seat is not None:
                 segment.set_state(slot, SlotState.SEALED)
-        self._promised = None
+        self._promised, self._seats = None, seats
         self._drop_after(generation, boundary, epoch)
         for segment in self.segments.values():
-            if segment.seat is not None:
-                segment.freeze(seats.get(segment.layout.role) != segment.seat)
+            self.let_write(segment)
+
+    def let_write(self, segment: Segment) -> None:
+        """Let the member write if it has its seat, but not beside a thread of this vault, of a
+        closed epoch perhaps, that still restores into one of the slots."""
+        is_claimed = any(name == segment.path.name for name, _ in self.writers)
+        if segment.seat is not None and self._promised is None:
+            has_seat = self._seats.get(segment.layout.role) == segment.seat
+            segment.freeze(is_claimed or not has_seat)
 
     def _drop_after(self, generation: Generation, boundary: str, epoch: int) -> None:
         """Forget everything newer than ``generation`` which was not computed in ``epoch`` itself,
@@ -339,6 +347,7 @@ class Table:
     def release(self, segment: Segment, slot: int) -> None:
         """End of :meth:`claim`."""
         self.writers.discard((segment.path.name, slot))
+        self.let_write(segment)
 
     def pin(self, place: Place) -> None:
         """Keep a slot from being given to another generation; counted."""

@@ -192,8 +192,10 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     theirs = network.transport("h", 1, 10.0)
     assert state.record is not None
     sources = {0: {"shard": (Source(1, 0),)}}
-    record = replace(state.record, restore=Restore("memory", RESTORED, sources=sources))
+    restore = Restore("memory", RESTORED, sources=sources)
+    record = replace(state.record, restore=restore, seats={0: Seat(0, 0, 1)})  # it has no slots
     obtainer = Obtainer(state, network.transport("here", 2, 10.0), record, 0)
+    before = set(tmp_path.glob("*.seg"))
 
     def refuse() -> None:
         channel = theirs.accept(10.0)
@@ -206,7 +208,7 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     with pytest.raises(RestoreUnavailable, match="not held"):
         obtainer.obtain(LAYOUT)
     source.join(10.0)
-    assert not list(tmp_path.glob("copy-*"))
+    assert set(tmp_path.glob("*.seg")) == before
 
 
 def test_memory_is_given_back_without_the_lock(

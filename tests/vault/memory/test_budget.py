@@ -5,10 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +21,8 @@ from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
 from deadpool_megatron.vault.memory.limits import cgroup_memory
 from deadpool_megatron.vault.memory.needs import Room, node_needs, objection, warnings
 from deadpool_megatron.vault.memory.usable import usable_bytes
-from deadpool_megatron.vault.net.links import Link
-from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.shm.geometry import segment_bytes
 from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
-from deadpool_megatron.wire import framing
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
 from tests.vault.harness import Member as HarnessMember
 
@@ -242,32 +237,6 @@ def test_chains_of_steps_are_counted() -> None:
     needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
     assert needs.kept == 2 * (3 * 1200 + 7 * 400 + 10 * 30)
     assert "copies with their steps" in needs.in_words()
-
-
-def test_late_extras_without_room_are_refused_once(tmp_path: Path) -> None:
-    """A connection that broke on them would be made again, and break again, for ever."""
-    layout, said = make_layout(0, nbytes=64 << 10), list[str]()
-    copy = Segment.create(tmp_path / copy_name(0), layout, None, (), budget=Budget(tmp_path))
-    slot = SimpleNamespace(segment=copy, slot=0, generation=Generation(1, 4), parts={"shard": None})
-    copy._budget = Budget(tmp_path, allocated_bytes(tmp_path))
-    table = SimpleNamespace(sealed=lambda role: [slot])
-    state: Any = SimpleNamespace(
-        lock=threading.RLock(),
-        table=table,
-        own_roles=lambda: {0: SEAT},
-        is_open=lambda epoch: True,
-        refuse=lambda why, **facts: said.append(why),
-    )
-    ours, theirs = socket.socketpair()
-    hello = {"seat": SEAT.to_list(), "layout": layout.to_dict(), "rehearsed": False}
-    dialogue = MemberDialogue(state, Members(state), Link(ours), hello)
-    theirs.sendall(b"late")
-    append = {"t": "append", "generation": [1, 4], "part": "extras@step", "nbytes": 4, "epoch": 1}
-    dialogue._handle(append)
-    assert framing.receive(theirs) == {"t": "stored", "generation": [1, 4], "part": "extras@step"}
-    assert "raise --deadpool-memory-gb" in said[0]
-    ours.close()
-    theirs.close()
 
 
 def _group(directory: Path, **files: object) -> None:

@@ -34,7 +34,13 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     state.table.release(segment, slot)
     places = {"shard": state.table.find(3, Generation(1, 4), "shard")[0]}
     ours, theirs = socket.socketpair()
-    hello = {"layout": LAYOUT.to_dict(), "seat": Seat(0, 0, 0).to_list(), "rehearsed": False}
+    hello = {
+        "layout": LAYOUT.to_dict(),
+        "seat": Seat(0, 0, 0).to_list(),
+        "rehearsed": False,
+        "has_slots": True,
+        "memory_node": None,
+    }
     dialogue = MemberDialogue(state, Members(state), Link(ours), hello)
     dialogue._answer(1, places)
     assert state.table.pins[places["shard"].key] == 1, "its member has not released it yet"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from deadpool_megatron.layout.records import Generation, Seat
-from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.memory.budget import allocated_bytes
 from deadpool_megatron.vault.shm.segment import Segment, own_name
@@ -41,21 +40,27 @@ def test_the_slots_of_a_role_are_those_that_were_made_before_it_was_given(tmp_pa
         assert found.layout == member.layout
 
 
-def _registered(client: VaultClient, role: int, nbytes: int) -> Segment:
-    try:
-        client.register(make_layout(role, nbytes=nbytes), 1)
-    except VaultError:
-        pass  # there is no vault here to answer
-    assert client._segment is not None
-    return client._segment
-
-
 def test_a_role_of_another_size_gets_slots_of_its_own(tmp_path: Path) -> None:
-    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=0.0)
-    client.park(make_layout(7, nbytes=NBYTES))
-    assert _registered(client, 0, 64 << 10).nbytes < NBYTES
-    assert _parked(tmp_path) == []
-    assert allocated_bytes(tmp_path) < NBYTES
+    with cluster(tmp_path, 1) as running:
+        (node,) = running.nodes
+        member = Member(node, make_layout(0, nbytes=64 << 10))
+        member.client.park(make_layout(7, nbytes=NBYTES))
+        running.open(running.record(1))
+        member.client.register(member.layout, 1)
+        member.write(Generation(1, 0))
+        assert _parked(node.directory) == []
+        assert allocated_bytes(node.directory) < NBYTES
+
+
+def test_what_is_parked_while_the_role_gets_other_slots_goes(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as running:
+        (node,) = running.nodes
+        member = Member(node, make_layout(0, nbytes=64 << 10))
+        Segment.create(node.directory / own_name(0, member.seat), member.layout, member.seat, ())
+        member.client.park(make_layout(7, nbytes=NBYTES))
+        running.open(running.record(1))
+        member.client.register(member.layout, 1)
+        assert _parked(node.directory) == []
 
 
 def test_what_an_earlier_process_on_the_place_has_left_goes(tmp_path: Path) -> None:

@@ -125,6 +125,30 @@ def test_a_member_without_a_seat_stays_frozen(tmp_path: Path) -> None:
     assert segment.is_frozen()
 
 
+def test_a_member_does_not_write_beside_a_restore_of_the_epoch_before(tmp_path: Path) -> None:
+    """A thread that still receives may not put bytes into what the member writes by now."""
+    table = Table(tmp_path)
+    segment = own(table)
+    table.adopt(Generation(1, 4), "step", 2, {3: SEAT})
+    slot = table.claim(segment, Generation(1, 4), 2)
+    assert slot is not None
+    assert not segment.is_frozen()
+    table.freeze()
+    table.adopt(Generation(1, 3), "step", 3, {3: SEAT})
+    assert segment.state(slot) is SlotState.EMPTY
+    assert segment.is_frozen()
+    other = table.claim(segment, Generation(1, 3), 3)
+    assert other is not None
+    assert other != slot
+    table.release(segment, slot)
+    assert segment.is_frozen(), "the vault restores into another slot of it now"
+    table.freeze()
+    table.release(segment, other)
+    assert segment.is_frozen(), "promised"
+    table.adopt(Generation(1, 3), "step", 4, {3: SEAT})
+    assert not segment.is_frozen()
+
+
 def test_adopting_drops_the_abandoned_and_nothing_else(tmp_path: Path) -> None:
     table, segment = table_with_copy(tmp_path, slots=4)
     member = own(table, Generation(2, 6), Generation(2, 7))

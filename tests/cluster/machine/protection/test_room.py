@@ -119,20 +119,28 @@ def test_what_fits_stays() -> None:
 
 
 def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
-    """Copies fit, but not beside a generation that has to be fetched; where no plan leaves that
-    much, that counts for less than the safer plan."""
-    copies, least = sizes()
-    rig = room(copies + MEGA, nodes=6, spares=0).begin()
-    assert rig.record.protection.kind is Scheme.PARITY
+    """Small groups fit, but not beside the slots of the roles; where no plan leaves that much, that
+    counts for less than the safer plan."""
+    rig = Room(nodes=6, spares=1, nproc=4, replicas=2).run()
+    scene = scene_of(rig.state, rig.settings)
+    assert scene is not None
+    small = uniform("parity", rig.settings, 1, GROUP_SIZES[0])
+    wanted = max(memory_needs(small, replace(scene, roomy=True)).values())
+    assert (
+        max(memory_needs(small, scene).values()) < wanted < needs(rig.state, ProtectionPlan(), rig)
+    )
+    rig = room(wanted, nodes=6, spares=1, replicas=2).begin()
+    assert rig.record.protection == small
+    rig = room(wanted - 1, nodes=6, spares=1, replicas=2).begin()
+    assert rig.record.protection == uniform("parity", rig.settings, 1, GROUP_SIZES[1])
     (why,) = [
         action.data["why"]
         for action in rig.log
         if isinstance(action, act.EmitEvent) and action.kind is Kind.PROTECTION
     ]
     assert "with room to take over the roles of another node" in why
-    assert room(least + MEGA, nodes=6, spares=0).begin().record.protection.kind is Scheme.PARITY
-    few, _ = sizes(2)
-    assert room(few, nodes=2, spares=0).begin().record.protection == ProtectionPlan()
+    few, _ = sizes(2, 1, 2)
+    assert room(few, nodes=2, spares=1, replicas=2).begin().record.protection == ProtectionPlan()
 
 
 def test_other_schemes_are_what_the_user_has_said() -> None:

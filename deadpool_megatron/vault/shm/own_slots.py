@@ -1,0 +1,62 @@
+"""The segment that one member incarnation writes: its memory may be made before there is a role.
+
+A process that waits for a role parks slots; its vault gives them the name of the role, or makes
+others. So there is one who names them, whoever of the two needs them first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from deadpool_megatron.layout.records import RoleLayout, Seat
+from deadpool_megatron.vault.errors import SegmentError
+from deadpool_megatron.vault.memory.budget import Budget
+from deadpool_megatron.vault.shm.affinity import memory_near
+from deadpool_megatron.vault.shm.segment import Segment
+
+
+def park(
+    directory: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
+) -> None:
+    """Make the slots of the process on ``seat``, which waits for a role, most likely one with this
+    ``layout``: to fill gigabytes of memory with zeros takes seconds that a recovery need not have.
+
+    ``memory_node``: NUMA node that they are to lie on. Raises NoRoom.
+    """
+    for left in directory.glob(f".parked-{seat.node}.{seat.slot}.*"):
+        left.unlink(missing_ok=True)  # of an earlier process on this place
+    _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget, memory_node)
+
+
+def unpark(directory: Path, seat: Seat) -> None:
+    """Take away what the process on ``seat`` has parked, if it has not become a role's."""
+    for path in directory.glob(f"{_parked(seat)}*"):
+        path.unlink(missing_ok=True)
+
+
+def make_own(
+    path: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
+) -> None:
+    """Make ``path``, the segment of a role: of what its process has parked, if that is laid out as
+    the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
+    for parked in path.parent.glob(f"{_parked(seat)}*"):
+        with contextlib.suppress(SegmentError, FileNotFoundError):
+            if Segment.open_parked(parked, seat, budget).become(path, layout):
+                return
+    unpark(path.parent, seat)
+    _create(path, layout, seat, budget, memory_node)
+
+
+def _parked(seat: Seat) -> str:
+    """How the name begins; the process that makes it comes last."""
+    return f".parked-{seat.node}.{seat.slot}.{seat.incarnation}.seg."
+
+
+def _create(
+    path: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
+) -> None:
+    names = [part.name for part in layout.parts]
+    with memory_near(memory_node):
+        Segment.create(path, layout, seat, names, budget=budget)

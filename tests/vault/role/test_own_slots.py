@@ -1,0 +1,220 @@
+"""What a vault restores for a role lies in the role's own slots, whoever dies in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.events import Kind
+from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
+from deadpool_megatron.vault.errors import NoRoom
+from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.shm.geometry import segment_bytes
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
+from tests.vault.harness import (
+    Cluster,
+    Member,
+    Node,
+    cluster,
+    make_layout,
+    sources_from,
+    wait_until,
+)
+from tests.vault.protected import FIRST, LAYOUTS, begin, flip, swap
+
+PARTS = {"shard", "tail", "extras@step"}
+
+
+def _held(node: Node, role: int = 1) -> set[str]:
+    """Parts of the first generation that the node's vault would give away now."""
+    found = (h for h in node.status()["holdings"] if h["role"] == role)
+    return {name for h in found if h["generation"] == FIRST.to_list() for name in h["parts"]}
+
+
+def _restored(node: Node) -> None:
+    wait_until(lambda: _held(node) >= PARTS, "the parts of role 1")
+
+
+def _lose_one(running: Cluster) -> dict[int, Inventory]:
+    begin(running)
+    running.nodes[1].die()
+    return running.close(1, gone={1})
+
+
+def _sent(node: Node) -> int:
+    return int(node.status()["counters"].get("bytes fetched from here", 0))
+
+
+def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare = running.nodes[2]
+        record = swap(running, _lose_one(running), FIRST)
+        running.open(record)
+        _restored(spare)  # nobody has asked for it yet
+        files = {path.name for path in spare.directory.glob("*.seg")}
+        fresh = Member(spare, LAYOUTS[1])
+        assert own_name(1, fresh.seat) in files
+        assert copy_name(1) not in files
+        fresh.client.register(LAYOUTS[1], 2)
+        fresh.check(record)
+        assert fresh.wait(FIRST) == "committed"
+        kept = fresh.client.sealed_part(FIRST, "shard")
+        assert kept is not None
+        before = bytes(kept)
+        fresh.write(Generation(2, 1))
+        assert bytes(kept) == before, "another slot was there to be written"
+
+
+def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
+    """No memory is taken in a recovery."""
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare = running.nodes[2]
+        fresh = Member(spare, LAYOUTS[1])
+        fresh.client.park(LAYOUTS[0])
+        taken = allocated_bytes(spare.directory)
+        (parked,) = spare.directory.glob(".parked-*")
+        known = parked.stat().st_ino
+        record = swap(running, _lose_one(running), FIRST)
+        spare.adopt(record)
+        running.nodes[0].adopt(record)
+        _restored(spare)
+        own = spare.directory / own_name(1, fresh.seat)
+        assert own.stat().st_ino == known
+        copies = spare.directory / copy_name(0)
+        of_others = copies.stat().st_blocks * 512 if copies.exists() else 0
+        assert allocated_bytes(spare.directory) - of_others <= taken
+        fresh.client.register(LAYOUTS[1], 2)
+        fresh.check(record)
+
+
+def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare, source = running.nodes[2], running.nodes[0]
+        record = swap(running, _lose_one(running), FIRST)
+        running.open(record)
+        _restored(spare)
+        sent = _sent(source)
+        spare.kill()
+        spare.start()
+        spare.adopt(record)
+        fresh = Member(spare, LAYOUTS[1])
+        fresh.client.register(LAYOUTS[1], 2)
+        fresh.check(record)
+        assert _sent(source) == sent > 0
+        assert fresh.wait(FIRST) == "committed"
+
+
+def test_a_vault_killed_while_it_restores_goes_on_in_the_same_slot(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare = running.nodes[2]
+        inventories = _lose_one(running)
+        record = swap(running, inventories, FIRST)
+        # As a kill after one part leaves it: the slot is of the generation, and lacks the rest.
+        seat = Seat(2, 0, 0)
+        path = spare.directory / own_name(1, seat)
+        left = Segment.create(path, LAYOUTS[1], seat, ["shard"])
+        left.open_slot(1, FIRST, 2)
+        running.open(record)
+        fresh = Member(spare, LAYOUTS[1])
+        fresh.client.register(LAYOUTS[1], 2)
+        fresh.check(record)
+        assert left.state(0) is SlotState.EMPTY
+        assert left.generation(1) == FIRST
+
+
+def test_the_next_process_on_the_place_gets_it_from_the_slots_of_the_last(tmp_path: Path) -> None:
+    """The first one has died between the restore and its registration."""
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare, source = running.nodes[2], running.nodes[0]
+        running.open(swap(running, _lose_one(running), FIRST))
+        _restored(spare)
+        sent = _sent(source)
+        inventories = running.close(2, gone={1})
+        found = sources_from(inventories, FIRST, LAYOUTS)
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 1)}
+        restore = Restore("memory", FIRST, sources=found)
+        record = running.record(3, restore, seats, gone={1})
+        running.open(record)
+        survivor = source.clients[0]
+        survivor.register(LAYOUTS[0], 3)
+        fresh = Member(spare, LAYOUTS[1], incarnation=1)
+        fresh.client.register(LAYOUTS[1], 3)
+        fresh.check(record)
+        assert _sent(source) == sent, "all of it was on the node"
+        assert fresh.wait(FIRST) == "committed"
+        old = spare.directory / own_name(1, Seat(2, 0, 0))
+        assert old.exists(), "others may still ask for what the epoch began with"
+        for iteration in (1, 2):
+            fresh.step(Generation(3, iteration))
+        assert not old.exists(), "nobody can any more"
+
+
+def test_slots_of_a_role_that_has_gone_elsewhere_are_taken_away(tmp_path: Path) -> None:
+    with cluster(tmp_path, 4, roles=2) as running:
+        first, second = running.nodes[2], running.nodes[3]
+        running.open(swap(running, _lose_one(running), FIRST))
+        _restored(first)
+        inventories = running.close(2, gone={1})
+        found = sources_from(inventories, FIRST, LAYOUTS)
+        seats = {0: Seat(0, 0, 0), 1: Seat(3, 0, 0)}
+        record = running.record(3, Restore("memory", FIRST, sources=found), seats, gone={1})
+        running.open(record)
+        fresh = Member(second, LAYOUTS[1])
+        fresh.client.register(LAYOUTS[1], 3)
+        fresh.check(record)
+        running.close(3, gone={1})
+        start = Restore("initial", Generation(4, 0))
+        running.open(running.record(4, start, seats, gone={1}))
+        assert not (first.directory / own_name(1, Seat(2, 0, 0))).exists()
+
+
+def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as running:
+        members = begin(running)
+        inventories = running.close(1)
+        node, name = running.nodes[0], own_name(0, Seat(0, 0, 0))
+        flip(node, name, FIRST, "shard")
+        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, LAYOUTS))
+        record = running.record(2, restore)
+        running.open(record)
+        for member in members:
+            member.check(record)
+        assert node.seen(Kind.CORRUPTION)
+        assert not (node.directory / copy_name(0)).exists()
+        segment = Segment.open(node.directory / name, writable=False)
+        held = [s for s in range(segment.slots) if segment.state(s) is SlotState.SEALED]
+        assert [segment.generation(s) for s in held] == [FIRST]
+        for member in members:
+            assert member.wait(FIRST) == "committed"
+
+
+@pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
+def test_the_own_slots_are_all_that_a_restore_needs(
+    tmp_path: Path, share: float, fits: bool
+) -> None:
+    """One generation more was asked for when it came into a file of its own."""
+    layouts = {role: make_layout(role, 1 << 20) for role in range(2)}
+    limit = share * segment_bytes(layouts[1])
+    with cluster(tmp_path, 3, roles=2) as running:
+        spare = running.nodes[2]
+        spare.kill()
+        spare.settings = replace(spare.settings, memory_gb=limit / 1e9)
+        spare.start()
+        begin(running, layouts)
+        running.nodes[1].die()
+        inventories = running.close(1, gone={1})
+        found = sources_from(inventories, FIRST, layouts)
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(2, Restore("memory", FIRST, sources=found), seats, gone={1})
+        running.open(record)
+        fresh = Member(spare, layouts[1])
+        if fits:
+            fresh.client.register(layouts[1], 2)
+            fresh.check(record)
+        else:
+            with pytest.raises(NoRoom, match="raise --deadpool-memory-gb"):
+                fresh.client.register(layouts[1], 2)
