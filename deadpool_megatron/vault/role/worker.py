@@ -91,10 +91,16 @@ class RoleWorker(threading.Thread):
         self._answer(VaultError(f"epoch {self.epoch} is over"))
 
     def _known_layout(self) -> RoleLayout | None:
+        """As the member has said, or as what is restored of the role is laid out."""
+        is_in_memory, table = self._record.restore.kind == "memory", self._state.table
         if self._layout is None:
             with self._state.lock:
-                self._layout = self._state.table.layout(self._role)
-        if self._layout is None and self._record.restore.kind == "memory":
+                own = table.own(self._role, self._seat)
+                if own is not None:
+                    self._layout = own.layout
+                elif is_in_memory:
+                    self._layout = table.layout(self._role)
+        if self._layout is None and is_in_memory:
             self._layout = self._obtainer.describe()
         return self._layout
 

@@ -7,6 +7,7 @@ that was stopped just before a store and wakes up now can change it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -127,11 +128,11 @@ class Table:
         return self.segments.get(copy_name(role))
 
     def layout(self, role: int) -> RoleLayout | None:
-        """The layout of a role as some segment here describes it."""
-        for segment in self.segments.values():
-            if segment.layout.role == role:
-                return segment.layout
-        return None
+        """The layout of a role as a segment here describes it, one that holds something if any:
+        processes with another model may have been here, and have left slots without anything."""
+        holding = (slot.segment.layout for slot in self.sealed(role) if slot.parts)
+        others = (s.layout for s in self.segments.values() if s.layout.role == role)
+        return next(itertools.chain(holding, others), None)
 
     def remove(self, segment: Segment) -> None:
         """Take a segment away; its memory goes when ``removed`` is cleared, unlocked."""

@@ -192,6 +192,30 @@ def test_a_damaged_part_of_a_survivor_comes_back_into_its_slot(tmp_path: Path) -
             assert member.wait(FIRST) == "committed"
 
 
+def test_slots_of_another_model_say_nothing_of_what_is_restored(tmp_path: Path) -> None:
+    """Its processes were here before, were refused, and have sealed nothing."""
+    with cluster(tmp_path, 2) as running:
+        begin(running)
+        inventories = running.close(1)
+        node = running.nodes[0]
+        node.kill()
+        # Before the others in the order in which a vault finds them.
+        stranger = Seat(0, 0, 9)
+        path = node.directory / own_name(0, stranger)
+        Segment.create(path, make_layout(0, 5000), stranger, ())
+        own = node.directory / own_name(0, Seat(0, 0, 0))
+        own.rename(node.directory / own_name(0, Seat(0, 1, 0)))
+        node.start()
+        node.close_epoch(1)
+        restore = Restore("memory", FIRST, sources=sources_from(inventories, FIRST, LAYOUTS))
+        record = running.record(2, restore, {0: Seat(0, 0, 10), 1: Seat(1, 0, 0)})
+        running.open(record)
+        wait_until((node.directory / own_name(0, Seat(0, 0, 10))).exists, "slots of the next one")
+        fresh = Member(node, LAYOUTS[0], incarnation=10)
+        fresh.client.register(LAYOUTS[0], 2)
+        fresh.check(record)
+
+
 @pytest.mark.parametrize(("share", "fits"), [(0.9, False), (1.1, True)])
 def test_the_own_slots_are_all_that_a_restore_needs(
     tmp_path: Path, share: float, fits: bool
