@@ -165,8 +165,8 @@ class EpochEntry(Stages):
         """Bring the state of the record's generation into the live objects."""
         restore = record.restore
         self._admit(record)
-        # First: whether the state in memory is of this model is for the coordinator to judge; the vault
-        # may have made slots for that state already, and has none of another layout.
+        # First: whether the state in memory is of this model is for the coordinator to judge; the
+        # vault may have made slots for that state already, and has none of another layout.
         self._link.send({"t": "registered", "layout": self.protection.layout.to_dict()})
         plan = record.protection
         # Without the gradients of every iteration there is nothing to replay.

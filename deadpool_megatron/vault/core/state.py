@@ -187,8 +187,8 @@ class VaultState:
         """The segment of the member on ``seat``, made if it is not there yet: with the role, or
         for what is restored before its process has come to it.
 
-        ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for; over by then,
-        nothing is left behind. Raises NoRoom, VaultError when the layouts differ.
+        ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for. Raises NoRoom,
+        VaultError when the layouts differ or that epoch is over.
         """
         path = self.table.directory / own_name(layout.role, seat)
         with self._makes(layout.role):
@@ -197,11 +197,13 @@ class VaultState:
             if is_new:
                 make_own(path, layout, seat, self.table.budget, memory_node)
             with self.lock:
-                if epoch is not None and not self.is_open(epoch):
-                    if is_new:
-                        path.unlink()
+                is_over = epoch is not None and not self.is_open(epoch)
+                if is_over and is_new and self.own_roles().get(layout.role) != seat:
+                    path.unlink()  # the adoption that would have taken it away is past
+                else:
+                    segment = self.attach(path.name)
+                if is_over:
                     raise VaultError(f"epoch {epoch} is over")
-                segment = self.attach(path.name)
         if segment.layout.layout_hash != layout.layout_hash:
             raise VaultError(
                 f"layout {layout.layout_hash} of role {layout.role} differs from the"
