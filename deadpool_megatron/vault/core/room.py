@@ -1,4 +1,4 @@
-"""Memory for copies and blocks; where there is none left, that of what nobody is owed any more.
+"""Memory for slots and blocks; where there is none left, that of what nobody is owed any more.
 
 With another plan, or other nodes, a vault holds what it kept by the record before until something
 newer has taken its place. Both together may be more than the limit, and what is new would wait for
@@ -16,14 +16,16 @@ Chains of steps are left alone.
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.places.parity import is_parity_role
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.errors import NoRoom
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
+from deadpool_megatron.vault.errors import NoRoom, VaultError
+from deadpool_megatron.vault.shm.own_slots import make_own
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
 
 
 def ensure_own(
@@ -34,14 +36,44 @@ def ensure_own(
     memory_node: int | None = None,
     epoch: int | None = None,
 ) -> Segment:
-    """See :meth:`VaultState.ensure_own`."""
+    """The segment of the member on ``seat``, made if it is not there yet: with the role, or for
+    what is restored before its process has come to it.
+
+    ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for. Raises NoRoom,
+    VaultError when the layouts differ or that epoch is over.
+    """
+    path = state.table.directory / own_name(layout.role, seat)
+    with state.makes(layout.role):
+        with state.lock:
+            is_new = path.name not in state.table.segments and not path.exists()
+        if is_new:
+            _make_own(state, path, layout, seat, memory_node)
+        with state.lock:
+            is_over = epoch is not None and not state.is_open(epoch)
+            if is_over and is_new and state.own_roles().get(layout.role) != seat:
+                path.unlink()  # the adoption that would have taken it away is past
+            else:
+                segment = state.attach(path.name)
+            if is_over:
+                raise VaultError(f"epoch {epoch} is over")
+    if segment.layout.layout_hash != layout.layout_hash:
+        raise VaultError(
+            f"layout {layout.layout_hash} of role {layout.role} differs from the"
+            f" {segment.layout.layout_hash} of {path.name}"
+        )
+    return segment
+
+
+def _make_own(
+    state: VaultState, path: Path, layout: RoleLayout, seat: Seat, memory_node: int | None
+) -> None:
     try:
-        return state.ensure_own(layout, seat, memory_node=memory_node, epoch=epoch)
+        make_own(path, layout, seat, state.table.budget, memory_node)
     except NoRoom:
         record = state.record
         if record is None or not give_back(state, record.restore.generation):
             raise
-    return state.ensure_own(layout, seat, memory_node=memory_node, epoch=epoch)
+        make_own(path, layout, seat, state.table.budget, memory_node)
 
 
 def ensure_copy(state: VaultState, layout: RoleLayout, generation: Generation) -> Segment:

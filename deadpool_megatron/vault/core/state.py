@@ -35,14 +35,7 @@ from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.net.interface import Interface
-from deadpool_megatron.vault.shm.own_slots import make_own
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    copy_name,
-    own_name,
-)
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)
@@ -176,42 +169,7 @@ class VaultState:
                 self.table.let_write(segment)
             return segment
 
-    def ensure_own(
-        self,
-        layout: RoleLayout,
-        seat: Seat,
-        *,
-        memory_node: int | None = None,
-        epoch: int | None = None,
-    ) -> Segment:
-        """The segment of the member on ``seat``, made if it is not there yet: with the role, or
-        for what is restored before its process has come to it.
-
-        ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for. Raises NoRoom,
-        VaultError when the layouts differ or that epoch is over.
-        """
-        path = self.table.directory / own_name(layout.role, seat)
-        with self._makes(layout.role):
-            with self.lock:
-                is_new = path.name not in self.table.segments and not path.exists()
-            if is_new:
-                make_own(path, layout, seat, self.table.budget, memory_node)
-            with self.lock:
-                is_over = epoch is not None and not self.is_open(epoch)
-                if is_over and is_new and self.own_roles().get(layout.role) != seat:
-                    path.unlink()  # the adoption that would have taken it away is past
-                else:
-                    segment = self.attach(path.name)
-                if is_over:
-                    raise VaultError(f"epoch {epoch} is over")
-        if segment.layout.layout_hash != layout.layout_hash:
-            raise VaultError(
-                f"layout {layout.layout_hash} of role {layout.role} differs from the"
-                f" {segment.layout.layout_hash} of {path.name}"
-            )
-        return segment
-
-    def _makes(self, role: int) -> threading.Lock:
+    def makes(self, role: int) -> threading.Lock:
         """Held by the one thread that makes a segment of a role."""
         with self.lock:
             return self._making.setdefault(role, threading.Lock())
@@ -222,7 +180,7 @@ class VaultState:
         Raises VaultError when there is no room or the layouts differ.
         """
         slots = copy_slots(layout, self.settings.full_every)
-        with self._makes(layout.role):
+        with self.makes(layout.role):
             with self.lock:
                 segment = self.table.copy(layout.role)
             if segment is None:

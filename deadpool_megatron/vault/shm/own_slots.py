@@ -14,6 +14,7 @@ from deadpool_megatron.layout.records import RoleLayout, Seat
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.affinity import memory_near
+from deadpool_megatron.vault.shm.geometry import read_description
 from deadpool_megatron.vault.shm.segment import Segment
 
 
@@ -43,10 +44,20 @@ def make_own(
     the role needs it, else of new memory. By the vault alone. Raises NoRoom."""
     for parked in path.parent.glob(f"{_parked(seat)}*"):
         with contextlib.suppress(SegmentError, FileNotFoundError):
-            if Segment.open_parked(parked, seat, budget).become(path, layout):
+            if _open_parked(parked, seat, budget).become(path, layout):
                 return
     unpark(path.parent, seat)
     _create(path, layout, seat, budget, memory_node)
+
+
+def _open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        layout, geometry = read_description(file, path, seat)
+    except BaseException:
+        os.close(file)
+        raise
+    return Segment(path, layout, seat, file, geometry, budget=budget)
 
 
 def _parked(seat: Seat) -> str:

@@ -210,18 +210,6 @@ class Segment:
         return segment
 
     @staticmethod
-    def open_parked(path: Path, seat: Seat, budget: Budget) -> Segment:
-        """Map a file that the process on ``seat`` has made before it had a role. Raises
-        SegmentError, or OSError when it is gone."""
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            layout, geometry = read_description(file, path, seat)
-        except BaseException:
-            os.close(file)
-            raise
-        return Segment(path, layout, seat, file, geometry, budget=budget)
-
-    @staticmethod
     def open(path: Path, writable: bool = True, budget: Budget | None = None) -> Segment:
         """Map an existing file. Raises SegmentError when it is not whole, OSError when absent."""
         role, seat = parse_name(path.name)
