@@ -267,6 +267,8 @@ class VaultState:
             entry = place.segment.entry(place.slot, place.name)
             if (entry.state, entry.checksum) != (PartState.SEALED, place.checksum):
                 return  # overwritten while it was read; it is another generation's slot now
+            if entry.epoch != place.epoch:
+                return  # others have found that out, and the part was restored into the same slot
             self.table.mark_bad(place)
             self.changed.notify_all()
         self.counters["corruption"] += 1

@@ -354,7 +354,7 @@ class Obtainer:
     def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
         if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
             raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
-        return Place(segment, slot, name, nbytes, digest)
+        return Place(segment, slot, name, nbytes, digest, self._record.epoch)
 
     @contextlib.contextmanager
     def _target(

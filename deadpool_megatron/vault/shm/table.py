@@ -48,13 +48,14 @@ class SealedSlot:
 
 @dataclass(frozen=True)
 class Place:
-    """Sealed bytes of one part in this node's memory."""
+    """Sealed bytes of one part in this node's memory; ``epoch``: in which they were sealed."""
 
     segment: Segment
     slot: int
     name: str
     nbytes: int
     checksum: int
+    epoch: int
 
     @property
     def key(self) -> tuple[str, int]:
@@ -156,7 +157,7 @@ class Table:
     def find(self, role: int, generation: Generation, name: str) -> list[Place]:
         """All places of one part on this node, the members' own slots first."""
         found = [
-            Place(slot.segment, slot.slot, name, entry.nbytes, entry.checksum)
+            Place(slot.segment, slot.slot, name, entry.nbytes, entry.checksum, entry.epoch)
             for slot in self.sealed(role)
             if slot.generation == generation and (entry := slot.parts.get(name)) is not None
         ]

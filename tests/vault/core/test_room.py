@@ -101,7 +101,7 @@ def test_with_three_slots_the_second_one_is_the_proof(tmp_path: Path) -> None:
 def test_what_somebody_reads_or_is_owed_stays(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path)
     (slot,) = [s for s in keeper.state.table.sealed(OLD) if s.generation.iteration == 5]
-    place = Place(slot.segment, slot.slot, "shard", 0, 0)
+    place = Place(slot.segment, slot.slot, "shard", 0, 0, 1)
     keeper.state.table.pin(place)
     assert not room.give_back(keeper.state, RESTORED)
     assert keeper.held(OLD) == [5, 6]

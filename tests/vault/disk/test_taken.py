@@ -147,7 +147,7 @@ def test_what_was_written_is_what_counts(tmp_path: Path, monkeypatch: pytest.Mon
     segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
     segment.open_slot(0, Generation(1, 1), 1)
     segment.data(0, "shard")[:] = content(0, Generation(1, 1), "shard", 100_000)
-    place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")))
+    place = Place(segment, 0, "shard", 100_000, checksum(segment.data(0, "shard")), 1)
     taker = taking._Taker(state, "test", Generation(1, 1), 0)
     taker.reserve(layout)
     taker._copy(place)

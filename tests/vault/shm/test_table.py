@@ -189,7 +189,7 @@ def test_damaged_parts_are_not_promised(tmp_path: Path) -> None:
     segment = own(table, Generation(1, 1))
     table.freeze()
     entry = segment.entry(0, "shard")
-    table.mark_bad(Place(segment, 0, "shard", entry.nbytes, entry.checksum))
+    table.mark_bad(Place(segment, 0, "shard", entry.nbytes, entry.checksum, entry.epoch))
     assert table.holdings()[0].parts == {"tail", "extras@step"}
     assert segment.entry(0, "shard").state is PartState.BAD
 
