@@ -190,6 +190,10 @@ class MemberDialogue:
             asked = Generation.from_list(wish["generation"]), wish["boundary"]
             if record is None or asked != (record.restore.generation, record.restore.boundary):
                 self._answer(epoch, VaultError(f"epoch {epoch} does not start from {asked}"))
+            elif record.seats.get(self.role) != self._seat:
+                # What is restored comes into the slots of the process that has the seat.
+                text = f"another process plays role {self.role} in epoch {epoch}"
+                self._answer(epoch, VaultError(text))
             elif record.restore.kind not in ("memory", "dump"):
                 self._answer(epoch, VaultError(f"epoch {epoch} starts from {record.restore.kind}"))
             else:

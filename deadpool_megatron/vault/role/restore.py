@@ -178,8 +178,7 @@ class Obtainer:
         while sources:
             # A node that has kept us waiting for one part is asked last for the next.
             for source in sorted(sources, key=lambda source: source.node in self._silent):
-                if not self._state.is_open(self._record.epoch):
-                    raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+                self._require_open()
                 try:
                     return self._fetch(layout, wanted, source)
                 except _Hopeless as error:
@@ -230,6 +229,7 @@ class Obtainer:
             target, source = segment.data(slot, wanted.name, place.nbytes), place.view
             digest, size = xxhash.xxh3_64(), self._state.settings.chunk_bytes
             for start in range(0, place.nbytes, size):
+                self._require_open()
                 target[start : start + size] = source[start : start + size]
                 digest.update(target[start : start + size])
             found = digest.intdigest()
@@ -300,7 +300,7 @@ class Obtainer:
         if wanted.generation != restored:
             raise RestoreUnavailable(text, tuple(tried))
         for decoding in dumped_decodings(directory, self._role, wanted.name, restored.iteration):
-            decoder = Decoder(
+            self._decoder = Decoder(
                 self._state,
                 self._record,
                 self._role,
@@ -309,7 +309,7 @@ class Obtainer:
                 self._seal,
             )
             with contextlib.suppress(RestoreUnavailable):
-                return decoder.obtain(layout, wanted.name, decoding, tried, deadline)
+                return self._decoder.obtain(layout, wanted.name, decoding, tried, deadline)
         raise RestoreUnavailable(text, tuple(tried))
 
     def _slot_of(
@@ -337,6 +337,7 @@ class Obtainer:
         digest = xxhash.xxh3_64()
         view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
         for start in range(0, entry.nbytes, size):
+            self._require_open()
             dumped.read_into(source, name, start, view[start : start + size])
             digest.update(view[start : start + size])
         found = digest.intdigest()
@@ -349,12 +350,20 @@ class Obtainer:
 
     def _open(self, segment: Segment, slot: int, name: str) -> None:
         if not self._state.open_part(segment, slot, name, self._record.epoch):
-            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+            raise self._closed()
 
     def _seal(self, segment: Segment, slot: int, name: str, nbytes: int, digest: int) -> Place:
         if not self._state.seal_copy(segment, slot, name, nbytes, digest, self._record.epoch):
-            raise VaultError(f"epoch {self._record.epoch} was closed during the restore")
+            raise self._closed()
         return Place(segment, slot, name, nbytes, digest, self._record.epoch)
+
+    def _require_open(self) -> None:
+        """Also between pieces: the member of the next epoch must not wait for the slot of this."""
+        if not self._state.is_open(self._record.epoch):
+            raise self._closed()
+
+    def _closed(self) -> VaultError:
+        return VaultError(f"epoch {self._record.epoch} was closed during the restore")
 
     @contextlib.contextmanager
     def _target(

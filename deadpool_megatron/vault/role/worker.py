@@ -133,7 +133,7 @@ class RoleWorker(threading.Thread):
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
             wanted = bool(self._waiting)
-        if self._outcome is None and not wanted and self._is_busy():
+        if self._outcome is None and not wanted and not self._may_restore_unasked():
             return
         if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
             try:
@@ -143,20 +143,26 @@ class RoleWorker(threading.Thread):
                 self._outcome = error
         self._answer(self._outcome)
 
-    def _is_busy(self) -> bool:
-        """Whether the member may be using its slots: for a generation of this epoch, if the vault
-        was restarted, and what the epoch began with is behind it; or still for one of the epoch
-        before, until it asks."""
+    def _may_restore_unasked(self) -> bool:
+        """Whether to restore before the member asks for it.
+
+        A member that asks waits, and writes nothing. Before that it may be stopped between any two
+        stores of the epoch before. So no slot is begun that it may have chosen: either it has never
+        used any, or one holds the generation already, which it does not overwrite. Nor is
+        anything brought that it has left behind in this epoch, when the vault was restarted.
+        """
+        restored = self._record.restore.generation
         with self._state.lock:
             segment = self._state.table.own(self._role, self._seat)
             if segment is None:
-                return False
-            slots = [(segment.state(s), segment.generation(s)) for s in range(segment.slots)]
-        return any(
-            state is SlotState.WRITING
-            or (state is not SlotState.EMPTY and generation > self._record.restore.generation)
-            for state, generation in slots
-        )
+                return True
+            slots = range(segment.slots)
+            epochs = [segment.epoch(slot) for slot in slots]
+            held = [segment.generation(s) for s in slots if segment.state(s) is SlotState.SEALED]
+            newer = [s for s in slots if segment.generation(s) > restored]
+        if any(epochs[slot] == self.epoch for slot in newer):
+            return False
+        return restored in held or not any(epochs)
 
     def _answer(self, outcome: dict[str, Place] | VaultError) -> None:
         with self._lock:

@@ -24,7 +24,8 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core import room as making_room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.core.traffic import Traffic
-from deadpool_megatron.vault.errors import RestoreUnavailable
+from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultError
+from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
@@ -103,6 +104,23 @@ def test_bytes_that_have_made_way_for_a_newer_generation_are_not_damaged(state: 
     assert told == [NEW]
 
 
+def test_bytes_that_were_restored_into_their_slot_are_not_damaged(state: VaultState) -> None:
+    """Nor because of who has read what they were before, and says so after the restore."""
+    segment = next(iter(state.table.segments.values()))
+    (before,) = state.table.find(0, OLD, "shard")
+    segment.data(0, "shard")[0] ^= 0xFF
+    state.mark_bad(before, 0)
+    assert segment.entry(0, "shard").state is PartState.BAD
+    segment.data(0, "shard")[0] ^= 0xFF
+    segment.seal_part(0, "shard", 10, before.checksum, 2)
+    state.mark_bad(before, 0)
+    assert segment.entry(0, "shard").state is PartState.SEALED
+    assert state.counters["corruption"] == 1
+    (restored,) = state.table.find(0, OLD, "shard")
+    state.mark_bad(restored, 0)
+    assert segment.entry(0, "shard").state is PartState.BAD
+
+
 def test_a_node_without_room_does_not_flood_the_log(state: VaultState) -> None:
     """Each refusal names other bytes: it is one reason, told once a second, and takes no memory."""
     events: list[Event] = []
@@ -178,13 +196,99 @@ def test_a_restarted_vault_does_not_restore_what_its_member_has_left_behind(
     assert answers == [{}]
 
 
-def test_what_nobody_has_left_behind_is_restored(state: VaultState) -> None:
-    segment = next(iter(state.table.segments.values()))
-    for slot in range(segment.slots):
-        segment.set_state(slot, SlotState.EMPTY)
+def test_slots_that_were_never_used_are_restored_to_at_once(state: VaultState) -> None:
+    path = next(iter(state.table.segments))
+    state.table.remove(state.table.segments[path])
     worker, obtained = restarted(state)
+    fresh = Segment.create(state.table.directory / path, LAYOUT, Seat(0, 0, 0), NAMES)
+    state.table.segments[path] = fresh
     worker._restore(LAYOUT)
     assert obtained == [LAYOUT]
+
+
+@pytest.mark.parametrize("left", [SlotState.WRITING, SlotState.FILLED, SlotState.EMPTY])
+def test_a_slot_that_the_member_may_have_chosen_is_not_begun_before_it_asks(
+    state: VaultState, left: SlotState
+) -> None:
+    """It may have looked, been stopped, and go on with the epoch before at any time."""
+    worker, obtained = restarted(state)
+    segment = next(iter(state.table.segments.values()))
+    for slot in range(segment.slots):
+        segment.mark_writing(slot)
+        segment.begin(slot, Generation(0, 4 + slot), 1)
+        segment.set_state(slot, left)
+    worker._record = replace(worker._record, epoch=2)
+    worker._restore(LAYOUT)
+    assert not obtained
+    worker.want(LAYOUT, lambda _: None)
+    worker._restore(LAYOUT)
+    assert obtained == [LAYOUT]
+
+
+def test_the_slot_that_holds_the_generation_is_looked_at_before_the_member_asks(
+    state: VaultState,
+) -> None:
+    """Whatever it does to the others: that one it does not take."""
+    worker, obtained = restarted(state)
+    segment = next(iter(state.table.segments.values()))
+    sealed(segment, 0, RESTORED)
+    segment.mark_writing(1)
+    worker._record = replace(worker._record, epoch=2)
+    worker._restore(LAYOUT)
+    assert obtained == [LAYOUT]
+
+
+def test_a_restore_of_an_epoch_that_is_over_seals_nothing_and_the_member_writes_after_it(
+    state: VaultState, tmp_path: Path
+) -> None:
+    """Its thread may stand in the middle of a part while the next epoch is under way."""
+    assert state.record is not None
+    segment = next(iter(state.table.segments.values()))
+    record = replace(state.record, restore=Restore("memory", RESTORED))
+    state.close(1)
+    state.adopt(replace(record, epoch=2))
+    slot = state.claim(segment, RESTORED, 2)
+    assert slot is not None
+    assert state.open_part(segment, slot, "shard", 2)
+    state.close(2)
+    state.adopt(replace(record, epoch=3))
+    assert not state.seal_copy(segment, slot, "shard", 10, 0, 2)
+    assert not state.open_part(segment, slot, "tail", 2)
+    assert state.claim(segment, RESTORED, 2) is None
+    assert state.claim(segment, RESTORED, 3) is None, "one thread at a time"
+    client = VaultClient("", tmp_path, Seat(0, 0, 0), connect_seconds=1.0)
+    client._enter(3)
+    client._segment, client._restored = Segment.open(segment.path), RESTORED
+    with pytest.raises(Frozen):
+        client.begin(Generation(3, 4), 3)
+    assert [segment.state(one) for one in range(segment.slots)].count(SlotState.WRITING) == 0
+    state.release(segment, slot)
+    writer = client.begin(Generation(3, 4), 3)
+    assert segment.state(slot) is SlotState.SEALED, "of the generation, and it has another one"
+    writer.abandon()
+    assert state.claim(segment, RESTORED, 3) == slot
+
+
+def test_what_is_copied_on_the_node_is_given_up_with_its_epoch(
+    state: VaultState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The member of the next epoch waits until the slot is let go of."""
+    assert state.record is not None
+    last = next(iter(state.table.segments.values()))
+    last.data(0, "shard", 10)[:] = b"0123456789"
+    sealed(last, 0, OLD)
+    seat = Seat(0, 0, 1)
+    record = replace(state.record, epoch=2, restore=Restore("memory", OLD), seats={0: seat})
+    state.close(1)
+    state.adopt(record)
+    obtainer = Obtainer(state, FakeNetwork().transport("here", 2, 10.0), record, 0)
+    monkeypatch.setattr(obtainer, "_open", lambda *_: state.close(2))
+    with pytest.raises(VaultError, match="closed during the restore"):
+        obtainer.obtain(LAYOUT)
+    assert not state.table.writers
+    own = state.table.own(0, seat)
+    assert own is not None
+    assert not any(any(own.data(slot, "shard", 10)) for slot in range(own.slots))
 
 
 def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path: Path) -> None:

@@ -5,16 +5,26 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from deadpool_megatron.layout.records import Generation, Seat
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    NodeAddress,
+    Restore,
+    RoleLayout,
+    Seat,
+)
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
 from deadpool_megatron.vault.shm.segment import Segment, checksum, copy_name
+from deadpool_megatron.wire import framing
 from deadpool_megatron.wire.framing import ConnectionClosed
 from tests.vault.harness import make_layout
 
@@ -51,6 +61,41 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     dialogue._answer(1, places)
     assert not any(state.table.pins.values())
     dialogue.link.close()
+
+
+def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path) -> None:
+    """It would come into the slots of its successor, which has not asked and may be writing."""
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    restored = Generation(1, 4)
+    record = EpochRecord(
+        epoch=2,
+        seats={3: Seat(0, 0, 1)},
+        nodes={0: NodeAddress("h", 1, "rack0", False)},
+        restore=Restore("memory", restored),
+        replicas=1,
+    )
+    state.adopt(record)
+    members, asked = Members(state), list[RoleLayout]()
+    worker: Any = SimpleNamespace(epoch=2, want=lambda layout, answer: asked.append(layout))
+    members.set_workers({3: worker})
+    wish = {"t": "restore", "epoch": 2, "generation": restored.to_list(), "boundary": "step"}
+    for incarnation in range(2):
+        ours, theirs = socket.socketpair()
+        hello = {
+            "layout": LAYOUT.to_dict(),
+            "seat": Seat(0, 0, incarnation).to_list(),
+            "rehearsed": False,
+            "has_slots": True,
+            "memory_node": None,
+        }
+        dialogue = MemberDialogue(state, members, Link(ours), hello)
+        dialogue._handle(wish)
+        if incarnation == 0:
+            assert framing.receive(theirs)["t"] == "failed"
+            assert not asked
+        dialogue.link.close()
+        theirs.close()
+    assert asked == [LAYOUT]
 
 
 def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
