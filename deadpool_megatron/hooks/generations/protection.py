@@ -54,7 +54,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.errors import Frozen
+from deadpool_megatron.vault.errors import Frozen, Interrupted
 from deadpool_megatron.vault.member.client import GateAnswer, SlotWriter, VaultClient
 from deadpool_megatron.vault.shm.segment import checksum
 
@@ -138,7 +138,7 @@ class Protection:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
 
         ``every``: the cadence of the epoch's record; ``with_steps``: gradients are kept, which
-        needs a cadence of 1.
+        needs a cadence of 1. The vault may have to make the slots first.
         """
         self._epoch = epoch
         self._every = every
@@ -148,7 +148,10 @@ class Protection:
             self._steps.begin(wanted=with_steps)
         self._failure = None
         self._pending.clear()
-        self._vault.register(self.layout, epoch)
+        try:
+            self._vault.register(self.layout, epoch, self._interrupt_fd)
+        except Interrupted as error:
+            raise EpochClosed(epoch, "the slots of the role") from error
 
     def owe(self, generation: Generation, boundary: str) -> None:
         """After a restore: the very next gate waits until ``generation`` is committed again."""

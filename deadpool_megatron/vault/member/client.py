@@ -89,11 +89,12 @@ class VaultClient:
         """Make slots before there is a role: see :func:`own_slots.park`. Raises NoRoom."""
         park(self.directory, layout, self._seat, self._budget, self._memory_node)
 
-    def register(self, layout: RoleLayout, epoch: int) -> None:
+    def register(self, layout: RoleLayout, epoch: int, interrupted: int | None = None) -> None:
         """Tell the vault who plays the role; it has this incarnation's segment made.
 
         Raises NoRoom when shared memory is too small, VaultError when the layout differs from that
-        of an existing segment, or the vault does not answer within ``connect_seconds``.
+        of an existing segment, or the vault does not answer within ``connect_seconds``; Interrupted
+        when ``interrupted`` is readable before that.
         """
         path = self._own_path(layout.role)
         if self._segment is None or self._segment.path != path:
@@ -103,7 +104,7 @@ class VaultClient:
         self._enter(epoch)
         self._disconnect()
         deadline = time.monotonic() + self._connect_seconds
-        answer = self._ask(None, deadline, None, "register")
+        answer = self._ask(None, deadline, interrupted, "register")
         if answer["t"] != "registered":
             code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
             raise VaultError.of(code, f"vault: {text}")
@@ -273,7 +274,7 @@ class VaultClient:
         cannot be produced from any source, Interrupted, or VaultError (deadline, epoch over).
         """
         if self._layout is None or self._layout.role != layout.role:
-            self.register(layout, epoch)
+            self.register(layout, epoch, interrupted)
         self._enter(epoch)
         self._restored = generation
         wish = {

@@ -19,7 +19,7 @@ from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platfor
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
-from deadpool_megatron.vault.errors import Frozen
+from deadpool_megatron.vault.errors import Frozen, Interrupted
 
 SECONDS = 10.0
 EPOCH = 3
@@ -64,7 +64,9 @@ class Vault:
         self.waiting = threading.Event()
         self.commit = threading.Event()
 
-    def register(self, layout: Any, epoch: int) -> None:
+    def register(self, layout: Any, epoch: int, interrupted: int | None = None) -> None:
+        if interrupted is not None and select.select([interrupted], [], [], 0)[0]:
+            raise Interrupted("interrupted while waiting for register")
         self.registered.append(epoch)
 
     def begin(self, generation: Generation, epoch: int) -> Writer:
@@ -183,6 +185,10 @@ class Rig:
         """What the watcher thread does when the epoch is closed."""
         self.closed = EPOCH
         os.eventfd_write(self.interrupt_fd, 1)
+
+    def leave(self) -> None:
+        """What the link does when the member goes on to the next epoch."""
+        os.eventfd_read(self.interrupt_fd)
 
     def close_when(self, event: threading.Event) -> threading.Thread:
         """Close from another thread, once the main one waits."""

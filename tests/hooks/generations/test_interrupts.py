@@ -20,6 +20,13 @@ make = protection_rig.make
 # Interrupts, at each wait (rule 11).
 
 
+def test_interrupt_while_the_vault_makes_the_slots(make: Callable[..., Rig]) -> None:
+    rig = make()
+    rig.close()
+    with pytest.raises(EpochClosed, match="slots of the role"):
+        rig.protection.enter(EPOCH)
+
+
 def test_interrupt_while_waiting_for_a_commit(make: Callable[..., Rig]) -> None:
     rig = make()
     rig.start()
@@ -160,6 +167,7 @@ def test_quiesce_gives_back_a_slot_that_was_begun(make: Callable[..., Rig]) -> N
     assert rig.settled() == [generation(0)]
     assert rig.vault.writers[-1].abandoned
     # The next epoch begins with nothing under way, and asks for nothing of the old one.
+    rig.leave()
     rig.protection.enter(EPOCH + 1)
     rig.protection.owe(generation(0), "step")
     rig.protection.announce(Generation(EPOCH + 1, 1))
@@ -205,6 +213,7 @@ def test_a_slot_that_could_not_be_handed_over_shows_at_the_next_gate(
     rig.close()
     with pytest.raises(EpochClosed):
         rig.protection.gate()
+    rig.leave()
     rig.protection.enter(EPOCH + 1)
     rig.protection.gate()
 

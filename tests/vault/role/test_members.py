@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from pathlib import Path
@@ -20,6 +21,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.errors import Interrupted
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
@@ -96,6 +98,15 @@ def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path
         dialogue.link.close()
         theirs.close()
     assert asked == [LAYOUT]
+
+
+def test_a_close_ends_the_wait_for_the_slots_of_a_role(tmp_path: Path) -> None:
+    """A vault that makes them may take seconds, and one that is gone for good never answers."""
+    client = VaultClient(str(tmp_path / "none"), tmp_path, Seat(0, 0, 0), connect_seconds=3600.0)
+    closed = os.eventfd(1, os.EFD_CLOEXEC)
+    with pytest.raises(Interrupted, match="register"):
+        client.register(LAYOUT, 1, closed)
+    os.close(closed)
 
 
 def test_what_was_committed_stays_so_when_a_restarted_vault_finds_out_again(tmp_path: Path) -> None:
