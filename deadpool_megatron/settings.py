@@ -44,6 +44,11 @@ class Settings:
         " else parity",
     )
     parity_group: int = _setting(4, "parity: roles, on as many nodes, that share parity blocks")
+    share_snapshots: str = _setting(
+        "off",
+        "on: data-parallel peers with the same optimizer state (without the distributed optimizer)"
+        " capture a part of it each, on as many nodes as copies are wanted; no exports then",
+    )
     full_every: int = _setting(
         8, "recompute: a whole copy every so many iterations, gradients in between"
     )
@@ -260,6 +265,7 @@ class Settings:
         self._check_choice(
             "protection", ("buddy", "parity", "local", "local-twice", "recompute", "mixed")
         )
+        self._check_sharing()
         self._check_cadence()
         self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
         self._check_choice("start_method", ("auto", "fork", "exec"))
@@ -280,6 +286,19 @@ class Settings:
             )
         self._check_tls()
         self._check_ladder()
+
+    def _check_sharing(self) -> None:
+        self._check_choice("share_snapshots", ("off", "on"))
+        if self.share_snapshots == "on" and self.protection == "recompute":
+            raise SettingsError(
+                "--deadpool-share-snapshots on: a role that holds a part of the state only cannot"
+                " recompute it (--deadpool-protection recompute)"
+            )
+        if self.share_snapshots == "on" and self.exports:
+            raise SettingsError(
+                "--deadpool-share-snapshots on: no role holds all that it would export"
+                " (--deadpool-persist-interval, --deadpool-persist-directory)"
+            )
 
     def _check_cadence(self) -> None:
         known = self.cadence.isascii() and self.cadence.isdigit()
@@ -336,6 +355,11 @@ class Settings:
     def exports(self) -> bool:
         """Whether a run that has to end exports its state, and not only when somebody asks."""
         return bool(self.persist_interval or self.persist_directory)
+
+    @property
+    def holders(self) -> int:
+        """How many roles capture what more of them have in common; 0: all of them."""
+        return self.replicas + 1 if self.share_snapshots == "on" else 0
 
     @property
     def memory_bytes(self) -> int:

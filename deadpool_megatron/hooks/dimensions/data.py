@@ -1,8 +1,8 @@
-"""Data parallelism: parameters derived from the peers' shards."""
+"""Data parallelism: what peers have restored for each other, and parameters from their shards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -18,17 +18,22 @@ from deadpool_megatron.hooks.generations.optimizer import (
     is_distributed,
     plain_tensors,
 )
+from deadpool_megatron.hooks.generations.sharing import SharedCapture
 from deadpool_megatron.hooks.leftovers import bucket_groups
 from deadpool_megatron.hooks.loop import ProtectedLoop
 
 
 class DataHook(DimensionHook):
-    """Groups: data and expert-data. Peers hold equal parameters after an all-gather."""
+    """Groups: data and expert-data. Peers hold equal parameters after an all-gather.
+
+    ``shared``: state that they have captured, and restored, a part of each.
+    """
 
     name = "data"
 
-    def __init__(self, loop: ProtectedLoop) -> None:
+    def __init__(self, loop: ProtectedLoop, shared: Sequence[SharedCapture] = ()) -> None:
         self._loop = loop
+        self._shared = shared
 
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """Data-parallel group (context parallel included) and the experts' one."""
@@ -45,6 +50,8 @@ class DataHook(DimensionHook):
         weights the copy does nothing: the shard of the model itself was restored. Weights in FP8
         are cast anew, with the restored scales and amaxes.
         """
+        for shared in self._shared:
+            shared.gather()
         distributed = False
         for inner in inner_optimizers(self._loop.optimizer):
             if hasattr(inner, "_copy_main_params_to_model_params"):
@@ -60,7 +67,10 @@ class DataHook(DimensionHook):
             bucket_group.param_gather_dispatched = False
 
     def verify(self) -> None:
-        """Parameters must be equal over the group, expert ones over the experts' group."""
+        """Parameters must be equal over the group, expert ones over the experts' group; so must
+        the state that peers have gathered."""
+        for shared in self._shared:
+            compare_with_peers(shared.tensors, shared.group, "the optimizer state")
         groups = self.groups()
         dense, expert = (
             [raw for parameter in found for raw in plain_tensors(parameter)]

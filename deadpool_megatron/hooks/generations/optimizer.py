@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from deadpool_megatron.hooks.generations.sharing import SharedCapture
 from deadpool_megatron.state.packing import Part, move_into_arenas
 
 
@@ -213,13 +214,16 @@ class ShardState:
     """The tensors of all inner optimizers, one part per inner optimizer, packed where possible.
 
     Packing re-points tensors that own their memory into flat arenas; :meth:`readopt` puts that
-    back after a load of a checkpoint has put other tensors in their place.
+    back after a load of a checkpoint has put other tensors in their place. ``holders``: how many
+    roles are to capture what more of them have in common; 0: all of them do. ``shared`` is what
+    fewer capture.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, holders: int = 0) -> None:
         self._kept = list(_kept(optimizer))
+        self.shared: list[SharedCapture] = []
         self.parts = [
-            Part(f"shard{index}", self._packed(inner), _replicas(inner))
+            self._part(f"shard{index}", inner, holders)
             for index, inner in enumerate(inner_optimizers(optimizer))
         ]
         for kept in self._kept:
@@ -230,6 +234,18 @@ class ShardState:
         with torch.no_grad():
             for kept in self._kept:
                 kept.readopt()
+
+    def _part(self, name: str, inner: Any, holders: int) -> Part:
+        tensors, group = self._packed(inner), _replica_group(inner)
+        if group is None:
+            return Part(name, tensors, [dist.get_rank()])
+        roles = dist.get_process_group_ranks(group)
+        classes = len(roles) // holders if holders else 1
+        if classes < 2:
+            return Part(name, tensors, roles)
+        shared = SharedCapture(tensors, group, classes)
+        self.shared.append(shared)
+        return Part(name, shared.own_tensors(), shared.own_roles)
 
     def _packed(self, inner: Any) -> list[Tensor]:
         kept = [one for one in self._kept if one.inner is inner]
@@ -279,22 +295,20 @@ def _kept(optimizer: Any) -> Iterator[_Kept]:
                     yield _Kept(inner, parameter, name, tensor)
 
 
-def _replicas(inner: Any) -> list[int]:
-    """Roles whose bytes of this inner optimizer are identical, the own role included."""
-    own = dist.get_rank()
+def _replica_group(inner: Any) -> dist.ProcessGroup | None:
+    """Of the roles whose bytes of this inner optimizer are identical; None where no other's are."""
+    group: dist.ProcessGroup
     if is_distributed(inner):
         if inner.ddp_config.num_distributed_optimizer_instances == 1:
-            return [own]
+            return None
         group = parallel_state.get_inter_distributed_optimizer_instance_group()
-        return list(dist.get_process_group_ranks(group))
+        return group
     # Not by the mark on parameters: master weights, which the groups name then, do not have it.
-    expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
-    group = (
-        parallel_state.get_expert_data_parallel_group()
-        if expert
-        else parallel_state.get_data_parallel_group(with_context_parallel=True)
-    )
-    return list(dist.get_process_group_ranks(group))
+    if any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups):
+        group = parallel_state.get_expert_data_parallel_group()
+    else:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 def statistics_span_the_world(optimizer: Any) -> bool:

@@ -195,7 +195,7 @@ class EpochEntry(Stages):
         self.generation = Generation(record.epoch, self.loop.counters["iteration"])
 
     def synchronise(self, record: EpochRecord, role: int) -> None:
-        """Parameters from the peers, iterators from the counters, random states last."""
+        """State and parameters from the peers, iterators from the counters, random states last."""
         for dimension in self._dimensions:
             dimension.rebuild_from_peers()
         self.loop.reset_after_interrupt()
@@ -333,7 +333,7 @@ class EpochEntry(Stages):
         optimizer, config = loop.optimizer, model_config(loop)
         refuse_unknown_state(optimizer, config)
         complete_state(optimizer)
-        self._shard = ShardState(optimizer)
+        self._shard = ShardState(optimizer, self._settings.holders)
         parts = self._shard.parts
         lag = self._settings.max_lag
         slots = (2 if statistics_span_the_world(optimizer) else 3) + lag
@@ -376,7 +376,7 @@ class EpochEntry(Stages):
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
-            DataHook(self._loop),
+            DataHook(self._loop, self._shard.shared),
         )
 
     def _drop(self) -> None:

@@ -44,8 +44,9 @@ LAYOUTS = {
 }
 
 
-def go_back(arguments: str) -> dict[str, Any]:
-    """On one rank: three iterations, capture, two more, restore, the same two again."""
+def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
+    """On one rank: three iterations, capture, two more, restore, the same two again. ``holders``:
+    see ShardState."""
     from deadpool_megatron.hooks.dimensions.data import DataHook
     from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
     from deadpool_megatron.hooks.dimensions.tensor import TensorHook
@@ -63,9 +64,9 @@ def go_back(arguments: str) -> dict[str, Any]:
         lambda kind, data: losses.append(data["loss"]) if kind == "step" else None,
     )
     complete_state(loop.optimizer)
-    shard = ShardState(loop.optimizer)
+    shard = ShardState(loop.optimizer, holders)
     leftovers = Leftovers(loop)
-    dimensions = (TensorHook(loop), PipelineHook(loop), DataHook(loop))
+    dimensions = (TensorHook(loop), PipelineHook(loop), DataHook(loop, shard.shared))
 
     def train(count: int) -> None:
         for _ in range(count):
@@ -105,6 +106,7 @@ def go_back(arguments: str) -> dict[str, Any]:
         "bytes": sum(part.nbytes for part in shard.parts),
         "pieces": max(len(part.tensors) for part in shard.parts),
         "extras_bytes": len(kept),
+        "shared_bytes": sum(t.nbytes for shared in shard.shared for t in shared.tensors),
     }
 
 
@@ -124,6 +126,19 @@ def test_replay_from_captured_state_is_bit_identical(name: str) -> None:
         assert results[0]["skipped"] > 0
     if name == "bf16-distributed":
         assert results[0]["pieces"] <= 3, "the shard is packed into few pieces"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["--bf16", "", "--bf16" + MOE], ids=["bf16", "fp32", "experts"])
+def test_what_peers_have_captured_a_part_of_each_is_put_together(flags: str) -> None:
+    """Four of them, each piece in two; of experts there are two peers only, who share nothing."""
+    results = run_ranks(4, go_back, f"{TINY} {flags}", 2)
+    for result in results:
+        assert result["wrong after restore"] == []
+        assert result["wrong after replay"] == []
+        assert result["shared_bytes"] > 0
+        if MOE not in flags:
+            assert result["bytes"] < 0.51 * result["shared_bytes"]
 
 
 def same_bytes(arguments: str) -> list[tuple[int, ...]]:
