@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from deadpool_megatron.hookpoints import FLAG
+from deadpool_megatron.refusals import ALLOW_UNREVIEWED
 from deadpool_megatron.settings import Settings, flag_name
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
@@ -18,7 +19,7 @@ def add_arguments(
 ) -> None:
     """Add one flag per setting, in one group.
 
-    ``switches``: the two of Megatron-LM's own command line as well. ``defaults``: other ones than
+    ``switches``: the three of Megatron-LM's own command line as well. ``defaults``: other ones than
     those of the dataclass.
     """
     group = parser.add_argument_group("deadpool", "fault tolerance; times are in seconds")
@@ -33,6 +34,14 @@ def add_arguments(
             ALLOW_UNTESTED,
             action="store_true",
             help="go on with a version of Megatron-LM that was never tried (default: off)",
+        )
+        group.add_argument(
+            ALLOW_UNREVIEWED,
+            action="append",
+            default=[],
+            metavar="FLAG",
+            help="let a flag of Megatron-LM through, named without its dashes, of which nobody has"
+            " said that a recovery gets over it; may be given several times (default: none)",
         )
     for entry in dataclasses.fields(Settings):
         default = entry.default if defaults is None else getattr(defaults, entry.name)

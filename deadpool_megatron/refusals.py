@@ -2,7 +2,10 @@
 
 Read with core_v0.16.1 open. Three things lead into the table: state that an iteration changes and
 no generation holds; memory or kernels that are bound to one communicator; leftovers of an
-interrupted step that the next one trips over. A flag that is not in it is let through.
+interrupted step that the next one trips over.
+
+A flag without a row passes when :mod:`.reviewed_flags` has it among those that somebody has looked
+at. Any other is refused by its name (:func:`unreviewed`), unless the user answers for it.
 
 The arguments that Megatron has validated decide (:attr:`FlagRow.applies`). What can be read off the
 command line (:meth:`FlagRow.is_named_in`) is refused before anything starts, which also helps where
@@ -12,10 +15,17 @@ Megatron acts on a flag before it validates.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+
+from deadpool_megatron.reviewed_flags import REVIEWED, UNREVIEWED, UNREVIEWED_SCRIPTS
+
+#: lets one unreviewed flag through, by its name without dashes; may be given several times
+ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,79 @@ def complaint(rows: Iterable[FlagRow]) -> str:
     return found[0].line + (f" (refused as well: {others})" if others else "")
 
 
+def unreviewed(argv: Sequence[str]) -> str:
+    """One line about what is on the command line of a script that nobody vouches for; empty when
+    there is nothing. Look at :data:`REFUSED` first: its rows have better advice."""
+    answered_for = set(allowed(argv))
+    found = [name for name in _unvouched(argv) if name.lstrip("-") not in answered_for]
+    if not found:
+        return ""
+    first = found[0]
+    others = f" (unreviewed as well: {', '.join(found[1:])})" if found[1:] else ""
+    return (
+        f"{first} is not reviewed: {_why_unreviewed(first)}; leave it out, or answer for it"
+        f" yourself with {ALLOW_UNREVIEWED} {first.lstrip('-')}{others}"
+    )
+
+
+def let_through(argv: Sequence[str]) -> list[str]:
+    """Returns what is unreviewed and on the command line all the same, for the log."""
+    answered_for = set(allowed(argv))
+    return [name for name in _unvouched(argv) if name.lstrip("-") in answered_for]
+
+
+def allowed(argv: Sequence[str]) -> list[str]:
+    """Returns the names that a command line gives behind :data:`ALLOW_UNREVIEWED`."""
+    words = [word for argument in argv for word in _split(argument)]
+    return [
+        value.lstrip("-") for flag, value in itertools.pairwise(words) if flag == ALLOW_UNREVIEWED
+    ]
+
+
+def one_logger_complaint(args: argparse.Namespace) -> str:
+    """One line where Megatron-LM would open one_logger; empty where it would not.
+
+    Megatron opens it in each pass, also for a spare, wherever the package is there.
+    """
+    if not getattr(args, "enable_one_logger", False) or not _is_installed("one_logger"):
+        return ""
+    return (
+        "one_logger cannot be protected: each process of a spare would open it as the last rank;"
+        " give --no-one-logger"
+    )
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _unvouched(argv: Sequence[str]) -> list[str]:
+    """Returns the script, if it is one of Megatron-LM's that was never tried, and each flag that is
+    neither reviewed, nor in a row, nor of deadpool itself."""
+    script = [PurePath(argv[0]).name] if argv else []
+    flags = [_split(argument)[0] for argument in argv[1:]]
+    known = {flag for row in REFUSED for flag in row.flags}
+    known |= {flag for family in REVIEWED for flag in family.flags}
+    return [
+        *(name for name in script if name in UNREVIEWED_SCRIPTS),
+        *dict.fromkeys(
+            flag
+            for flag in flags
+            if flag.startswith("--")
+            and flag not in known
+            and not flag.startswith("--deadpool-")
+            and flag != "--deadpool"
+        ),
+    ]
+
+
+def _why_unreviewed(name: str) -> str:
+    if not name.startswith("--"):
+        return "only pretrain_gpt.py was ever run under protection"
+    reasons = (family.reason for family in UNREVIEWED if name in family.flags)
+    return next(reasons, "nobody has looked at what it does to state, communicators and streams")
+
+
 def _on(*names: str) -> Callable[[argparse.Namespace], bool]:
     """One of these arguments is set, to anything that is not empty."""
     return lambda args: any(getattr(args, name, None) for name in names)
@@ -91,6 +174,10 @@ def _above(name: str, most: int) -> Callable[[argparse.Namespace], bool]:
 
 def _among(name: str, *values: str) -> Callable[[argparse.Namespace], bool]:
     return lambda args: getattr(args, name, None) in values
+
+
+def _begins(name: str, start: str) -> Callable[[argparse.Namespace], bool]:
+    return lambda args: str(getattr(args, name, None) or "").startswith(start)
 
 
 def _other_than(name: str, *values: str | None) -> Callable[[argparse.Namespace], bool]:
@@ -145,6 +232,18 @@ RECOVERY = (
         "--no-save-optim, --no-save-rng",
         _on("no_save_optim", "no_save_rng"),
         "checkpoints are the last thing to fall back to, and these would be incomplete",
+    ),
+    FlagRow(
+        "--save msc://...",
+        _begins("save", "msc://"),
+        "what it has written cannot be looked at as files, so that no checkpoint would ever count",
+        "use a directory of a shared file system, and copy from there",
+    ),
+    FlagRow(
+        "--ckpt-assume-constant-structure",
+        _on("ckpt_assume_constant_structure"),
+        "those that go on keep the plan of earlier saves, a spare has none: after a recovery they"
+        " would wait for each other in different places",
     ),
     FlagRow(
         "--ckpt-format other than torch_dist",
@@ -213,6 +312,23 @@ STATE = (
         "the running sums of its indexer's loss are kept outside of the model",
     ),
     FlagRow(
+        "--is-hybrid-model, --hybrid-override-pattern, --hybrid-attention-ratio,"
+        " --hybrid-mlp-ratio",
+        _on(
+            "is_hybrid_model",
+            "hybrid_override_pattern",
+            "hybrid_attention_ratio",
+            "hybrid_mlp_ratio",
+        ),
+        "stages have layers of different kinds, and a spare would take over one that differs",
+        "train a model of attention layers",
+    ),
+    FlagRow(
+        "--moe-enable-routing-replay",
+        _on("moe_enable_routing_replay"),
+        "its list of routers is the process's, and grows with every model that a spare builds",
+    ),
+    FlagRow(
         "--vision-pretraining",
         _on("vision_pretraining"),
         "its teacher, its momentum and its feature bank are kept outside of the optimizer",
@@ -252,6 +368,11 @@ COMMUNICATION = (
         ),
         f"DeepEP and Hybrid-EP: {_BOUND_BUFFERS}",
         "use --moe-token-dispatcher-type alltoall",
+    ),
+    FlagRow(
+        "--overlap-moe-expert-parallel-comm",
+        _on("overlap_moe_expert_parallel_comm"),
+        "it computes and communicates on streams of its own, which a recovery does not look at",
     ),
     FlagRow(
         "--distributed-backend other than nccl or gloo",

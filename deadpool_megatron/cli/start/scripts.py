@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals import REFUSED, complaint
+from deadpool_megatron.refusals import REFUSED, complaint, let_through, unreviewed
 from deadpool_megatron.settings import flag_name
 
 #: runs the script with the hooks in it
@@ -46,8 +47,11 @@ def adopt(args: argparse.Namespace) -> None:
     command = member_command(args.command)
     if script_of(command) is not None:
         line = complaint(row for row in REFUSED if row.is_named_in(args.command[1:]))
+        line = line or unreviewed(args.command)
         if line:
             raise CommandError(line)
+        for name in let_through(args.command):
+            print(f"deadpool: {name} is not reviewed, and let through", file=sys.stderr)
         arguments.put_into(args, _settings(args.command[1:], args.options))
     args.command = list(command)
 

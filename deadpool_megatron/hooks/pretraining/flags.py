@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals import REFUSED, complaint
+from deadpool_megatron.refusals import REFUSED, complaint, one_logger_complaint, unreviewed
 from deadpool_megatron.settings import Settings
 
 
@@ -33,11 +33,13 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def refuse(args: argparse.Namespace) -> None:
-    """Raise FlagsRefused for arguments, validated by Megatron, that cannot be protected."""
+def refuse(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Raise FlagsRefused for arguments, validated by Megatron, that cannot be protected, and for
+    flags in ``argv``, the script's command line, that nobody has looked at."""
     if not getattr(args, "deadpool", False):
         return
     line = complaint(row for row in REFUSED if row.applies(args))
+    line = line or unreviewed(argv) or one_logger_complaint(args)
     line = line or saves_refusal(getattr(args, "save", None), os.environ)
     if line:
         raise FlagsRefused(line)

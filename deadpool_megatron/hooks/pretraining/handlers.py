@@ -30,7 +30,7 @@ def _add_arguments(
 def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any) -> Any:
     answer = original(args, *more, **kwargs)
     try:
-        flags.refuse(args)
+        flags.refuse(args, sys.argv)
     except flags.FlagsRefused as error:
         _end(str(error))
     return answer

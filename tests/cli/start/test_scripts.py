@@ -83,6 +83,15 @@ def test_a_module_is_refused() -> None:
     assert "give the file of pretrain_gpt instead" in refused("", "-m pretrain_gpt --deadpool")
 
 
+def test_what_nobody_vouches_for_is_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:
+    command = "lm/pretrain_gpt.py --of-tomorrow 3 --deadpool"
+    assert refused("", command).startswith("--of-tomorrow is not reviewed")
+    assert capsys.readouterr().err == ""
+    answered = f"{command} --deadpool-allow-unreviewed of-tomorrow"
+    assert adopted("", answered).command == ["-m", scripts.MODULE, *answered.split()]
+    assert capsys.readouterr().err == "deadpool: --of-tomorrow is not reviewed, and let through\n"
+
+
 def test_settings_of_the_script_hold() -> None:
     args = adopted(
         "--nodes 2 --deadpool-replicas 2 --deadpool-max-lag 1",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from deadpool_megatron import arguments, refusals
 from deadpool_megatron.hooks.pretraining import flags
 from deadpool_megatron.refusals import REFUSED, FlagRow
+from deadpool_megatron.reviewed_flags import REVIEWED, UNREVIEWED, UNREVIEWED_SCRIPTS
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
@@ -27,6 +30,8 @@ EXAMPLES = {
     "--error-injection-rate": "1000",
     "--non-persistent-ckpt-type": "local",
     "--no-save-optim": "",
+    "--save": "msc://profile/checkpoints",
+    "--ckpt-assume-constant-structure": "",
     "--no-save-rng": "",
     "--ckpt-format": "torch_dcp",
     "--use-megatron-fsdp": "",
@@ -40,6 +45,11 @@ EXAMPLES = {
     "--reuse-grad-buf-for-mxfp8-param-ag": "",
     "--te-precision-config-file": "precision.yaml",
     "--experimental-attention-variant": "dsa",
+    "--is-hybrid-model": "",
+    "--hybrid-override-pattern": "M-M*",
+    "--hybrid-attention-ratio": "0.5",
+    "--hybrid-mlp-ratio": "0.5",
+    "--moe-enable-routing-replay": "",
     "--vision-pretraining": "",
     "--perform-rl-step": "",
     "--hybrid-context-parallel": "",
@@ -50,6 +60,7 @@ EXAMPLES = {
     "--use-sharp": "",
     "--moe-token-dispatcher-type": "flex",
     "--moe-enable-deepep": "",
+    "--overlap-moe-expert-parallel-comm": "",
     "--pipeline-model-parallel-comm-backend": "ucc",
     "--use-ring-exchange-p2p": "",
     "--fake-process-group": "",
@@ -97,6 +108,7 @@ PARSED_ONLY = {
     "--moe-use-upcycling",
     "--non-persistent-ckpt-type",
     "--optimizer-cpu-offload",
+    "--overlap-moe-expert-parallel-comm",
     "--overlap-param-gather-with-optimizer-step",
     "--perform-rl-step",
     "--tp-comm-overlap",
@@ -121,6 +133,8 @@ HARMLESS = (
     "--moe-token-dispatcher-type alltoall",
     "--inprocess-granularity rank",
     "--load there --finetune --no-load-optim",
+    "--save msc",
+    "--no-one-logger",
 )
 
 
@@ -130,7 +144,7 @@ def parser() -> argparse.ArgumentParser:
 
 def refused(**given: object) -> str:
     with pytest.raises(flags.FlagsRefused) as error:
-        flags.refuse(argparse.Namespace(deadpool=True, **given))
+        flags.refuse(argparse.Namespace(deadpool=True, **given), [])
     return str(error.value)
 
 
@@ -173,13 +187,14 @@ def test_saves_must_not_go_where_exports_go(
     monkeypatch.setenv(ENVIRONMENT_NAME, settings.to_json())
     monkeypatch.setattr(flags, "REFUSED", ())
     assert "is where the run's exports go" in refused(save=str(tmp_path / "saves"))
-    flags.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")))
-    flags.refuse(argparse.Namespace(deadpool=True, save=None))
+    flags.refuse(argparse.Namespace(deadpool=True, save=str(tmp_path / "others")), [])
+    flags.refuse(argparse.Namespace(deadpool=True, save=None), [])
 
 
 def test_nothing_is_refused_without_deadpool() -> None:
-    flags.refuse(argparse.Namespace())
-    flags.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True))
+    argv = ["pretrain_mamba.py", "--of-tomorrow"]
+    flags.refuse(argparse.Namespace(), argv)
+    flags.refuse(argparse.Namespace(deadpool=False, inprocess_restart=True), argv)
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.shown)
@@ -240,6 +255,73 @@ def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
     line = refusals.complaint(row for row in REFUSED if row.is_named_in(argv))
     assert line.startswith(found)
     assert bool(line) == bool(found)
+
+
+NOBODY = "nobody has looked at what it does to state, communicators and streams"
+
+
+@pytest.mark.parametrize(
+    ("argv", "begins", "ends"),
+    [
+        (
+            ["pretrain_gpt.py", "--lr", "1", "--of-tomorrow", "--deadpool"],
+            f"--of-tomorrow is not reviewed: {NOBODY}; leave it out",
+            "--deadpool-allow-unreviewed of-tomorrow",
+        ),
+        (
+            ["pretrain_gpt.py", "--mamba-state-dim=8", "--spec", "my.specs", "stack"],
+            "--mamba-state-dim is not reviewed: a stage of a hybrid model",
+            "(unreviewed as well: --spec)",
+        ),
+        (
+            ["/lm/pretrain_mamba.py", "--deadpool"],
+            "pretrain_mamba.py is not reviewed: only pretrain_gpt.py",
+            "--deadpool-allow-unreviewed pretrain_mamba.py",
+        ),
+        (
+            ["own.py", "--a", "--b", "--deadpool-allow-unreviewed", "a"],
+            "--b is not reviewed",
+            "--deadpool-allow-unreviewed b",
+        ),
+        (["pretrain_gpt.py", "--bf16", "--deadpool", "--deadpool-replicas", "2"], "", ""),
+        (["pretrain_gpt.py", "--of-tomorrow", "--deadpool-allow-unreviewed=of-tomorrow"], "", ""),
+        (["pretrain_gpt.py", "--of-tomorrow", "--deadpool-allow-unreviewed=--of-tomorrow"], "", ""),
+    ],
+)
+def test_what_nobody_vouches_for_is_refused_by_name(
+    argv: list[str], begins: str, ends: str
+) -> None:
+    line = refusals.unreviewed(argv)
+    assert line.startswith(begins)
+    assert line.endswith(ends)
+    assert bool(line) == bool(begins)
+    assert "\n" not in line
+    if line:
+        with pytest.raises(flags.FlagsRefused, match=re.escape(line)):
+            flags.refuse(argparse.Namespace(deadpool=True), argv)
+
+
+def test_several_can_be_answered_for() -> None:
+    allow = ["--deadpool-allow-unreviewed", "a", "--deadpool-allow-unreviewed=--c"]
+    argv = ["pretrain_gpt.py", "--a", "--b", "--c", *allow]
+    assert refusals.unreviewed(argv).startswith("--b is not reviewed")
+    assert refusals.let_through(argv) == ["--a", "--c"]
+    assert parser().parse_args(allow).deadpool_allow_unreviewed == ["a", "--c"]
+
+
+def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
+    monkeypatch.setattr(refusals, "_is_installed", lambda package: package == "one_logger")
+    flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
+    assert refused(enable_one_logger=True).endswith("give --no-one-logger")
+
+
+def test_no_flag_is_judged_twice() -> None:
+    rows = [flag for row in REFUSED for flag in row.flags]
+    families = [flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags]
+    counts = Counter([*set(rows), *families])
+    assert [flag for flag, count in counts.items() if count > 1] == []
+    assert all(family.reason for family in (*REVIEWED, *UNREVIEWED))
 
 
 def test_the_documentation_has_the_table() -> None:
@@ -305,13 +387,24 @@ def test_members_and_unprotected_runs_have_no_problem() -> None:
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_every_flag_of_the_table_exists() -> None:
-    known = set(in_checkout("flags"))
-    missing = [
-        flag for row in REFUSED if not row.only_with for flag in row.flags if flag not in known
-    ]
-    assert missing == []
+def test_every_flag_of_the_parser_is_judged_and_no_other() -> None:
+    """With :func:`test_no_flag_is_judged_twice`: each is in exactly one list."""
+    known = {flag for flag in in_checkout("flags") if flag.startswith("--")}
+    judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
+    judged |= {flag for row in REFUSED if not row.only_with for flag in row.flags}
+    assert judged == known
     assert not [flag for flag in known if flag.startswith("--deadpool")]
+
+
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_every_script_of_the_checkout_but_one_is_unreviewed() -> None:
+    tree = checkout()
+    assert tree is not None
+    found = {
+        path.name for pattern in ("pretrain_*.py", "train_*.py") for path in tree.glob(pattern)
+    }
+    assert found == {"pretrain_gpt.py", *UNREVIEWED_SCRIPTS}
 
 
 def configuration(name: str) -> list[str]:

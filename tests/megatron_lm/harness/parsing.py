@@ -92,7 +92,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     try:
-        flags.refuse(args)
+        flags.refuse(args, sys.argv)
     except flags.FlagsRefused as error:
         return {"refused": str(error)}
     return {"shown": {name: repr(getattr(args, name)) for name in question["show"]}}
