@@ -5,8 +5,7 @@ every place of a part on its node, and takes the first one whose checksum matche
 
 The second copies lie in ``copy-<role>.seg`` of the own node, on another NUMA node where there are
 several. They are owed and acknowledged like the copy of a buddy, so a generation is committed when
-it is there twice. What a role restores from its second copy is there once until the next generation
-is doubled.
+it is there twice. What a role restores from its second copy comes into its own slot.
 """
 
 from __future__ import annotations
