@@ -235,6 +235,13 @@ class ShardState:
             for kept in self._kept:
                 kept.readopt()
 
+    def release(self) -> None:
+        """Give parameters of the model memory of their own, as before they were packed: what is
+        packed for its next optimizer has to be laid out as in a role that was built anew."""
+        for kept in self._kept:
+            if not kept.name and isinstance(kept.parameter, torch.nn.Parameter):
+                kept.parameter.data = kept.parameter.detach().clone()
+
     def _part(self, name: str, inner: Any, holders: int) -> Part:
         tensors, group = self._packed(inner), _replica_group(inner)
         if group is None:

@@ -318,6 +318,7 @@ class EpochEntry(Stages):
         except ValueError:
             return False
         self.protection.close()
+        self._shard_state.release()
         self._protection, self._shard, self._dimensions, self._leftovers = None, None, (), None
         os.environ["RANK"] = str(role)
         self.role = role

@@ -160,6 +160,32 @@ def test_experts_of_peers_are_not_the_same_experts(precision: str) -> None:
     assert found == [[(0, 1), (0,)], [(0, 1), (1,)]]
 
 
+def packed_again(arguments: str) -> bool:
+    """On one rank: whether the state of a second optimizer of a model, as a spare makes it that
+    takes another role in place, is laid out as that of the first one."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
+    from deadpool_megatron.trainer.arguments import parse_args
+    from deadpool_megatron.trainer.loop import TrainingLoop
+
+    loop = TrainingLoop(parse_args(arguments.split()), lambda kind, data: None)
+    complete_state(loop.optimizer)
+    first = ShardState(loop.optimizer)
+    wanted = [part.signature() for part in first.parts]
+    first.release()
+    config = loop.optimizer.config
+    other = get_megatron_optimizer(config, loop.model_chunks, use_gloo_process_groups=False)
+    complete_state(other)
+    return [part.signature() for part in ShardState(other).parts] == wanted
+
+
+@pytest.mark.parametrize("flags", ["", "--bf16", "--use-distributed-optimizer"])
+def test_a_model_that_gets_another_optimizer_is_laid_out_as_before(flags: str) -> None:
+    """Else what others hold of the role would not fit, and a restore would be refused."""
+    assert run_ranks(2, packed_again, f"{TINY} {flags}") == [True, True]
+
+
 def forget_the_sync(arguments: str) -> str:
     """On one rank: restore the shard but leave out the parameter sync; what verify() says."""
     import torch
