@@ -35,6 +35,8 @@ PLANS: dict[Layout, list[dict[str, Any]]] = {
     layouts.WHOLE_NODES: COMMON,
     layouts.INSTANCES: COMMON,
     layouts.PLAIN_OPTIMIZER: COMMON,
+    # Data-parallel peers without the distributed optimizer have other experts, as many bytes.
+    layouts.PLAIN_EXPERTS: COMMON,
     layouts.FP32: [*COMMON, node("gather", "comm", 2, 11, **GATHER)],
     # At this scale the first updates overflow: found-inf is all that such an iteration has.
     layouts.FP16: [

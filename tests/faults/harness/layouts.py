@@ -50,6 +50,12 @@ _EXPERTS = (
     "--num-experts 4 --expert-model-parallel-size 2 --moe-router-score-function sigmoid"
     " --moe-router-enable-expert-bias --moe-input-jitter-eps 0.01 --disable-bias-linear"
 )
+PLAIN_EXPERTS = Layout(
+    "plain-experts",
+    f"--bf16 --pipeline-model-parallel-size 2 {_EXPERTS}",
+    nodes=4,
+    members_per_node=1,
+)
 EXPERTS = Layout("experts", f"{PIPELINE} {_EXPERTS}", nodes=4, members_per_node=1)
 TENSOR_EXPERTS = Layout(
     "tensor-experts",
