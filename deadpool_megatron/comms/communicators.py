@@ -74,6 +74,8 @@ class Communicators:
         self._store: Store | None = None
         self._given_store: Store | None = None
         self._drained = False
+        #: why this process must not enter another epoch; empty while it may
+        self.ruin = ""
 
     # -- installation --------------------------------------------------------------------------
 
@@ -238,26 +240,31 @@ class Communicators:
         """After unwinding: let go of the closed epoch. True: memory is safe to restore into.
 
         Waits at most ``drain_seconds`` until no operation of the epoch can write into its outputs
-        any more. False: one still can, and the process must be replaced. On CUDA the caller also
-        has to synchronise the device. Does nothing unless the epoch is closed.
+        any more. False: one still can, or a thread cannot communicate again, and the process must
+        be replaced; :attr:`ruin` says why. On CUDA the caller also has to synchronise the device.
+        Does nothing unless the epoch is closed.
         """
         epoch = self._current
-        if epoch is None or not epoch.closed or self._drained:
-            return True
+        if epoch is not None and epoch.closed and not self._drained:
+            self._drain(epoch)
+        return not self.ruin
+
+    def _drain(self, epoch: Epoch) -> None:
         self._set_all(lambda group: ClosedGroup(epoch.number))
         # An exception inside c10d's coalescing manager leaves its list behind, and collectives on
         # the group would then be collected for ever instead of run.
         for group in self._roster.groups():
             _c10d._world.pg_coalesce_state.pop(group, None)
         until = time.monotonic() + self._limits.drain_seconds
-        while unfinished := epoch.may_write():
+        while not epoch.ruin() and epoch.may_write():
             if time.monotonic() >= until:
+                self.ruin = "an operation of the closed epoch may still write"
                 break
             epoch.abort()
             time.sleep(_DRAIN_STEP_SECONDS)
+        self.ruin = epoch.ruin() or self.ruin
         self._release(epoch)
         self._drained = True
-        return not unfinished
 
     def finish_iteration(self) -> None:
         """Wait for operations whose Work the caller dropped: Megatron's interleaved schedule

@@ -95,6 +95,10 @@ class Fabric(ABC):
         """Whether an abort is still under way in another thread."""
         return False
 
+    def ruin(self) -> str:
+        """After abort: why this process must not communicate again; empty when it may."""
+        return ""
+
     @abstractmethod
     def quiescent(self) -> bool:
         """After abort: True if no peer's data can arrive in local memory any more."""

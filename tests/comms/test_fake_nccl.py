@@ -22,7 +22,7 @@ from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.platform.base import CopyFailedError
 from deadpool_megatron.platform.cpu import CpuPlatform
 
-from .ranks import Member, Ranks, run
+from .ranks import DEADLINE_SECONDS, Member, Ranks, run
 from .test_forwarding import everything
 
 pytestmark = pytest.mark.slow
@@ -171,6 +171,38 @@ def late(member: Member) -> None:
 
 def test_what_synchronises_the_host() -> None:
     assert all(run(2, host_points, kind=KIND).values())
+
+
+def on_the_current_stream(member: Member) -> bool:
+    """An operation that is not asynchronous answers no Work; it is counted all the same."""
+    member.init("nccl")
+    member.attach(0)
+    before = member.comms.progress()
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert member.comms.progress() == before + 1
+    assert value.item() == 2.0, "and what is on the stream afterwards sees the result"
+    if member.rank == 1:
+        member.order("go").wait(DEADLINE_SECONDS)
+        dist.barrier()
+        return True
+
+    def watch() -> None:
+        while (found := member.comms.waiting_for()) is None:
+            time.sleep(0.001)
+        member.say(("waits", found[1]))
+
+    threading.Thread(target=watch, daemon=True).start()
+    dist.barrier()
+    return True
+
+
+def test_operations_without_a_work_are_counted_and_barriers_seen() -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(on_the_current_stream)
+        assert ranks.hear(0, "waits") == "barrier"
+        ranks.say(1, "order", "go")
+        assert all(ranks.results().values())
 
 
 def untouched(member: Member) -> bool:

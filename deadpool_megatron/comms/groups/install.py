@@ -225,10 +225,13 @@ def _wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             return answer
         device = p2p_op_list[0].tensor.device
         group._start_coalescing(device)
-        for op in p2p_op_list:
-            peer = "group_dst" if op.op is _c10d.isend else "group_src"
-            op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer})
-        return [group._end_coalescing(device)]
+        try:
+            for op in p2p_op_list:
+                peer = "group_dst" if op.op is _c10d.isend else "group_src"
+                op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer})
+        finally:
+            work = group._end_coalescing(device)
+        return [work]
 
     return batch_isend_irecv
 

@@ -218,6 +218,10 @@ class Epoch:
         waiters = {place.waiter for place in stuck if place.waiter is not None}
         return bool(stuck) and not (alone and asleep.stays_asleep(waiters))
 
+    def ruin(self) -> str:
+        """After close: why this process must not enter another epoch; empty when it may."""
+        return next((why for fabric in list(self.fabrics) if (why := fabric.ruin())), "")
+
     def take_leftovers(self) -> Leftovers:
         """Hand over everything that holds sockets, threads or memory."""
         rest = Leftovers([*self.in_flight.values(), *self.abandoned], self.groups, self.fabrics)

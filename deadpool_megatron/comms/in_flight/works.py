@@ -95,11 +95,14 @@ class SeamWork(dist.Work):
 
     def _passed(self) -> None:
         """Book a finished wait."""
-        self.epoch.progress.finished += 1
-        if failpoints.ACTIVE:
-            failpoints.hit(
-                "comm.done", op=self.operation, group=self.description, size=self.group.size
-            )
+        book(self.group, self.operation)
+
+
+def book(group: WorkGroup, operation: str) -> None:
+    """Count an operation that its caller is done with."""
+    group.epoch.progress.finished += 1
+    if failpoints.ACTIVE:
+        failpoints.hit("comm.done", op=operation, group=group.description, size=group.size)
 
 
 class HostWork(SeamWork):

@@ -1,6 +1,8 @@
 """Groups on NCCL, and what plays NCCL where there is no GPU.
 
 fabric        communicators, abort, the environment that recovery needs
+blocks        coalesced operations, which come to their end whatever happens
 fake          NCCL's semantics on CPU tensors, on top of gloo
+collected     a thread's open blocks, played
 stream_order  a device's order of memory accesses, played on the CPU
 """

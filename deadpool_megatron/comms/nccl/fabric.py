@@ -24,14 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import BarrierOptions, Store
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.errors import EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch
-from deadpool_megatron.comms.in_flight.works import StreamWork, communication_failed
+from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.operations import POINT_TO_POINT
 
 REQUIRED_ENVIRONMENT: Mapping[str, str] = {
@@ -54,6 +55,7 @@ class NcclFabric(Fabric):
         self._lock = threading.Lock()
         self._backends: list[Any] = []
         self._aborting: list[threading.Thread] = []
+        self._blocks = Blocks()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
         plain, backend = self._build(spec, store)
@@ -62,7 +64,7 @@ class NcclFabric(Fabric):
         # An interrupt may have come before the registration above.
         self._epoch.check("attach")
         backend.eager_connect_single_device(spec.device)
-        return NcclGroup(spec, self._epoch, plain, backend)
+        return NcclGroup(spec, self._epoch, plain, backend, self._blocks)
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
@@ -94,6 +96,7 @@ class NcclFabric(Fabric):
         return plain, backend
 
     def abort(self) -> None:
+        self._blocks.close()
         with self._lock:
             backends, self._backends = self._backends, []
             threads = [
@@ -111,6 +114,11 @@ class NcclFabric(Fabric):
     def aborting(self) -> bool:
         return any(thread.is_alive() for thread in self._aborting)
 
+    def ruin(self) -> str:
+        if self._blocks.cut:
+            return "a thread was stuck in a block of coalesced operations"
+        return ""
+
     def quiescent(self) -> bool:
         """True when all aborts returned; the caller still has to synchronise the device."""
         return not self.aborting()
@@ -125,12 +133,15 @@ class NcclGroup(InnerGroup):
 
     coalesces = True
 
-    def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
+    def __init__(
+        self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any, blocks: Blocks
+    ) -> None:
         self.epoch = epoch
         self.description = spec.description
         self.size = spec.size
         self._plain = plain
         self._backend = backend
+        self._blocks = blocks
         self._collectives = 0
         self._messages = 0
 
@@ -139,13 +150,20 @@ class NcclGroup(InnerGroup):
     ) -> dist.Work | None:
         epoch = self.epoch
         if epoch.closed:
-            raise EpochClosed(epoch.number, operation)
+            self._check(operation)
+            if self._blocks.cut:
+                return None
         if failpoints.ACTIVE:
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
+        if operation == "barrier":
+            _ask_for_work(args, kwargs)
         try:
             inner = getattr(self._plain, operation)(*args, **kwargs)
         except RuntimeError as error:
+            if self._blocks.is_open_here():
+                self._blocks.keep(error)
+                return None
             if not communication_failed(error) and not epoch.closed:
                 raise
             problem = str(error)
@@ -160,7 +178,11 @@ class NcclGroup(InnerGroup):
         return self._work(inner, operation, sequence)
 
     def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
-        if inner is None:  # inside a coalescing block
+        if inner is None:
+            # Collected in a block, or on the current stream: nobody waits for it.
+            if not self._blocks.is_open_here():
+                self.epoch.check(operation)
+                book(self, operation)
             return None
         return StreamWork(inner, self, operation, sequence)
 
@@ -168,12 +190,44 @@ class NcclGroup(InnerGroup):
         return self._backend
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        epoch = self.epoch
-        epoch.check(method)
-        answer = getattr(self._plain, method)(*args, **kwargs)
+        if method == "_start_coalescing":
+            return self._start_block(*args)
         if method == "_end_coalescing":
-            return self._work(answer, "coalesced", self._messages)
-        return answer
+            return self._end_block(*args)
+        self._check(method)
+        return getattr(self._plain, method)(*args, **kwargs)
+
+    def _check(self, operation: str) -> None:
+        """Raise EpochClosed on a closed epoch, unless this thread has a block to bring to its end:
+        an abort waits for that."""
+        if not self._blocks.is_open_here():
+            self.epoch.check(operation)
+
+    def _start_block(self, device: torch.device) -> None:
+        self._check("start of a block")
+        if not self._blocks.enter():
+            raise EpochClosed(self.epoch.number, "start of a block")
+        try:
+            self._plain._start_coalescing(device)
+        except BaseException:
+            self._blocks.leave()
+            raise
+
+    def _end_block(self, device: torch.device) -> dist.Work | None:
+        """The real end, whatever has happened in the block; then what has happened is told."""
+        answer = None
+        if not self._blocks.cut:
+            try:
+                answer = self._plain._end_coalescing(device)
+            except RuntimeError as error:
+                self._blocks.keep(error)
+        problem = self._blocks.leave()
+        self._check("end of a block")
+        if problem is not None:
+            if not communication_failed(problem):
+                raise problem
+            self.epoch.fault(self.description, "coalesced", str(problem))
+        return self._work(answer, "coalesced", self._messages)
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._backend._set_default_timeout(timeout)
@@ -181,6 +235,13 @@ class NcclGroup(InnerGroup):
     def close(self) -> None:
         self._plain = None
         self._backend = None
+
+
+def _ask_for_work(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Have a barrier answer a Work: else it holds the host where nobody sees it wait."""
+    for opts in (*args, *kwargs.values()):
+        if isinstance(opts, BarrierOptions):
+            opts.asyncOp = True
 
 
 def _abort(backend: Any) -> None:

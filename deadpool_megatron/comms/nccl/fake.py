@@ -10,6 +10,10 @@ Modelled:
   that was complete before the abort has its result.
 * What an operation does not write stays good: the part of an in-place all-gather that is the own
   input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
+* A block of coalesced operations belongs to the calling thread: see collected.py.
+* An operation that the caller does not make asynchronous runs on the current stream and answers no
+  Work; a barrier of that kind holds the host.
+* An abort takes time, more with every operation that has not ended (:data:`abort_lasts`).
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
   neighbours that both send first deadlock.
 * A communicator that was not connected eagerly is made at its first use through the store, and so
@@ -25,6 +29,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import get_ident
 from time import monotonic
@@ -36,9 +41,16 @@ from torch._C._distributed_c10d import Store
 from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.inner import GroupSpec
+from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.nccl.stream_order import StreamOrderError, order, unwatched
-from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, tensors_in
+from deadpool_megatron.comms.operations import (
+    COMMUNICATION,
+    POINT_TO_POINT,
+    SENDS,
+    is_asynchronous,
+    tensors_in,
+)
 from deadpool_megatron.platform.gathers import SeveralWorks
 
 __all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
@@ -47,6 +59,17 @@ __all__ = ["FakeCommunicator", "FakeNcclFabric", "FakeWork", "StreamOrderError"]
 #: by the environment. Megatron's interleaved schedule needs it: even ranks send first and odd ones
 #: receive first, so it avoids by itself what is refused here.
 allow_unbatched = os.environ.get("DEADPOOL_FAKE_NCCL_UNBATCHED") == "1"
+
+ABORT_SECONDS = 0.5
+ABORT_SECONDS_PER_OPERATION = 0.01
+
+
+def _no_time(seconds: float) -> None:
+    """The default: aborts take no time."""
+
+
+#: called by each abort with the seconds that it lasts on a device; a test sets its own
+abort_lasts: Callable[[float], None] = _no_time
 
 JUNK_BYTE = 0x3C
 _POLL_SECONDS = 0.01
@@ -86,8 +109,8 @@ class FakeCommunicator:
         self._store = store
         self._gloo = gloo
         self._group: GlooGroup | None = None
-        self._batch: list[FakeWork] | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
+        self._launched = self._ended = 0
         self.aborted = False
 
     # -- as a Backend ----------------------------------------------------------------------------
@@ -96,6 +119,8 @@ class FakeCommunicator:
         self._connect()
 
     def abort(self) -> None:
+        pending = self._launched - self._ended
+        abort_lasts(ABORT_SECONDS + pending * ABORT_SECONDS_PER_OPERATION)
         self.aborted = True
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
@@ -112,19 +137,26 @@ class FakeCommunicator:
         return 0
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if self._batch is not None:
-            raise RuntimeError("nested coalescing")
-        self._batch = []
+        collected.depth += 1
 
-    def _end_coalescing(self, device: torch.device) -> FakeWork:
-        batch, self._batch = self._batch, None
-        return FakeWork(self, "coalesced", [], [], batch or [])
+    def _end_coalescing(self, device: torch.device) -> FakeWork | None:
+        works = [work for work in collected.end() if work is not None]
+        return FakeWork(self, "coalesced", [], [], works) if works else None
 
     def _launch(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
-        if name in POINT_TO_POINT and self._batch is None and not allow_unbatched:
+        if collected.depth:
+            collected.add(self, partial(self._start, name, args, kwargs))
+            return None
+        if name in POINT_TO_POINT and not allow_unbatched:
             raise RuntimeError(f"unbatched {name} on {self._spec.description}: NCCL may deadlock")
+        return self._start(name, args, kwargs)
+
+    def _start(
+        self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> FakeWork | None:
+        waited_for = is_asynchronous(args, kwargs)
         if name == "barrier":
             args, kwargs = (), {}
         group = self._connect()
@@ -139,10 +171,10 @@ class FakeCommunicator:
             work.inner = group._starts[name](*private, **kwargs)
             order.add(work)
         self._enqueue(work)
-        if self._batch is not None:
-            self._batch.append(work)
-            return None
-        return work
+        if waited_for:
+            return work
+        work.wait()
+        return None
 
     def _connect(self) -> GlooGroup:
         if self._group is None:
@@ -155,7 +187,12 @@ class FakeCommunicator:
             threading.Thread(
                 target=_run_stream, args=(self._stream,), name="fake-nccl-stream", daemon=True
             ).start()
+        self._launched += 1
         self._stream.put(work)
+
+    def ended(self) -> None:
+        """An operation has come to its end by itself."""
+        self._ended += 1
 
     def __del__(self) -> None:
         if self._stream is not None:
@@ -236,6 +273,7 @@ class FakeWork:
             return  # a kernel whose peer is gone hangs until it is aborted
         if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
+        self._communicator.ended()
         if not self._communicator.aborted:
             self._done.set()
 

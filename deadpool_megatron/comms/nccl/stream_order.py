@@ -34,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.operations import tensors_in
 
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
@@ -173,6 +174,7 @@ def enter_stream_order() -> None:
     Called when an epoch is attached. What is left of an older epoch is over by then: whoever
     drains a device also synchronises it, and a fake that waited for ever would hide it.
     """
+    collected.assert_none_open()
     order.settle_all(_SYNCHRONISED_SECONDS)
     if get_ident() not in _modes:
         mode: Any = StreamOrder()  # type: ignore[no-untyped-call]

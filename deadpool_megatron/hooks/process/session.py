@@ -314,6 +314,8 @@ class Session:
         # The watcher may not have come to it yet; a drain of an open epoch would do nothing.
         self._communicators.interrupt(epoch)
         clean = self._communicators.drain()
+        if why := self._communicators.ruin:
+            print(f"this process has to be replaced: {why}", file=sys.stderr, flush=True)
         # On a device only now: it cannot finish while an operation waits for a dead peer.
         clean = self._built.quiesce(self._settings.drain_seconds) and clean
         if clean:

@@ -58,6 +58,10 @@ class FakeCommunicators:
         assert self.closed.is_set(), "a drain of an open epoch would prove nothing"
         return self.clean
 
+    @property
+    def ruin(self) -> str:
+        return "" if self.clean else "something still writes"
+
     def finish_iteration(self) -> None:
         """Nothing in flight."""
 

@@ -1,0 +1,64 @@
+"""Coalescing blocks: from start to end nothing may raise in one, and nothing be aborted.
+
+NCCL counts the open blocks of each thread. One that is left half way stays open for ever: whatever
+the thread calls from then on is collected and never run, in every epoch to come, and its outputs
+are what lay in memory before. The end of a block goes through the communicators that were used in
+it, so none of them may be freed by an abort before that.
+"""
+
+from __future__ import annotations
+
+import threading
+from threading import get_ident
+
+#: a block only enqueues: microseconds, unless its thread hangs in the driver
+LONGEST_SECONDS = 0.2
+
+
+class Blocks:
+    """The open blocks of all threads on the communicators of one epoch."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._depths: dict[int, int] = {}
+        self._problems: dict[int, RuntimeError] = {}
+        self._closed = False
+        #: an abort could not wait for a block any longer: its thread collects for ever
+        self.cut = False
+
+    def enter(self) -> bool:
+        """Open a block on the calling thread; False once the blocks are closed: nothing is open."""
+        ident = get_ident()
+        with self._lock:
+            depth = self._depths.get(ident, 0)
+            if self._closed and not depth:
+                return False
+            self._depths[ident] = depth + 1
+            return True
+
+    def is_open_here(self) -> bool:
+        """Whether the calling thread is in a block, so that nothing may raise."""
+        return get_ident() in self._depths
+
+    def keep(self, problem: RuntimeError) -> None:
+        """Keep an error of an operation in the block until the end; the first one counts."""
+        self._problems.setdefault(get_ident(), problem)
+
+    def leave(self) -> RuntimeError | None:
+        """The innermost block of the calling thread has ended. Returns what was kept, if it was
+        the outermost as well."""
+        ident = get_ident()
+        with self._lock:
+            depth = self._depths.pop(ident, 1) - 1
+            if depth:
+                self._depths[ident] = depth
+                return None
+            self._lock.notify_all()
+        return self._problems.pop(ident, None)
+
+    def close(self) -> None:
+        """Let no block begin, and wait until none is open; a moment later they are cut."""
+        with self._lock:
+            self._closed = True
+            if not self.cut:
+                self.cut = not self._lock.wait_for(lambda: not self._depths, LONGEST_SECONDS)
