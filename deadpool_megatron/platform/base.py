@@ -47,6 +47,11 @@ class Platform(ABC):
         Raises TimeoutError naming what did not finish, and RuntimeError for a device in error.
         """
 
+    @abstractmethod
+    def catch_up(self, timeout_seconds: float) -> bool:
+        """Wait for at most this long until the device has done what the calling thread has given it
+        so far. Returns whether it has; raises CopyFailedError for a device in error."""
+
     def memory_node(self) -> int | None:
         """The NUMA node beside the device; None where there is none, or it is not known."""
         return None

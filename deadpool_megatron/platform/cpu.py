@@ -100,6 +100,9 @@ class CpuPlatform(Platform):
             waited = time.monotonic() - started
             raise TimeoutError(f"copier thread still busy after {waited:.1f} s")
 
+    def catch_up(self, timeout_seconds: float) -> bool:
+        return True
+
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         host_range(memory)
 

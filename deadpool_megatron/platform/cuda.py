@@ -66,6 +66,7 @@ class CudaPlatform(Platform):
 
     def __init__(self) -> None:
         self._side_stream: torch.cuda.Stream | None = None
+        self._reached: torch.cuda.Event | None = None
 
     def install(self) -> None:
         """Nothing: Megatron was written for this platform."""
@@ -93,6 +94,12 @@ class CudaPlatform(Platform):
                 raise TimeoutError(
                     f"CUDA stream {stream} still busy after {deadline_seconds:.1f} s"
                 )
+
+    def catch_up(self, timeout_seconds: float) -> bool:
+        if self._reached is None:
+            self._reached = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._reached.record(torch.cuda.current_stream())
+        return _EventCopy(self._reached, []).wait(timeout_seconds)
 
     def register_host_memory(self, memory: torch.Tensor | memoryview) -> None:
         address, length = host_range(memory)

@@ -11,7 +11,8 @@ after the operation (a wait made by the same thread), and is then held until the
 * the thread that copies beside training. On a device that is a side stream, which waits for the
   stream of the thread that submitted the copy: so the copier is ordered after exactly what the
   submitting thread was ordered after, and waits by itself, not the submitter;
-* ``synchronize`` of the platform: everything that was launched is then over.
+* ``synchronize`` of the platform: everything that was launched is then over; ``catch_up``: what
+  the calling thread is ordered after.
 
 An operation of an aborted communicator is over as well, and leaves its junk. Reading that raises
 nothing, as on a device; it is noted in the file named by ``DEADPOOL_FAKE_NCCL_JUNK``, if any, so
@@ -116,6 +117,17 @@ class Order:
     def after_current_thread(self) -> list[Operation]:
         """The operations that the calling thread is ordered after."""
         return [one for one in self._operations() if get_ident() in one.ordered]
+
+    def catch_up(self, timeout_seconds: float) -> bool:
+        """Wait for the operations that the calling thread is ordered after; False: not in time."""
+        until = time.monotonic() + timeout_seconds
+        for operation in self.after_current_thread():
+            try:
+                operation.block(until - time.monotonic())
+            except TimeoutError:
+                return False
+            self._drop(operation)
+        return True
 
     def clear(self) -> None:
         """Forget everything."""
@@ -226,6 +238,7 @@ def _watch_platform() -> None:
 
     _replace(copier, "submit", submit_to_side_stream)
     _replace(platform, "synchronize", synchronize_device)
+    _replace(platform, "catch_up", lambda self, timeout_seconds: order.catch_up(timeout_seconds))
 
 
 def _run_beside(run: Callable[[], None], before: list[Operation]) -> None:

@@ -321,8 +321,9 @@ def _replica_group(inner: Any) -> dist.ProcessGroup | None:
 def statistics_span_the_world(optimizer: Any) -> bool:
     """True when found-inf or the gradient norm is summed over all roles before any update.
 
-    Then the host has waited for a word of every role between its gate and its first overwrite, and
-    2+N slots suffice (design, section 4). Otherwise the dependency argument needs 3+N.
+    Then a word of every role lies between a role's gate and its first overwrite, for which the host
+    waits (:mod:`.protection`), and 2+N slots suffice (design, section 4). Otherwise the dependency
+    argument needs 3+N.
     """
     inner = inner_optimizers(optimizer)
     if not inner or not all(is_distributed(one) for one in inner):

@@ -17,15 +17,20 @@ and the first one of an epoch. In the other iterations nothing is captured, no s
 commit waited for; what stays is the fence, since the copy of the last due generation may still read
 the shard, and an update after a close must not happen (rule 11). Slots and lag count due
 generations. Let p be a due iteration, p-n and p-2n the ones before it; the slot for p is taken
-after the gate of p, at the first byte. The gate's argument (design, section 4) holds for every n:
+after the gate of p, right before the first inner update; where an update is skipped, at the first
+byte. The gate's argument (design, section 4) holds for every n:
 
 * 2+N slots. The slot for p holds p-2n (N = 0). The gate of p has waited for p-n in this role, and
   before any role overwrites anything in iteration p the collective of that iteration has told it
   that all roles have entered their optimizer step, so have passed their gates of p: all of them
   have committed p-n. The iterations between need no gate, for nothing is overwritten in them.
+  That collective is enqueued; where the host does not read its result (Megatron keeps the gradient
+  norm on the device from 0.17 on), the host has been told nothing. So before a slot is taken the
+  host waits until the device has come that far.
 * 3+N slots. The slot for p holds p-3n. The update of p depends, through the peers' forward and
-  backward of p, on every role's update p-1, which is its update p-n or a later one. Each of those
-  came after that role's gate of p-n, which had waited for p-2n: all roles have committed p-2n.
+  backward of p, on every role's update p-1, which is its update p-n or a later one; for these, too,
+  the host has waited when it takes the slot. Each of them came after that role's gate of p-n, which
+  had waited for p-2n: all roles have committed p-2n.
 
 The first gate of an epoch waits in whatever iteration it comes: until then the generation that the
 epoch has begun with may be in memory once only.
@@ -187,11 +192,11 @@ class Protection:
         self._await_sealer()
 
     def using(self, index: int) -> None:
-        """Right before inner update ``index``: the fence, then copies of what it is about to use.
-
-        The slot is the one that the update's result goes to, taken after the same gate.
-        """
+        """Right before inner update ``index``: the fence, a slot for its result, then copies of
+        what it is about to use."""
         self.fence()
+        if self._epoch and self._upcoming_is_due:
+            self._slot()
         if self._epoch and self._steps is not None and self._steps.keeps():
             self._steps.capture(index, self._slot())
 
@@ -326,8 +331,14 @@ class Protection:
         return self._closed_epoch() >= self._epoch
 
     def _slot(self) -> SlotWriter:
-        """The slot of the announced generation, taken at its first byte: after the gate."""
+        """The slot of the announced generation, taken after the gate and after a word from all
+        roles has come to this host: see the module text."""
         if self._writer is None:
+            # As long as a peer may take; who hangs is found, and the epoch closed, before that.
+            limit = self._settings.first_step_seconds
+            self._wait("a word from every role", self._platform.catch_up, limit)
+            if self._interrupted():  # an abort lets a device go on, too
+                raise EpochClosed(self._epoch, "the choice of a slot")
             self._writer = self._unless_frozen(
                 "the choice of a slot", lambda: self._vault.begin(self._upcoming, self._epoch)
             )
@@ -377,14 +388,18 @@ class Protection:
             raise ProtectionError(self._failure)
 
     def _await(self, what: str, wait: Callable[[float], bool]) -> None:
-        """Call ``wait`` (seconds -> done) until it is done. Raises as all waits do."""
+        """Call ``wait`` (seconds -> done) until it is done; a stall. Raises as all waits do."""
         started = time.monotonic()
+        self._wait(what, wait, self._settings.operation_timeout_seconds)
+        self._count_stall(self._handed_over, time.monotonic() - started)
+
+    def _wait(self, what: str, wait: Callable[[float], bool], limit_seconds: float) -> None:
+        limit = time.monotonic() + limit_seconds
         while not wait(_LOOK_SECONDS):
             if self._interrupted():
                 raise EpochClosed(self._epoch, what)
-            if time.monotonic() - started > self._settings.operation_timeout_seconds:
-                raise ProtectionError(f"{what} does not finish")
-        self._count_stall(self._handed_over, time.monotonic() - started)
+            if time.monotonic() > limit:
+                raise ProtectionError(f"{what}: still waiting after {limit_seconds:g} s")
 
     def _await_copy(self, copy: CopyHandle, what: str) -> None:
         self._await(what, copy.wait)

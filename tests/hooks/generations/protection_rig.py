@@ -170,7 +170,7 @@ class Rig:
         protection.gate()
         if not skipped:
             for index, tensor in enumerate(self.tensors):
-                protection.fence()
+                protection.using(index)
                 tensor.add_(1)
                 protection.updated(index)
         if protection.is_wanted:

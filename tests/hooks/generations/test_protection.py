@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.layouts import role_layout
 from deadpool_megatron.hooks.generations.protection import ProtectionError
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.state.packing import Part
 from tests.hooks.generations import protection_rig
 from tests.hooks.generations.protection_rig import (
@@ -103,6 +105,82 @@ def test_the_gate_does_not_open_by_itself(make: Callable[..., Rig]) -> None:
     thread.join(SECONDS)
     assert rig.waits[-1] == (generation(0), True)
     assert rig.protection.stall_seconds > 0
+
+
+class DeviceBehind(CpuPlatform):
+    """Its device comes to what the host has enqueued when the host has looked so many times."""
+
+    def __init__(self, looks: float) -> None:
+        super().__init__()
+        self.looks = looks
+        self.waiting = threading.Event()
+
+    def catch_up(self, timeout_seconds: float) -> bool:
+        self.waiting.set()
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_slot_is_taken_when_the_device_has_heard_from_every_role(
+    make: Callable[..., Rig],
+) -> None:
+    """Where Megatron leaves the gradient norm on the device, nothing else holds the host."""
+    platform = DeviceBehind(looks=0)
+    rig = make(platform)
+    rig.start()
+    rig.settled()
+    rig.protection.announce(generation(1))
+    rig.protection.gate()
+    platform.looks, taken = 3, len(rig.vault.writers)
+    original = rig.vault.begin
+
+    def begin(*args: Any) -> Writer:
+        assert platform.looks < 0, "the slot was taken before the device had come that far"
+        return original(*args)
+
+    rig.vault.begin = begin  # type: ignore[method-assign]
+    rig.protection.using(0)
+    assert len(rig.vault.writers) == taken + 1, "before the update, not after it"
+    platform.looks = 1e9
+    rig.protection.using(1)
+    assert len(rig.vault.writers) == taken + 1, "once for an iteration"
+
+
+def test_a_device_that_hears_nothing_is_left_at_a_close(make: Callable[..., Rig]) -> None:
+    platform = DeviceBehind(looks=0)
+    rig = make(platform)
+    rig.start()
+    rig.settled()
+    rig.protection.announce(generation(1))
+    rig.protection.gate()
+    platform.looks = 1e9
+    platform.waiting.clear()
+    closer = rig.close_when(platform.waiting)
+    taken = len(rig.vault.writers)
+    with pytest.raises(EpochClosed):
+        rig.protection.using(0)
+    closer.join()
+    assert len(rig.vault.writers) == taken
+
+
+def test_an_abort_lets_the_device_go_on_and_proves_nothing(make: Callable[..., Rig]) -> None:
+    class Aborted(DeviceBehind):
+        def catch_up(self, timeout_seconds: float) -> bool:
+            if self.looks:
+                rig.close()
+            return True
+
+    platform = Aborted(looks=0)
+    rig = make(platform)
+    rig.start()
+    rig.settled()
+    rig.protection.announce(generation(1))
+    rig.protection.gate()
+    platform.looks = 1
+    taken = len(rig.vault.writers)
+    with pytest.raises(EpochClosed):
+        rig.protection.using(0)
+    assert len(rig.vault.writers) == taken
 
 
 def test_warming_up_protects_nothing(make: Callable[..., Rig]) -> None:
