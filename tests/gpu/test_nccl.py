@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron import nccl_environment
+
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 SIZE = 2
 DEADLINE_SECONDS = 120.0
@@ -31,14 +33,13 @@ def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
         NCCL_SHM_DISABLE="1",
         NCCL_SOCKET_IFNAME="lo",
     )
+    nccl_environment.complete(os.environ)
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore
 
     from deadpool_megatron.comms import Communicators, EpochClosed
-    from deadpool_megatron.comms.nccl.fabric import REQUIRED_ENVIRONMENT
 
-    os.environ.update(REQUIRED_ENVIRONMENT)
     torch.cuda.set_device(rank % torch.cuda.device_count())
     communicators = Communicators("nccl", close_wait_seconds=30.0, drain_seconds=10.0)
     communicators.install()

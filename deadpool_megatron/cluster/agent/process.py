@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
-from deadpool_megatron import failpoints
+from deadpool_megatron import failpoints, nccl_environment
 from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import descriptors
@@ -26,6 +26,9 @@ def run_agent(options: AgentOptions) -> int:
     """
     set_process_name(f"dp-agent{options.node}")
     info = options.info
+    if nccl_environment.may_be_nccl(info.settings.communicator):
+        # Of the agent itself: a parked process imports torch before it knows its member.
+        nccl_environment.complete(os.environ)
     needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)

@@ -1,18 +1,13 @@
 """Inner groups on NCCL. Written with the sources of torch 2.13 open.
 
-Environment that in-process recovery needs, set before the first communicator:
+The environment that they need, and the versions of NCCL that are refused, are in
+:mod:`deadpool_megatron.nccl_environment`. Facts that shape this module:
 
-``TORCH_NCCL_ASYNC_ERROR_HANDLING=0``  else the watchdog thread of torch ends the process
-``TORCH_NCCL_ENABLE_MONITORING=0``     else its monitor does when the watchdog hangs in an abort
-``TORCH_NCCL_RETHROW_CUDA_ERRORS=0``   an abort must not be turned into a later CUDA error
-``TORCH_NCCL_DUMP_ON_TIMEOUT=0``       no dump through a store that may be gone
-``NCCL_NVLS_ENABLE=0``                 multicast objects do not survive a lost peer
-
-Facts that shape it: a wait only orders streams, so it must run on the calling thread; aborting
-communicators one after another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the
-same time, a thread each; after an abort kernels exit and outputs are worthless, without an error;
-communicators that are made lazily need the store, so all are made before the first barrier, and
-a group that is bound to a device reuses its communicator for unbatched send and receive.
+A wait only orders streams, so it must run on the calling thread. Aborting communicators one after
+another can deadlock (nccl#1013, pytorch#119797), so all are aborted at the same time, a thread
+each. After an abort kernels exit and outputs are worthless, without an error. Communicators that
+are made lazily need the store, so all are made before the first barrier, and a group that is bound
+to a device reuses its communicator for unbatched send and receive.
 """
 
 from __future__ import annotations
@@ -34,14 +29,6 @@ from deadpool_megatron.comms.in_flight.works import StreamWork, book, communicat
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
 from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.operations import POINT_TO_POINT
-
-REQUIRED_ENVIRONMENT: Mapping[str, str] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "NCCL_NVLS_ENABLE": "0",
-}
 
 #: longest time that interrupt() waits for aborts; they go on by themselves afterwards
 ABORT_SECONDS = 20.0

@@ -303,7 +303,6 @@ class EpochEntry(Stages):
         self._drop()
         os.environ["RANK"] = str(role)
         os.environ["WORLD_SIZE"] = str(world_size)
-        os.environ["LOCAL_RANK"] = str(self._link.seat.slot)
         self._communicators.detach()
         self.program.make_groups()
         self.role = role

@@ -27,8 +27,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
@@ -38,6 +36,7 @@ from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
+from deadpool_megatron.hooks.process.device import take_device
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
@@ -69,7 +68,7 @@ class Session:
         wanted = int(os.environ.get("DEADPOOL_PROVISIONAL_ROLE", link.seat.slot))
         self._provisional_role = wanted % self._world_size
         self._communicators = Communicators(
-            kind=_communicator_kind(settings),
+            kind=take_device(settings.communicator, link.seat.slot),
             operation_timeout_seconds=settings.operation_timeout_seconds,
             close_wait_seconds=settings.close_seconds,
             drain_seconds=settings.drain_seconds,
@@ -390,9 +389,3 @@ class Session:
             "progress": self._communicators.progress(),
             "own": list(self._own_time.sample),
         }
-
-
-def _communicator_kind(settings: Settings) -> str:
-    if settings.communicator != "auto":
-        return settings.communicator
-    return "nccl" if torch.cuda.is_available() else "gloo"

@@ -1,0 +1,137 @@
+"""Which device a member takes, when, and what keeps it from using NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deadpool_megatron import nccl_environment
+from deadpool_megatron.hooks.process import session as session_module
+from deadpool_megatron.hooks.process.device import take_device
+from deadpool_megatron.nccl_environment import VARIABLES
+from deadpool_megatron.platform.cpu import CpuPlatform
+from tests.hooks.process import session_rig
+
+Machine = Callable[..., list[int]]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Plays the calls of torch that tell of GPUs; answers the list of devices that were set."""
+    environment: dict[str, str] = {}
+    nccl_environment.complete(environment)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for former in (v.former_name for v in VARIABLES if v.former_name):
+        monkeypatch.delenv(former, raising=False)
+
+    def made(gpus: int, nccl: tuple[int | str, ...] = (2, 28, 9)) -> list[int]:
+        taken: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+        monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+        return taken
+
+    return made
+
+
+def refusal(capfd: pytest.CaptureFixture[str], communicator: str, slot: int) -> str:
+    with pytest.raises(SystemExit) as ended:
+        take_device(communicator, slot)
+    assert ended.value.code == 2
+    [line] = capfd.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("gpus", "communicator", "slot", "kind", "taken"),
+    [
+        (8, "auto", 5, "nccl", [5]),
+        (8, "nccl", 0, "nccl", [0]),
+        (2, "gloo", 1, "gloo", [1]),
+        (2, "gloo", 3, "gloo", [1]),
+        (0, "auto", 3, "gloo", []),
+        (0, "gloo", 3, "gloo", []),
+        (0, "fake-nccl", 3, "fake-nccl", []),
+    ],
+)
+def test_the_slot_is_the_number_of_the_gpu(
+    machine: Machine, gpus: int, communicator: str, slot: int, kind: str, taken: list[int]
+) -> None:
+    found = machine(gpus)
+    assert take_device(communicator, slot) == kind
+    assert found == taken
+
+
+def test_what_is_in_force_is_one_line(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    machine(4, (2, 28, 9, "cuda13"))
+    take_device("auto", 2)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("deadpool: GPU 2 of 4, NCCL 2.28.9, TORCH_NCCL_ASYNC_ERROR_HANDLING=0 ")
+    assert all(f"{variable.name}={variable.value}" in line for variable in VARIABLES)
+
+
+def test_nvlink_sharp_is_warned_of(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(1)
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    take_device("nccl", 0)
+    warning, facts = capfd.readouterr().err.splitlines()
+    assert "NCCL_NVLS_ENABLE=1 is taken as set, and recoveries may fail" in warning
+    assert "NCCL_NVLS_ENABLE=1" in facts
+
+
+def test_a_contrary_variable_is_refused_before_a_device_is_touched(
+    machine: Machine, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = machine(2)
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL cannot be protected" in refusal(capfd, "auto", 0)
+    assert taken == []
+    assert take_device("gloo", 0) == "gloo"
+
+
+def test_a_version_of_nccl_is_refused(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    machine(2, (2, 28, 5))
+    assert "NCCL 2.28.5 cannot be protected" in refusal(capfd, "auto", 0)
+
+
+@pytest.mark.parametrize(("gpus", "slot"), [(2, 2), (0, 0)])
+def test_nccl_without_a_gpu_for_this_process_is_refused(
+    machine: Machine,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    slot: int,
+) -> None:
+    taken = machine(gpus)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    line = refusal(capfd, "nccl", slot)
+    assert f"process {slot} sees {gpus} (CUDA_VISIBLE_DEVICES=4,5)" in line
+    assert taken == []
+
+
+def test_the_device_is_set_before_anything_asks_for_the_current_one(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An entry asks for the memory beside it as it is made, groups are made later."""
+    taken, seen = machine(1), list[list[int]]()
+    made = session_rig.Rig._make_entry
+
+    def make(rig: session_rig.Rig, **options: object) -> session_rig.FakeEntry:
+        seen.append(list(taken))
+        return made(rig, **options)
+
+    monkeypatch.setattr(session_rig.Rig, "_make_entry", make)
+    # The platform of a process is chosen once, and these are not the calls to choose it by.
+    monkeypatch.setattr(session_module, "select_platform", CpuPlatform)
+    with session_rig.session(monkeypatch, tmp_path) as rig:
+        rig.record(1)
+        rig.expect("done")
+        assert rig.end() is None
+    assert seen == [[0]]
