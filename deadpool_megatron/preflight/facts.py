@@ -100,8 +100,10 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class Needs:
-    """What the run needs. ``shm_bytes``: shared memory of a node, 0 where it is not known."""
+    """What the run needs. ``gpus_per_node``: where any node has GPUs; 0 where it needs none there,
+    either. ``shm_bytes``: shared memory of a node, 0 where it is not known.
+    """
 
     nodes: int
-    nproc_per_node: int = 1
+    gpus_per_node: int = 1
     shm_bytes: int = 0

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import deadpool_megatron
 from deadpool_megatron.preflight.facts import HostFacts
+from deadpool_megatron.preflight.gpus import visible_gpus
 from deadpool_megatron.vault.memory.limits import cgroup_memory, memlock_bytes
 from deadpool_megatron.vault.net.interface import interface_of
 
@@ -20,7 +21,6 @@ _SHM = Path("/dev/shm")
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
-_NVIDIA_SMI_SECONDS = 20.0
 _IFF_UP = 1
 
 
@@ -38,7 +38,7 @@ def read_facts(address: str) -> HostFacts:
         interface=interface,
         interface_up=_is_up(interface),
         versions=versions(),
-        gpus=count_gpus(),
+        gpus=len(visible_gpus(os.environ)),
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
         memory_bytes=available_memory() or 0,
@@ -85,30 +85,6 @@ def _driver_version() -> str:
         return Path("/sys/module/nvidia/version").read_text().strip()
     except OSError:
         return ""
-
-
-def count_gpus() -> int:
-    """Returns how many GPUs this container may use, by nvidia-smi; without it, how many the driver
-    knows.
-
-    A GPU that has fallen off the bus is in the driver's list, but not in that of nvidia-smi.
-    """
-    if shutil.which("nvidia-smi") is not None:
-        try:
-            listed = subprocess.run(
-                ["nvidia-smi", "-L"],
-                capture_output=True,
-                text=True,
-                timeout=_NVIDIA_SMI_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return 0  # a driver that does not answer is of no use to training either
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    try:
-        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
-    except OSError:
-        return 0
 
 
 def available_memory() -> int | None:

@@ -111,10 +111,10 @@ def judge_one(facts: HostFacts | None, agreed: Agreed, needs: Needs) -> list[Fin
                 f" {common or 'not there'}: use the same environment or image"
             )
             found.append(Finding(standing, text))
-    if agreed.has_gpus and facts.gpus < needs.nproc_per_node:
+    if agreed.has_gpus and facts.gpus < needs.gpus_per_node:
         found.append(
             _out(
-                f"{facts.gpus} GPUs, --nproc-per-node is {needs.nproc_per_node}: look at"
+                f"{facts.gpus} GPUs, --nproc-per-node is {needs.gpus_per_node}: look at"
                 " nvidia-smi and dmesg there"
             )
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ pathlib.Path(os.environ["EARLY"], str(os.getpid())).write_text(json.dumps(dict(o
 
 
 def environments(
-    folder: Path, *options: str, nodes: int = 1, spares: int = 0, nproc: int = 1, **extra: str
+    folder: Path, *options: str, nodes: int = 2, spares: int = 0, nproc: int = 1, **extra: str
 ) -> dict[str, dict[str, str]]:
     """Of each member of a run, by "node-slot"."""
     script, run = folder / "show.py", folder / "run"
@@ -61,7 +62,7 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
     (tmp_path / "early_look.py").write_text(EARLY)
     options = ("--deadpool-start-method", method, "--preload", "early_look")
     where = {"PYTHONPATH": str(tmp_path), "EARLY": str(early)}
-    [found] = environments(tmp_path, *options, NCCL_NVLS_ENABLE="1", **where).values()
+    found = environments(tmp_path, *options, NCCL_NVLS_ENABLE="1", **where)["1-0"]
     expected = {v.name: v.value for v in VARIABLES} | {"NCCL_NVLS_ENABLE": "1"}
     assert {name: found.get(name) for name in expected} == expected
     assert found["LOCAL_RANK"] == "0"
@@ -71,5 +72,29 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
 
 
 def test_gloo_needs_nothing(tmp_path: Path) -> None:
-    [found] = environments(tmp_path, "--deadpool-communicator", "gloo").values()
+    found = environments(tmp_path, "--deadpool-communicator", "gloo")["0-0"]
     assert {variable.name for variable in VARIABLES}.isdisjoint(found)
+
+
+def smi(folder: Path, gpus: int) -> dict[str, str]:
+    """The environment in which an ``nvidia-smi`` lists so many GPUs."""
+    program = folder / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    lines = "".join(f"echo 'GPU {n}: NVIDIA H100 (UUID: GPU-{n})'\n" for n in range(gpus))
+    program.write_text(f"#!/bin/sh\n{lines}")
+    program.chmod(0o755)
+    return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "shares"),
+    [("0,1,2,3,4,5", ("0,1", "2,3", "4,5")), ("7,6,5,4,3,2,1,0", ("7,6", "5,4", "3,2"))],
+)
+def test_nodes_of_one_host_share_its_gpus_out(
+    tmp_path: Path, visible: str, shares: tuple[str, ...]
+) -> None:
+    where = {**smi(tmp_path, 8), "CUDA_VISIBLE_DEVICES": visible}
+    found = environments(tmp_path, nodes=2, spares=1, nproc=2, **where)
+    assert {who: each["CUDA_VISIBLE_DEVICES"] for who, each in found.items()} == {
+        f"{node}-{slot}": shares[node] for node in range(3) for slot in range(2)
+    }

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.preflight import host
+from deadpool_megatron.preflight import gpus, host
 from deadpool_megatron.preflight.facts import HostFacts
 
 ROOMY = {"memory_bytes": 10**12, "shm_bytes": 10**12, "shm_free_bytes": 10**12, "open_files": 4096}
@@ -30,13 +30,45 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H100 (UUID: GPU-1)'\necho 'GPU 1: ...'\n")
     program.chmod(0o755)
-    assert host.count_gpus() == 2
+    assert gpus.count_gpus() == 2
 
     def hangs(*_: object, **options: float) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", options["timeout"])
 
     monkeypatch.setattr(subprocess, "run", hangs)
-    assert host.count_gpus() == 0
+    assert gpus.count_gpus() == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [
+        (None, ("0", "1", "2", "3")),
+        ("", ()),
+        (" ", ()),
+        ("2,3", ("2", "3")),
+        ("3, 0", ("3", "0")),
+        ("GPU-8f,GPU-07", ("GPU-8f", "GPU-07")),
+        ("1,4,2", ("1",)),
+        ("0,-1,2", ("0",)),
+        ("-1", ()),
+    ],
+)
+def test_visible_gpus_are_those_that_the_driver_would_show(
+    named: str | None, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 4)
+    assert gpus.visible_gpus({} if named is None else {gpus.VISIBLE: named}) == seen
+
+
+def test_without_a_gpu_none_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "count_gpus", lambda: 0)
+    assert gpus.visible_gpus({}) == gpus.visible_gpus({gpus.VISIBLE: "0,1"}) == ()
+
+
+def test_shares_are_of_what_is_visible() -> None:
+    seen = ("4", "5", "6", "7")
+    assert [gpus.share_of(seen, number, 2) for number in range(2)] == ["4,5", "6,7"]
+    assert gpus.share_of(seen, 3, 1) == "7"
 
 
 @pytest.mark.parametrize(

@@ -72,11 +72,13 @@ def test_a_node_that_says_nothing_is_not_blamed() -> None:
 
 
 def test_gpus_count_where_any_node_has_them() -> None:
-    needs = Needs(2, nproc_per_node=8)
+    needs = Needs(2, gpus_per_node=8)
     assert standings(judge([report(0), report(1)], needs)) == [GOOD, GOOD]
     found = judge([report(0, gpus=8), report(1, gpus=7), report(2, gpus=0)], needs)
     assert standings(found) == [GOOD, LEFT_OUT, LEFT_OUT]
     assert "7 GPUs, --nproc-per-node is 8" in found[1].text
+    found = judge([report(0, gpus=8), report(1, gpus=1)], Needs(2, gpus_per_node=0))
+    assert standings(found) == [GOOD, GOOD]
 
 
 def test_limits_of_a_node() -> None:

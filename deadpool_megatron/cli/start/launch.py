@@ -41,6 +41,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
     read_json,
     slots_are_kept,
 )
+from deadpool_megatron.preflight.gpus import VISIBLE, share_of
 from deadpool_megatron.wire import auth
 
 EXIT_FAILED = 1
@@ -55,7 +56,7 @@ _FENCE_SECONDS = 5.0
 class LaunchOptions:
     """``refill``: how many dead nodes are followed by a new spare node; ``say``: one line to the
     user; ``look``: called several times a second, to show progress. ``numbers``: of the nodes to
-    start with.
+    start with. ``gpus``: what they share out; none leaves all of them with what this process sees.
     """
 
     run: RunDirectory
@@ -66,6 +67,7 @@ class LaunchOptions:
     say: Callable[[str], None]
     look: Callable[[], object]
     numbers: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
 
 
 class Launcher:
@@ -79,6 +81,8 @@ class Launcher:
         self._info = options.info
         self._agents: dict[int, tuple[int, int]] = {}  # node -> (pid, pidfd)
         self._lines: dict[int, int] = {}  # node -> our end of the pipe to its agent
+        # node -> which share of the GPUs it has
+        self._shares = {node: share for share, node in enumerate(sorted(options.numbers))}
         self._appointed: set[int] = set()
         self._next_node = max(options.numbers) + 1
         self._refills = options.refill
@@ -120,21 +124,14 @@ class Launcher:
     def _start_agent(self, node: int) -> None:
         # Two standbys of a host cannot have the same port: the one that is first in order has it.
         port = self._options.port if node == max(self._options.numbers) else 0
+        self._shares.setdefault(node, self._free_share())
         sys.stdout.flush()
         sys.stderr.flush()
         theirs, ours = os.pipe()
         pid = os.fork()
         if pid == 0:
             _become_agent(
-                lambda: serve(
-                    self._run,
-                    self._info,
-                    Place(node, self._address, ""),
-                    self._options.modules,
-                    auth.load_secret(self._run.path),
-                    standby_port=port,
-                    launcher_fd=theirs,
-                ),
+                lambda: self._serve(node, port, theirs),
                 theirs,
                 self._run.log(f"node{node}-agent"),
             )
@@ -142,6 +139,26 @@ class Launcher:
         self._agents[node] = (pid, os.pidfd_open(pid))
         self._lines[node] = ours
         self._appoint()
+
+    def _serve(self, node: int, standby_port: int, line: int) -> int:
+        """In the forked child: be the agent of ``node``; returns its exit status."""
+        if gpus := self._options.gpus:
+            size = self._info.nproc_per_node
+            os.environ[VISIBLE] = share_of(gpus, self._shares[node], size)
+        return serve(
+            self._run,
+            self._info,
+            Place(node, self._address, ""),
+            self._options.modules,
+            auth.load_secret(self._run.path),
+            standby_port=standby_port,
+            launcher_fd=line,
+        )
+
+    def _free_share(self) -> int:
+        """Returns the first share of the GPUs that no live node has."""
+        taken = {self._shares[node] for node in self._agents}
+        return min(set(range(len(self._agents) + 1)) - taken)
 
     def _appoint(self) -> None:
         """The agents of the highest numbers get roles last, if at all."""

@@ -13,6 +13,7 @@ from deadpool_megatron.cli.common import CommandError, listen, raw, warn_in_the_
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
+from deadpool_megatron.cli.start.gpus import gpus_to_share
 from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
@@ -117,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     warn_in_the_clear(address, settings)
     scripts.announce(args.command, os.environ)
+    numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
+    gpus = gpus_to_share(info, len(numbers), os.environ)
     lock = hold(directory)
     display = make_display(quiet=args.quiet)
     if restart is not None:
@@ -133,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
             refill=args.refill,
             say=display.line,
             look=follower.look,
-            numbers=tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers,
+            numbers=numbers,
+            gpus=gpus,
         )
     )
     try:

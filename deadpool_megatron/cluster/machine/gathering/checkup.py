@@ -24,6 +24,7 @@ from deadpool_megatron.cluster.machine.state.phases import Gathering
 from deadpool_megatron.cluster.machine.state.state import Config, State
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.events import Kind
+from deadpool_megatron.nccl_environment import may_be_nccl
 from deadpool_megatron.preflight import judge, schedule
 from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
 from deadpool_megatron.preflight.judge import Judgement, Standing
@@ -125,7 +126,9 @@ def look_again(turn: Turn, node: int, *, fresh: bool) -> None:
 
 def needs(config: Config) -> Needs:
     """Returns what the run asks of a node."""
-    return Needs(config.nodes, config.nproc, int(config.settings.shm_gb * 1e9))
+    # With gloo the members of a node may share a GPU, or use none.
+    gpus = config.nproc if may_be_nccl(config.settings.communicator) else 0
+    return Needs(config.nodes, gpus, int(config.settings.shm_gb * 1e9))
 
 
 # Asking.
