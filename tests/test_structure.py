@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import deadpool_megatron
+from deadpool_megatron.preflight.gpus import VISIBLE
+from tests import gpus
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deadpool_megatron"
@@ -44,6 +46,17 @@ def requirements_of(project: dict[str, Any]) -> list[Requirement]:
     optional = [line for lines in project["optional-dependencies"].values() for line in lines]
     found = [Requirement(line) for line in [*project["dependencies"], *optional]]
     return [requirement for requirement in found if requirement.name != project["name"]]
+
+
+def test_tests_see_no_gpu_unless_they_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.environ[VISIBLE] == ""
+    monkeypatch.setenv(VISIBLE, "2,3")
+    monkeypatch.delenv("DEADPOOL_TEST_GPUS")
+    gpus.hide()
+    assert os.environ[VISIBLE] == ""
+    gpus.hide()
+    gpus.show()
+    assert os.environ[VISIBLE] == "2,3"
 
 
 def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import nccl_environment
+from tests import gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 SIZE = 2
@@ -25,6 +26,7 @@ DEADLINE_SECONDS = 120.0
 
 def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
     """One rank: reduce until told of the close of an epoch, then enter the next."""
+    gpus.show()
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(SIZE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import threading
 
@@ -12,6 +13,7 @@ from deadpool_megatron.platform import CopyFailedError
 from deadpool_megatron.platform.base import in_pieces
 from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
+from tests import gpus
 
 
 @pytest.fixture
@@ -104,8 +106,16 @@ def test_host_memory_must_be_writable_and_contiguous(platform: CpuPlatform) -> N
 
 @pytest.mark.gpu
 def test_cuda_copies_into_registered_memory() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    child = mp.get_context("spawn").Process(target=_copy_into_registered_memory)
+    child.start()
+    child.join(60.0)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
+
+
+def _copy_into_registered_memory() -> None:
+    gpus.show()
     platform = CudaPlatform()
     memory = torch.zeros(1 << 20)
     platform.register_host_memory(memory)

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,8 +34,8 @@ from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cli.tables import table
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
+from deadpool_megatron.preflight.gpus import VISIBLE
 
-NODES, SPARES, NPROC_PER_NODE = 4, 1, 2
 CONFIG = Path(__file__).parents[3] / "configs" / "tiny.args"
 # A machine that is busy with other things may take long to import torch in the first process.
 _SILENCE_SECONDS = 300.0
@@ -62,15 +63,49 @@ class DemoRun:
     struck_at: float | None = None
 
 
-def launch_command(run_directory: Path, iterations: int) -> list[str]:
+@dataclass(frozen=True)
+class Shape:
+    """How large the runs are, and what they compute on, whatever this machine has.
+
+    ``environment``: of the runs, besides the inherited one.
+    """
+
+    nproc_per_node: int
+    tensor: int
+    communicator: str
+    environment: Mapping[str, str]
+    nodes: int = 4
+    spares: int = 1
+    pipeline: int = 2
+
+    @property
+    def text(self) -> str:
+        """One sentence on it."""
+        data = self.nodes * self.nproc_per_node // (self.tensor * self.pipeline)
+        return (
+            f"A small GPT in {self.nodes * self.nproc_per_node} processes, tensor {self.tensor} x"
+            f" pipeline {self.pipeline} x data {data}, on {self.nodes} nodes of"
+            f" {self.nproc_per_node} and {self.spares} spare node."
+        )
+
+
+#: Without a GPU to be seen, so that the numbers of both runs can be held against each other.
+ON_CPUS = Shape(2, 2, "gloo", {VISIBLE: ""})
+#: Each process needs a GPU of its own, those of the spare node, too.
+ON_GPUS = Shape(1, 1, "nccl", {})
+
+
+def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS) -> list[str]:
     """What a user would type, with this interpreter."""
     return [
         sys.executable,
         *("-m", "deadpool_megatron", "run"),
-        *("--nodes", str(NODES), "--spares", str(SPARES)),
-        *("--nproc-per-node", str(NPROC_PER_NODE), "--run-dir", str(run_directory), "--"),
+        *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
+        *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
+        *("--deadpool-communicator", shape.communicator, "--"),
         *("-m", "deadpool_megatron.trainer", f"@{CONFIG}"),
-        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--tensor-model-parallel-size", str(shape.tensor)),
+        *("--pipeline-model-parallel-size", str(shape.pipeline)),
         *("--use-distributed-optimizer", "--train-iters", str(iterations)),
     ]
 
@@ -88,11 +123,16 @@ def kill_in_backward(iteration: int, target: str = "node") -> dict[str, Any]:
 
 
 def run_once(
-    display: Display, base: Path, name: str, iterations: int, fault: dict[str, Any] | None = None
+    display: Display,
+    base: Path,
+    name: str,
+    iterations: int,
+    fault: dict[str, Any] | None = None,
+    shape: Shape = ON_CPUS,
 ) -> DemoRun:
     """Run to the end in ``base/name``, struck by ``fault`` if given. Raises DemoError."""
     directory = base / name
-    environment = dict(os.environ)
+    environment = {**os.environ, **shape.environment}
     environment.pop(FAULTS_VARIABLE, None)
     fired = None
     if fault is not None:
@@ -100,7 +140,7 @@ def run_once(
         plan.write_text(json.dumps([fault], indent=1))
         environment[FAULTS_VARIABLE] = str(plan)
         fired = base / f"{plan.name}.fired" / fault["id"]
-    command = launch_command(directory, iterations)
+    command = launch_command(directory, iterations, shape)
     began = time.monotonic()
     try:
         story = watch_run(
@@ -204,10 +244,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="kill a node of a small training run and show that its numbers do not notice",
         description=(
             "Trains a small GPT with tensor, pipeline and data parallelism (2 x 2 x 2) twice, on"
-            f" {NODES} nodes of {NPROC_PER_NODE} processes and {SPARES} spare; in the second run"
-            " a node is killed in the middle of a step. Exit status: 0 bit-identical, 1 not,"
-            " 2 something needed is missing."
+            f" {ON_CPUS.nodes} nodes of {ON_CPUS.nproc_per_node} processes and"
+            f" {ON_CPUS.spares} spare; in the second run a node is killed in the middle of a step."
+            " All of it on CPUs with gloo, also where there are GPUs. Exit status: 0"
+            " bit-identical, 1 not, 2 something needed is missing."
         ),
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help=f"on {ON_GPUS.nodes + ON_GPUS.spares} GPUs with NCCL, whose sums may come out in"
+        " another order on the spare's GPU: not bit-identical then need not be a fault",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the facts to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw losses and timeline")
@@ -231,7 +278,7 @@ def run(args: argparse.Namespace) -> int:
     # A demo that is told to end takes its run along, whichever way it is told.
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = _both_runs(display, base, args.iterations)
+        outcome = _both_runs(display, base, args.iterations, ON_GPUS if args.gpu else ON_CPUS)
         identical = outcome.comparison.identical
         _write_files(outcome, args)
     except DemoError as error:
@@ -255,19 +302,15 @@ def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _both_runs(display: Display, base: Path, iterations: int) -> Outcome:
+def _both_runs(display: Display, base: Path, iterations: int, shape: Shape) -> Outcome:
     strike = iterations // 2 + 1
-    roles = NODES * NPROC_PER_NODE
-    display.line(
-        f"A small GPT in {roles} processes, tensor 2 x pipeline 2 x data 2, on {NODES} nodes of"
-        f" {NPROC_PER_NODE} and {SPARES} spare node.\n\n1. Undisturbed, {iterations} steps"
-    )
-    undisturbed = run_once(display, base, "undisturbed", iterations)
+    display.line(f"{shape.text}\n\n1. Undisturbed, {iterations} steps")
+    undisturbed = run_once(display, base, "undisturbed", iterations, shape=shape)
     display.line(
         "\n2. The same again, but the node of role 0 is killed in the backward pass of step"
         f" {strike}"
     )
-    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike))
+    struck = run_once(display, base, "struck", iterations, kill_in_backward(strike), shape)
     return judge(undisturbed, struck, strike)
 
 

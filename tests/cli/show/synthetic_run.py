@@ -210,6 +210,8 @@ def main(argv: list[str]) -> int:
         marker.parent.mkdir()
     shift = 1e-9 if trouble == "diverge" and strike is not None else 0.0
     directory.mkdir(parents=True)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    (directory / "visible.json").write_text(json.dumps(visible))
     log = EventLog(directory / "events.jsonl")
     began = time.time()
     for event in events_of(iterations, strike, shift, began):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -15,16 +16,20 @@ from deadpool_megatron.cli.show import demo
 from deadpool_megatron.cli.show.live import PlainDisplay, RunFailedError, watch_run
 
 SYNTHETIC = Path(synthetic_run.__file__)
+launch_command = demo.launch_command
+seen_by_runs: list[demo.Shape] = []
 
 
 @pytest.fixture(autouse=True)
 def _synthetic_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def command(directory: Path, iterations: int) -> list[str]:
+    def command(directory: Path, iterations: int, shape: demo.Shape = demo.ON_CPUS) -> list[str]:
+        seen_by_runs.append(shape)
         return [
             *(sys.executable, str(SYNTHETIC)),
             *("--run-dir", str(directory), "--train-iters", str(iterations)),
         ]
 
+    seen_by_runs.clear()
     monkeypatch.setattr(demo, "launch_command", command)
     monkeypatch.setattr(demo, "CONFIG", SYNTHETIC)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -114,3 +119,37 @@ def test_bad_arguments_are_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def options_of(command: list[str]) -> dict[str, str]:
+    """Each flag before the trainer's own, and behind it, with its value."""
+    return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
+
+
+def test_it_is_on_cpus_and_gloo_by_its_own_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert run_demo("--run-dir", str(tmp_path / "runs")) == 0
+    assert seen_by_runs == [demo.ON_CPUS, demo.ON_CPUS]
+    for name in ("undisturbed", "struck"):
+        facts = json.loads((tmp_path / "runs" / name / "visible.json").read_text())
+        assert facts == ""
+    options = options_of(launch_command(tmp_path, 12))
+    assert options["--deadpool-communicator"] == "gloo"
+
+
+def test_gpu_asks_for_nccl_with_a_gpu_for_each_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+    assert run_demo("--gpu", "--run-dir", str(tmp_path / "runs")) == 0
+    assert seen_by_runs == [demo.ON_GPUS, demo.ON_GPUS]
+    facts = json.loads((tmp_path / "runs" / "struck" / "visible.json").read_text())
+    assert facts == "3,4,5,6,7"
+    options = options_of(launch_command(tmp_path, 12, demo.ON_GPUS))
+    assert options["--deadpool-communicator"] == "nccl"
+    processes = (int(options["--nodes"]) + int(options["--spares"])) * int(
+        options["--nproc-per-node"]
+    )
+    assert processes == 5

@@ -1,0 +1,30 @@
+"""The GPUs of this machine: hidden from the tests, and shown to those that need them.
+
+So tests are of the CPU and of gloo wherever they run. Who shows them does so in a process of its
+own, before CUDA is used there.
+"""
+
+from __future__ import annotations
+
+import os
+
+from deadpool_megatron.preflight.gpus import VISIBLE
+
+#: what the environment said before; "all" where it said nothing
+_BEFORE = "DEADPOOL_TEST_GPUS"
+_ALL = "all"
+
+
+def hide() -> None:
+    """From this process, and from what it starts."""
+    os.environ.setdefault(_BEFORE, os.environ.get(VISIBLE, _ALL))
+    os.environ[VISIBLE] = ""
+
+
+def show() -> None:
+    """In this process again."""
+    before = os.environ.get(_BEFORE, _ALL)
+    if before == _ALL:
+        os.environ.pop(VISIBLE, None)
+    else:
+        os.environ[VISIBLE] = before
