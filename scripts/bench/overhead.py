@@ -25,7 +25,7 @@ from common.machine import ROOT, machine_facts, write_facts
 from common.trainings import WARM_UP, BenchError, Measured, parameters, run_plain, watch
 
 from deadpool_megatron.cli.show.report import read_story
-from deadpool_megatron.cli.show.results import ResultError
+from deadpool_megatron.cli.show.run_result import ResultError
 from deadpool_megatron.cli.show.story import summary
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory

@@ -35,7 +35,7 @@ from common.struck import (
 from common.trainings import WARM_UP, BenchError, Measured, parameters, run_plain
 
 from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.results import RunResult
+from deadpool_megatron.cli.show.run_result import RunResult
 from deadpool_megatron.cli.show.story import summary
 
 SCHEMES: dict[str, list[str]] = {

@@ -24,7 +24,7 @@ from common.struck import SIZES, Protected, run_protected, sizes_of
 from common.trainings import BenchError, parameters
 
 from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.results import RunResult
+from deadpool_megatron.cli.show.run_result import RunResult
 from deadpool_megatron.cli.show.story import summary
 
 STEPS = 6

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.results import read_result
+from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.events import Kind
 from tests.faults.harness.jobs import Layout, reference, trainer
 from tests.slurm.cluster import Cluster

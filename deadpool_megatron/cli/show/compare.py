@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.show.numbers import Numbers, Step
-from deadpool_megatron.cli.show.results import ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cli.tables import count
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunDirectoryError
 

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from deadpool_megatron.cli.show import plot
 from deadpool_megatron.cli.show.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.show.live import Display, RunFailedError, make_display, watch_run
-from deadpool_megatron.cli.show.results import (
+from deadpool_megatron.cli.show.run_result import (
     PHASES,
     FinishedRecovery,
     ResultError,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deadpool_megatron.cli.show.numbers import TimedStep
-from deadpool_megatron.cli.show.results import PHASES, decimal
+from deadpool_megatron.cli.show.run_result import PHASES, decimal
 from deadpool_megatron.cli.show.story import Interruption, Story
 
 if TYPE_CHECKING:

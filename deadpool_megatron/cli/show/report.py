@@ -20,7 +20,7 @@ from deadpool_megatron.cli.show.narration import (
     describe_slowness,
     describe_stack,
 )
-from deadpool_megatron.cli.show.results import (
+from deadpool_megatron.cli.show.run_result import (
     PHASES,
     ResultError,
     RunResult,

@@ -13,7 +13,7 @@ from common.machine import ROOT
 from common.trainings import WARM_UP, BenchError, Measured, watch
 from deadpool_megatron.cli.show.numbers import TimedStep
 from deadpool_megatron.cli.show.report import read_story
-from deadpool_megatron.cli.show.results import ResultError, RunResult, read_result
+from deadpool_megatron.cli.show.run_result import ResultError, RunResult, read_result
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, segment_root
 from deadpool_megatron.events import Kind

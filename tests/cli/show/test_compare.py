@@ -12,7 +12,7 @@ import pytest
 from synthetic_run import write_run
 
 from deadpool_megatron.cli.show import compare
-from deadpool_megatron.cli.show.results import ResultError, read_result
+from deadpool_megatron.cli.show.run_result import ResultError, read_result
 
 Change = Callable[[dict[str, Any]], None]
 

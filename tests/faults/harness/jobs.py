@@ -23,7 +23,7 @@ from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cli.show.compare import compare_results
-from deadpool_megatron.cli.show.results import read_result
+from deadpool_megatron.cli.show.run_result import read_result
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD

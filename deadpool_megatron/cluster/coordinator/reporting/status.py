@@ -65,7 +65,6 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "iteration": beat.get("iteration"),
             "waiting": beat.get("waiting"),
             "own": beat.get("own"),
-            "restored": role in state.restored,
         }
     training = {seat.node for seat in state.seats.values()}
     nodes = {
