@@ -22,13 +22,15 @@ from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits, Progress
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
-from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
+from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.inner import Fabric, InnerGroup
 
 _c10d: Any = c10d
 
 KINDS = ("gloo", "nccl", "fake-nccl")
 _DRAIN_STEP_SECONDS = 0.002
+#: one may be bad luck; each holds sockets, a thread and half a communicator
+_MOST_BUILDERS_LEFT = 1
 
 
 class Communicators:
@@ -74,6 +76,8 @@ class Communicators:
         self._store: Store | None = None
         self._given_store: Store | None = None
         self._drained = False
+        # Threads that hang in the making of communicators of closed epochs.
+        self._builders_left: list[Waiter] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -247,6 +251,10 @@ class Communicators:
         epoch = self._current
         if epoch is not None and epoch.closed and not self._drained:
             self._drain(epoch)
+        self._builders_left = [one for one in self._builders_left if not one.finished]
+        # gloo's end by themselves, with the time-out of an operation.
+        if self._kind != "gloo" and len(self._builders_left) > _MOST_BUILDERS_LEFT:
+            self.ruin = f"{len(self._builders_left)} threads hang in the making of communicators"
         return not self.ruin
 
     def _drain(self, epoch: Epoch) -> None:
@@ -379,6 +387,7 @@ class Communicators:
         try:
             self._pool.call(build, epoch, deadline_seconds)
         except Left as left:
+            self._builders_left.append(left.waiter)
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"

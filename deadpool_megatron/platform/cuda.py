@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,9 @@ _PIECE_BYTES = 32 << 20
 # Polling instead of event.synchronize(): a wait in the driver has no deadline.
 _FIRST_POLL_SECONDS = 50e-6
 _LONGEST_POLL_SECONDS = 2e-3
+# The copies' stream does not wait for the default one; training's kernels and collectives go first.
+_NON_BLOCKING = 1
+_LOWEST_PRIORITY = 0
 
 
 class _EventCopy(CopyHandle):
@@ -58,6 +64,22 @@ class _EventCopy(CopyHandle):
         return True
 
 
+class _DeviceWait(threading.Thread):
+    """Waits for all streams of a device, whoever made them. The driver's wait has no deadline, but
+    can be left: who leaves it replaces the process."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__(name="deadpool-device-wait", daemon=True)
+        self.device = device
+        self.error: RuntimeError | None = None
+
+    def run(self) -> None:
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            self.error = error
+
+
 class CudaPlatform(Platform):
     """The current CUDA device."""
 
@@ -85,15 +107,15 @@ class CudaPlatform(Platform):
         return None if node < 0 else node
 
     def synchronize(self, deadline_seconds: float) -> None:
-        # An event on every stream we know: a device-wide wait would have no deadline.
-        streams = [torch.cuda.current_stream(), torch.cuda.default_stream(), self._stream()]
-        deadline = time.monotonic() + deadline_seconds
-        for stream in streams:
-            left = max(0.0, deadline - time.monotonic())
-            if not _EventCopy(stream.record_event(), []).wait(left):
-                raise TimeoutError(
-                    f"CUDA stream {stream} still busy after {deadline_seconds:.1f} s"
-                )
+        wait = _DeviceWait(torch.cuda.current_device())
+        wait.start()
+        wait.join(deadline_seconds)
+        if wait.is_alive():
+            raise TimeoutError(
+                f"CUDA device {wait.device} still busy after {deadline_seconds:.1f} s"
+            )
+        if wait.error is not None:
+            raise wait.error
 
     def catch_up(self, timeout_seconds: float) -> bool:
         if self._reached is None:
@@ -125,9 +147,37 @@ class CudaPlatform(Platform):
 
     def _stream(self) -> torch.cuda.Stream:
         if self._side_stream is None:
-            # Priority 0 is the lowest there is: training kernels and collectives go first.
-            self._side_stream = torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
+            self._side_stream = _own_stream(torch.cuda.current_device())
         return self._side_stream
+
+
+def _own_stream(device: int) -> torch.cuda.Stream:
+    """A stream that nothing else of the process uses.
+
+    torch hands out 32 streams for each priority in turn, to groups and to users, so after one or
+    two recoveries a new group would have its operations queue behind our copies. Where the driver
+    makes none for us, one of those has to do.
+    """
+    handle = ctypes.c_void_p()
+    try:
+        create = _driver_library().cuStreamCreateWithPriority
+        code = int(create(ctypes.byref(handle), _NON_BLOCKING, _LOWEST_PRIORITY))
+        problem = f"error {code} of the driver" if code else ""
+    except (OSError, AttributeError) as error:
+        problem = str(error)
+    if problem:
+        print(
+            f"copies share a stream with what torch gives the same one ({problem}): a little"
+            " slower after recoveries",
+            file=sys.stderr,
+            flush=True,
+        )
+        return torch.cuda.Stream(priority=_LOWEST_PRIORITY)  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(handle.value, device=device)  # type: ignore[no-untyped-call]
+
+
+def _driver_library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def _driver() -> Any:

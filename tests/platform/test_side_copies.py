@@ -5,11 +5,12 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import threading
+from typing import Any
 
 import pytest
 import torch
 
-from deadpool_megatron.platform import CopyFailedError
+from deadpool_megatron.platform import CopyFailedError, cuda
 from deadpool_megatron.platform.base import in_pieces
 from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
@@ -102,6 +103,65 @@ def test_host_memory_must_be_writable_and_contiguous(platform: CpuPlatform) -> N
         platform.register_host_memory(memoryview(b"1234"))
     with pytest.raises(ValueError, match="contiguous"):
         platform.register_host_memory(torch.zeros(4, 4)[:, 1])
+
+
+# What a device is asked for, without one.
+
+
+class Driver:
+    """Answers the call that makes a stream."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+        self.asked: list[tuple[int, int]] = []
+
+    def cuStreamCreateWithPriority(self, handle: Any, flags: int, priority: int) -> int:
+        self.asked.append((flags, priority))
+        handle._obj.value = 4711
+        return self.code
+
+
+def test_copies_have_a_stream_that_torch_gives_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda priority: ("of the pool", priority))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (handle, device))
+    driver = Driver(code=0)
+    monkeypatch.setattr(cuda, "_driver_library", lambda: driver)
+    platform = CudaPlatform()
+    assert platform._stream() == (4711, 3)
+    assert platform._stream() is platform._stream()
+    assert driver.asked == [(1, 0)], "it waits for no default stream, and goes last"
+    assert not capsys.readouterr().err
+    # Where there is none to be had, one of torch's serves, with a word.
+    driver.code = 2
+    assert CudaPlatform()._stream() == ("of the pool", 0)
+    assert "error 2" in capsys.readouterr().err
+
+
+def test_a_device_is_waited_for_as_a_whole_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited, over = [], threading.Event()
+
+    def synchronize(device: int) -> None:
+        waited.append(device)
+        if len(waited) == 1:
+            over.wait(10.0)
+        if len(waited) == 3:
+            raise RuntimeError("device-side assert")
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    platform = CudaPlatform()
+    with pytest.raises(TimeoutError, match="device 3"):
+        platform.synchronize(0.01)
+    over.set()
+    platform.synchronize(10.0)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        platform.synchronize(10.0)
+    assert waited == [3, 3, 3]
 
 
 @pytest.mark.gpu

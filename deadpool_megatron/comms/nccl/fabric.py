@@ -51,6 +51,10 @@ class NcclFabric(Fabric):
         # An interrupt may have come before the registration above.
         self._epoch.check("attach")
         backend.eager_connect_single_device(spec.device)
+        if self._epoch.closed:
+            # Until this moment no abort could reach it, and from now on nobody would look for it.
+            _abort(backend)
+            raise EpochClosed(self._epoch.number, "attach")
         return NcclGroup(spec, self._epoch, plain, backend, self._blocks)
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ Modelled:
 * A block of coalesced operations belongs to the calling thread: see collected.py.
 * An operation that the caller does not make asynchronous runs on the current stream and answers no
   Work; a barrier of that kind holds the host.
+* To set up a communicator may take long (:data:`set_up`), and no abort reaches it meanwhile.
 * An abort takes time, more with every operation that has not ended (:data:`abort_lasts`).
 * Send and receive outside a coalescing block are an error (:data:`allow_unbatched`), because two
   neighbours that both send first deadlock.
@@ -71,6 +72,14 @@ def _no_time(seconds: float) -> None:
 #: called by each abort with the seconds that it lasts on a device; a test sets its own
 abort_lasts: Callable[[float], None] = _no_time
 
+
+def _at_once(communicator: FakeCommunicator) -> None:
+    """The default: a communicator is set up as soon as all peers are there."""
+
+
+#: called while a communicator is set up; returns when it is
+set_up: Callable[[FakeCommunicator], None] = _at_once
+
 JUNK_BYTE = 0x3C
 _POLL_SECONDS = 0.01
 
@@ -111,14 +120,20 @@ class FakeCommunicator:
         self._group: GlooGroup | None = None
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
+        self._in_set_up = False
         self.aborted = False
 
     # -- as a Backend ----------------------------------------------------------------------------
 
     def eager_connect_single_device(self, device: torch.device) -> None:
+        self._in_set_up = True
         self._connect()
+        set_up(self)
+        self._in_set_up = False
 
     def abort(self) -> None:
+        if self._in_set_up:
+            return  # NCCL has no handle of it yet
         pending = self._launched - self._ended
         abort_lasts(ABORT_SECONDS + pending * ABORT_SECONDS_PER_OPERATION)
         self.aborted = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import time
@@ -12,9 +13,12 @@ import pytest
 
 from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
+from deadpool_megatron.hooks.process.session import drain_seconds
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import VaultError
 from tests.hooks.process.session_rig import QUICK, SECONDS, Rig, drained
 
@@ -208,6 +212,19 @@ def test_an_older_exception_that_was_kept_is_forgotten_too() -> None:
     kept[0].__context__ = closed  # a ring
     forget_frames(closed)
     assert alive[0]() is None
+
+
+def test_a_survivor_is_not_given_up_while_its_communicators_are_aborted() -> None:
+    """Two hundred operations of NCCL are pending in a deep queue of launches."""
+    settings = Settings()
+    aborts_seconds = fake_nccl.ABORT_SECONDS + 200 * fake_nccl.ABORT_SECONDS_PER_OPERATION
+    limit_seconds = drain_seconds("nccl", settings)
+    assert limit_seconds > aborts_seconds > settings.drain_seconds
+    assert 2 * limit_seconds < settings.close_seconds, "or its agent kills it first"
+    longer = dataclasses.replace(settings, close_seconds=40.0)
+    assert drain_seconds("nccl", longer) == 4 * limit_seconds, "one number for a larger job"
+    # gloo ends at once, or not at all: to wait longer would only make the recovery longer.
+    assert drain_seconds("gloo", longer) == settings.drain_seconds
 
 
 def test_stop_order_is_no_failure(rig: Rig) -> None:
