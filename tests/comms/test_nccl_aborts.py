@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.nccl import fake as fake_nccl
+from deadpool_megatron.comms.nccl.stream_order import order
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.platform.base import CopyFailedError, Platform
+from deadpool_megatron.platform.cpu import CpuPlatform
 from tests.waiting import wait_for
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks, run
@@ -139,3 +144,87 @@ def test_aborts_last_and_the_drain_waits_for_them() -> None:
         ranks.hear(0, "drained")
         ranks.say(1, "order", "go")
         assert all(ranks.results().values())
+
+
+def peer_dies(member: Member) -> bool:
+    """The watchdog sees a dead peer before anybody has closed the epoch."""
+    member.init("nccl")
+    member.attach(0)
+    dist.barrier()
+    value = torch.ones(1)
+    member.say(("ready", None))
+    if member.rank == 1:
+        member.order("never").wait(DEADLINE_SECONDS)
+    work: Any = dist.all_reduce(value, async_op=True)
+    wait_for("the watchdog", work.exception)
+    assert not member.faults, "nobody has waited yet"
+
+    def close() -> None:
+        wait_for("the report of the fault", lambda: member.faults)
+        member.comms.interrupt(0)
+
+    threading.Thread(target=close).start()
+    with pytest.raises(EpochClosed):
+        work.wait()
+    ((_, operation, _),) = member.faults
+    assert operation == "allreduce"
+    # Nor can the next operation be enqueued, and it is no fault of its own.
+    with pytest.raises(EpochClosed):
+        dist.all_reduce(value)
+    assert len(member.faults) == 1
+    assert member.comms.drain()
+    return all_together(member, 1)
+
+
+def all_together(member: Member, epoch: int) -> bool:
+    member.attach(epoch)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item() == member.size
+
+
+def replacement(member: Member) -> bool:
+    member.init("nccl")
+    return all_together(member, 1)
+
+
+def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(peer_dies)
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        ranks.start(replacement, ranks=[1])
+        assert all(ranks.results().values())
+
+
+class Quiet(EpochEntry):
+    """With everything around the device taken away."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self._protection = None
+
+
+def device_asserts(member: Member) -> bool:
+    """A kernel that ran on junk of an abort has asserted: this process has lost its device."""
+    member.init("nccl")
+    member.attach(0)
+    platform = CpuPlatform()
+    assert Quiet(platform).quiesce(1.0)
+    value, copied = torch.ones(1), torch.zeros(1)
+    dist.all_reduce(value)
+    member.comms.interrupt(0)
+    order.error = "device-side assert triggered"
+    with pytest.raises(RuntimeError, match="device-side"):
+        value.item()
+    with pytest.raises(CopyFailedError, match="device-side"):
+        platform.catch_up(1.0)
+    with pytest.raises(CopyFailedError, match="device-side"):
+        platform.side_copy([copied], [value]).wait(DEADLINE_SECONDS)
+    assert member.comms.drain(), "the communicators are gone"
+    return not Quiet(platform).quiesce(1.0)
+
+
+def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
+    assert run(1, device_asserts, kind=KIND)[0]

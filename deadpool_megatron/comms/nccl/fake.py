@@ -8,6 +8,8 @@ Modelled:
 * After an abort everything completes, outputs keep their junk, and nothing raises. So does an
   operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
   that was complete before the abort has its result.
+* The watchdog of torch may notice a dead peer before our abort. The next wait for an operation that
+  has failed then aborts the communicator and raises; reading an output still hangs.
 * What an operation does not write stays good: the part of an in-place all-gather that is the own
   input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
@@ -37,6 +39,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
@@ -171,6 +174,8 @@ class FakeCommunicator:
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
+        if self.aborted:
+            raise dist.DistBackendError("the communicator was aborted")
         waited_for = is_asynchronous(args, kwargs)
         if name == "barrier":
             args, kwargs = (), {}
@@ -238,9 +243,13 @@ class FakeWork:
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._outcome: bool | None = None
+        self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Order the calling thread after the operation; a barrier blocks, as NCCL's does."""
+        if self._error is not None:
+            self._communicator.aborted = True
+            raise self._error
         self.ordered.add(get_ident())
         for child in self._children:
             child.wait()
@@ -254,13 +263,13 @@ class FakeWork:
     def is_completed(self) -> bool:
         if self._children:
             return all(child.is_completed() for child in self._children)
-        return self._communicator.aborted or self._done.is_set()
+        return self._communicator.aborted or self._error is not None or self._done.is_set()
 
     def is_success(self) -> bool:
         return True
 
-    def exception(self) -> None:
-        return None
+    def exception(self) -> RuntimeError | None:
+        return self._error
 
     def result(self) -> list[torch.Tensor]:
         return self.outputs
@@ -284,8 +293,11 @@ class FakeWork:
         """What the stream does: perform it, once those before it are over."""
         try:
             self.inner.wait()
-        except RuntimeError:
-            return  # a kernel whose peer is gone hangs until it is aborted
+        except RuntimeError as error:
+            # A kernel whose peer is gone hangs until it is aborted; the watchdog knows better.
+            if not self._communicator.aborted:
+                self._error = dist.DistBackendError(str(error))
+            return
         if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
         self._communicator.ended()

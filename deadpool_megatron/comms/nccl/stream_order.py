@@ -14,6 +14,8 @@ after the operation (a wait made by the same thread), and is then held until the
 * ``synchronize`` of the platform: everything that was launched is then over; ``catch_up``: what
   the calling thread is ordered after.
 
+A device in error (:attr:`Order.error`) raises at each of these, and does not recover.
+
 An operation of an aborted communicator is over as well, and leaves its junk. Reading that raises
 nothing, as on a device; it is noted in the file named by ``DEADPOOL_FAKE_NCCL_JUNK``, if any, so
 that a test can tell that junk was really read, and where.
@@ -37,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.operations import tensors_in
+from deadpool_megatron.platform.base import CopyFailedError
 
 #: each line of the file is a JSON object: operation, pid, and the functions that were reading
 JUNK_LOG = "DEADPOOL_FAKE_NCCL_JUNK"
@@ -81,9 +84,11 @@ class Order:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: list[tuple[int, int, Operation]] = []
+        #: of the device, and for ever: a kernel that ran on junk has asserted
+        self.error = ""
 
     def __bool__(self) -> bool:
-        return bool(self._pending)
+        return bool(self._pending or self.error)
 
     def add(self, operation: Operation) -> None:
         """From now on the memory of its outputs is watched."""
@@ -101,14 +106,16 @@ class Order:
 
         Raises StreamOrderError if ``strict`` and the calling thread is not ordered after them.
         """
-        if not self._pending:
+        if not self:
             return
+        self._raise_error()
         with unwatched():
             for tensor in tensors_in(value):
                 self._settle(tensor, strict)
 
     def settle_all(self, deadline_seconds: float) -> None:
         """Wait for everything. Raises TimeoutError."""
+        self._raise_error()
         until = time.monotonic() + deadline_seconds
         for operation in self._operations():
             operation.block(until - time.monotonic())
@@ -120,6 +127,8 @@ class Order:
 
     def catch_up(self, timeout_seconds: float) -> bool:
         """Wait for the operations that the calling thread is ordered after; False: not in time."""
+        if self.error:
+            raise CopyFailedError(self.error)
         until = time.monotonic() + timeout_seconds
         for operation in self.after_current_thread():
             try:
@@ -133,6 +142,11 @@ class Order:
         """Forget everything."""
         with self._lock:
             self._pending.clear()
+        self.error = ""
+
+    def _raise_error(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
 
     def _settle(self, tensor: torch.Tensor, strict: bool) -> None:
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or not tensor.numel():
