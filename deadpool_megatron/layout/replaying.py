@@ -80,12 +80,12 @@ def unpack_sums(payload: bytes | memoryview) -> dict[str, tuple[int, int]]:
     return {str(name): (int(nbytes), int(digest)) for name, (nbytes, digest) in values.items()}
 
 
-def copy_slots(layout: RoleLayout, full_every: int) -> int:
-    """How many generations a copy holds: whole chains, so that no step ever waits for a slot.
+def generations_kept(layout: RoleLayout, full_every: int) -> int:
+    """So many generations later nobody can ask for a generation any more, nor for what is computed
+    from it; as many steps are kept.
 
     Of the oldest generation that somebody may still ask for, ``slots`` - 1 before the one that is
-    being received, the base is at most ``full_every`` - 1 older. One more for a copy that was made
-    whole because a chain broke.
+    being received, the base is at most ``full_every`` - 1 older.
     """
     return layout.slots + (full_every if keeps_steps(layout) else 0)
 
@@ -113,20 +113,6 @@ def predecessor(held: Collection[Generation], generation: Generation) -> Generat
     """The generation of the iteration before, on the line that led here."""
     before = generation.iteration - 1
     return max((g for g in held if g.iteration == before and g < generation), default=None)
-
-
-def needed(held: Mapping[Generation, Collection[str]], oldest_iteration: int) -> set[Generation]:
-    """What must stay so that everything from ``oldest_iteration`` on that can be produced now can
-    still be produced."""
-    kept: set[Generation] = set()
-    for generation, parts in held.items():
-        if generation.iteration >= oldest_iteration:
-            kept.add(generation)
-            for name in parts:
-                shard = shard_of(name)
-                if shard is not None:
-                    kept.update(chain(held, generation, shard))
-    return kept
 
 
 def key(generation: Generation, name: str) -> str:

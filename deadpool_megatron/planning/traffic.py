@@ -101,15 +101,13 @@ def step_bytes(plan: Plan, shard_bytes: int) -> int:
 
 
 def _copy_bytes(plan: Plan, slots: int, shipped_bytes: int, room: int) -> int:
-    """Of one role on one buddy. With recompute a chain for every generation that may be asked for:
-    whole copies, and steps between them, whose slots have given back the rest of their memory."""
+    """Of one role on one buddy. With recompute the steps as well that lead on from whole copies:
+    as layout.replaying.generations_kept() says."""
+    whole = slots * (shipped_bytes + room)
     if plan.protection.scheme != "recompute":
-        return slots * (shipped_bytes + room)
-    every = plan.protection.full_every
-    chain = slots + every
-    whole = 1 + -(-(chain - 1) // every)
-    steps = chain - whole
-    return whole * shipped_bytes + steps * step_bytes(plan, shipped_bytes) + chain * room
+        return whole
+    steps = slots + plan.protection.full_every
+    return whole + steps * (step_bytes(plan, shipped_bytes) + room)
 
 
 def mean_share(plan: Plan) -> float:

@@ -23,7 +23,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.vault.copies.intake import Intake
 from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.steps import give_back_other_kind, lacks_base
+from deadpool_megatron.vault.core.steps import lacks_base
 from deadpool_megatron.vault.errors import NO_OFFENCE, Refusal, Refused, VaultError
 from deadpool_megatron.vault.net import probe
 from deadpool_megatron.vault.net.transport import HANDSHAKE_SECONDS, Channel, Transport
@@ -263,7 +263,7 @@ class _Connection:
         if room.own_come_first(state):
             raise Refused(Refusal.EARLY)
         try:
-            segment = room.ensure_copy(state, offer.layout, generation)
+            segment = room.ensure_copy(state, offer.layout, generation, wanted)
         except VaultError as error:
             raise Refused(Refusal.NO_ROOM, str(error)) from error
         slot = state.claim(segment, generation, offer.epoch)
@@ -272,7 +272,6 @@ class _Connection:
             raise Refused(Refusal.SUPERSEDED if is_old else Refusal.EARLY)
         try:
             try:
-                give_back_other_kind(segment, slot, wanted)
                 room.reserve(state, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_ROOM, str(error)) from error

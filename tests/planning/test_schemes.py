@@ -64,11 +64,14 @@ def test_local_twice_takes_the_own_slots_once_more_and_another_checksum() -> Non
 
 
 def test_recompute_by_hand() -> None:
-    """Ten generations on the buddy, three of them whole; gradients are a third of the state."""
+    """As many whole generations on the buddy as without steps, and beside them the steps, in eight
+    slots more; gradients are a third of the state."""
     found = worked_out("recompute", full_every=8)
     gradients = SHARD // 3
     assert total(found, "own_slots_bytes") == 16 * SLOTS * (SHARD + gradients + ROOM)
-    assert total(found, "copies_bytes") == 16 * (3 * SHARD + 7 * gradients + 10 * ROOM)
+    assert total(found, "copies_bytes") == 16 * (
+        SLOTS * (SHARD + ROOM) + (SLOTS + 8) * (gradients + ROOM)
+    )
     assert mean_share(found.plan) == pytest.approx((1 + 7 / 3) / 8)
     assert found.timing == worked_out("buddy").timing, "every eighth step a whole copy has to fit"
 

@@ -25,7 +25,6 @@ from deadpool_megatron.layout.replaying import (
     UPDATE_PART,
     gradients_part,
     key,
-    needed,
     step_parts,
     suspects,
 )
@@ -197,22 +196,3 @@ def test_newest_that_all_roles_can_copy_or_recompute(case: tuple[int, Content]) 
             for name, found in parts.items():
                 assert set(found) == holders(role, generation, name)
                 assert found
-
-
-@given(st.lists(st.sampled_from([WHOLE, STEP, OWN]), max_size=12), st.integers(1, 14))
-def test_what_is_needed_keeps_everything_producible(
-    kinds: list[frozenset[str]], oldest: int
-) -> None:
-    """Rule 3 for chains: dropping all else leaves each later generation as producible as it was."""
-    held = {Generation(1, number + 1): parts for number, parts in enumerate(kinds)}
-
-    def producible(slots: dict[Generation, frozenset[str]], iteration: int) -> bool:
-        parts = slots.get(Generation(1, iteration), frozenset())
-        return "shard0" in parts or (parts >= STEP and producible(slots, iteration - 1))
-
-    kept = needed(held, oldest)
-    left = {generation: parts for generation, parts in held.items() if generation in kept}
-    for iteration in range(oldest, len(kinds) + 1):
-        assert producible(left, iteration) == producible(held, iteration)
-    bases = [it for it, parts in enumerate(kinds, 1) if "shard0" in parts and it <= oldest]
-    assert all(one.iteration >= max(bases, default=0) for one in kept)

@@ -29,7 +29,14 @@ from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name, own_name
+from deadpool_megatron.vault.shm.segment import (
+    PartState,
+    Segment,
+    checksum,
+    copy_name,
+    own_name,
+    steps_name,
+)
 from tests.vault.harness import (
     Cluster,
     Member,
@@ -221,7 +228,8 @@ def test_a_buddy_that_lost_the_base_gets_a_whole_copy(tmp_path: Path) -> None:
         members = [Stepper(running.nodes[role], 1, role) for role in range(2)]
         train(members, 1, range(2))
         running.nodes[1].kill()
-        (running.nodes[1].directory / copy_name(0)).unlink()
+        for name in (copy_name(0), steps_name(0)):
+            (running.nodes[1].directory / name).unlink()
         running.nodes[1].start()
         running.nodes[1].adopt(record)
         train(members, 1, range(2, 4))

@@ -60,12 +60,12 @@ class Doubler(Sender):
         """Copy the parts; returns the names of those sealed, none while no slot is free. Raises
         VaultError where there is no room, WireError at a close."""
         state = self._state
-        segment = room.ensure_copy(state, self._layout, generation)
+        names = [place.name for place in places]
+        segment = room.ensure_copy(state, self._layout, generation, names)
         slot = state.claim(segment, generation, self._epoch)
         if slot is None:
             return []
         try:
-            names = [place.name for place in places]
             first = places[0].view
             with memory_near(other_memory_node(first) if state.settings.numa == "auto" else None):
                 room.reserve(state, segment, names, slot, generation)

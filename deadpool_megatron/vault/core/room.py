@@ -21,11 +21,11 @@ from pathlib import Path
 from deadpool_megatron.layout.cadence import successors_by
 from deadpool_megatron.layout.places.parity import is_parity_role
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import keeps_steps
+from deadpool_megatron.layout.replaying import is_step_part, keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.vault.shm.own_slots import make_own
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, own_name, steps_name
 
 
 def ensure_own(
@@ -76,14 +76,32 @@ def _make_own(
         make_own(path, layout, seat, state.table.budget, memory_node)
 
 
-def ensure_copy(state: VaultState, layout: RoleLayout, generation: Generation) -> Segment:
-    """See :meth:`VaultState.ensure_copy`; for ``generation``, which is offered here."""
+def ensure_copy(
+    state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str] = ()
+) -> Segment:
+    """The segment for parts of a role that is seated elsewhere, of ``generation``, which is offered
+    here; steps have one of their own. Raises VaultError when there is no room or layouts differ."""
+    steps = _belong_to_step(state, layout, generation, names)
+    ensure = state.ensure_steps if steps else state.ensure_copy
     try:
-        return state.ensure_copy(layout)
+        return ensure(layout)
     except NoRoom:
         if not give_back(state, generation):
             raise
-    return state.ensure_copy(layout)
+    return ensure(layout)
+
+
+def _belong_to_step(
+    state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str]
+) -> bool:
+    if any(is_step_part(name) for name in names):
+        return True
+    if any(name in layout.shard_parts for name in names):
+        return False
+    # Extras alone, of a later boundary: a slot of their own would be that of a whole copy.
+    with state.lock:
+        segment = state.table.segments.get(steps_name(layout.role))
+        return segment is not None and state.table.holds(segment, generation)
 
 
 def reserve(

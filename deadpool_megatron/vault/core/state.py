@@ -27,15 +27,15 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.replaying import copy_slots
+from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
-from deadpool_megatron.vault.core.steps import Steps, check_same
+from deadpool_megatron.vault.core.steps import Steps
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, VaultError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.net.interface import Interface
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)
@@ -179,18 +179,40 @@ class VaultState:
 
         Raises VaultError when there is no room or the layouts differ.
         """
-        slots = copy_slots(layout, self.settings.full_every)
+        return self._ensure(layout, copy_name(layout.role), layout.slots)
+
+    def ensure_steps(self, layout: RoleLayout) -> Segment:
+        """The segment for steps that lead on from these copies. Raises VaultError like that."""
+        slots = generations_kept(layout, self.settings.full_every)
+        return self._ensure(layout, steps_name(layout.role), slots)
+
+    def _ensure(self, layout: RoleLayout, name: str, slots: int) -> Segment:
         with self.makes(layout.role):
             with self.lock:
-                segment = self.table.copy(layout.role)
+                segment = self.table.segments.get(name)
             if segment is None:
-                path = self.table.directory / copy_name(layout.role)
+                path = self.table.directory / name
                 segment = Segment.create(path, layout, None, (), slots, self.table.budget)
                 with self.lock:
                     self.table.segments[path.name] = segment
             else:
-                check_same(segment, layout, slots, self.node)
+                self._check_same(segment, layout, slots)
             return segment
+
+    def _check_same(self, segment: Segment, layout: RoleLayout, slots: int) -> None:
+        """Raise VaultError unless a segment for copies of a role is one for this layout."""
+        held = segment.layout
+        if held.layout_hash != layout.layout_hash:
+            raise VaultError(
+                f"layout {layout.layout_hash} of role {layout.role} is not the"
+                f" {held.layout_hash} that node {self.node} holds"
+            )
+        if keeps_steps(layout) and segment.slots != slots:
+            raise VaultError(
+                f"{segment.path.name} on node {self.node} has {segment.slots} slots, not {slots}:"
+                " go on with the --deadpool-full-every and --deadpool-max-lag that the run began"
+                " with"
+            )
 
     # Sealing: every way for bytes to become restorable goes through one of these three.
 
@@ -446,5 +468,6 @@ class VaultState:
             return
         later = successors_by(self.record, self._newest)
         for segment in list(self.table.segments.values()):
-            if not self._active(segment, self.record) and self.table.unneeded(segment, later):
+            kept = generations_kept(segment.layout, self.settings.full_every)
+            if not self._active(segment, self.record) and self.table.unneeded(segment, later, kept):
                 self.table.remove(segment)

@@ -24,8 +24,7 @@ from deadpool_megatron.layout.replaying import (
     shard_of,
 )
 from deadpool_megatron.layout.schemes import recomputes
-from deadpool_megatron.vault.errors import VaultError
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
+from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import SealedSlot
 
 
@@ -111,21 +110,6 @@ class Steps:
         return plan.scheme.full_every
 
 
-def check_same(segment: Segment, layout: RoleLayout, slots: int, node: int) -> None:
-    """Raise VaultError unless the segment for copies of a role is one for this layout."""
-    held = segment.layout
-    if held.layout_hash != layout.layout_hash:
-        raise VaultError(
-            f"layout {layout.layout_hash} of role {layout.role} is not the {held.layout_hash} that"
-            f" node {node} holds"
-        )
-    if keeps_steps(layout) and segment.slots != slots:
-        raise VaultError(
-            f"node {node} holds {segment.slots} generations of role {layout.role}, not {slots}:"
-            " go on with the --deadpool-full-every and --deadpool-max-lag that the run began with"
-        )
-
-
 def lacks_base(slots: Iterable[SealedSlot], follows: Any, names: Iterable[str]) -> bool:
     """Whether this node does not hold all that the offered parts of a step begin from.
 
@@ -139,23 +123,6 @@ def lacks_base(slots: Iterable[SealedSlot], follows: Any, names: Iterable[str]) 
         held.setdefault(slot.generation, set()).update(slot.parts)
     before = Generation.from_list(follows)
     return not all(chain(held, before, shard) for shard in shards)
-
-
-def give_back_other_kind(segment: Segment, slot: int, wanted: Collection[str]) -> None:
-    """A slot for a step keeps no memory for a whole copy that it held before, and vice versa.
-
-    Not of parts that are sealed: a generation that came as a step may come whole as well.
-    """
-    if not keeps_steps(segment.layout):
-        return
-    unused = [
-        part.name
-        for part in segment.layout.parts
-        if part.name not in wanted
-        and (shard_of(part.name) is not None or "@" not in part.name)
-        and segment.entry(slot, part.name).state is not PartState.SEALED
-    ]
-    segment.give_back(unused, slot)
 
 
 def write_sums(segment: Segment, slot: int, digests: dict[str, int], epoch: int) -> None:

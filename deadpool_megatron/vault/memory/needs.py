@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.layout.replaying import copy_slots, gradients_part
+from deadpool_megatron.layout.replaying import generations_kept, gradients_part
 from deadpool_megatron.settings import Settings
 
 
@@ -99,17 +99,17 @@ def node_needs(
 
 
 def _chains(layout: RoleLayout, owed: int, settings: Settings) -> int:
-    """Bytes of a role's copies where steps are kept: a chain for every generation that may be asked
-    for, in which a slot holds a whole copy (``owed`` bytes) or gradients, and extras."""
-    slots, every = copy_slots(layout, settings.full_every), settings.full_every
+    """Bytes of a role's copies where steps are kept: whole ones (``owed`` bytes) as without, and
+    beside them the gradients of the steps; extras lie in both."""
+    steps = generations_kept(layout, settings.full_every)
     names = {gradients_part(name) for name in layout.shard_parts}
     gradients = sum(
         p.nbytes for p in layout.parts if p.name in names and len(p.replicas) <= settings.replicas
     )
     known = names.union(layout.shard_parts)
     extras = sum(p.nbytes for p in layout.parts if p.name not in known)
-    whole = 1 + math.ceil((slots - 1) / every)
-    return settings.replicas * (whole * owed + (slots - whole) * gradients + slots * extras)
+    whole = layout.slots
+    return settings.replicas * (whole * owed + steps * gradients + (whole + steps) * extras)
 
 
 def objection(needs: Needs, rooms: Sequence[Room]) -> str:

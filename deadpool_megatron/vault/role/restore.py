@@ -7,8 +7,8 @@ record says from what. All of it lies in one slot of the member's own segment th
 member has written itself does.
 
 For parts that the member recomputes it is the parts of a chain instead (layout.replaying). They are
-read where this node has them, or come into ``copy-<role>.seg``: more generations than a role has
-slots.
+read where this node has them, or come to where copies and steps of other nodes' roles are kept:
+more generations than a role has slots.
 """
 
 from __future__ import annotations
@@ -375,15 +375,11 @@ class Obtainer:
         generation = wanted.generation if wanted is not None else self._record.restore.generation
         lead = wanted.name if wanted is not None and wanted.leads else None
         if lead is not None:
-            segment = room.ensure_copy(state, layout, generation)
+            segment = room.ensure_copy(state, layout, generation, (lead,))
         else:
             segment = room.ensure_own(state, layout, self._seat, epoch=epoch)
         slot = state.claim(segment, generation, epoch)
         if slot is None:
-            if lead is not None:
-                # Of an earlier time as a buddy: a chain that nothing is computed from any more.
-                with state.lock:
-                    state.table.forget_before(segment, min(self._replay_sources, default=None))
             raise ConnectionError("no slot is free yet")
         try:
             if lead is not None:

@@ -1,11 +1,11 @@
 """One file of slots in shared memory, readable after a kill of its writer at any instruction.
 
 File: words, the description and the slots (:mod:`.geometry`): as many
-as the layout says, but more in a copy that keeps chains of steps (layout.replaying).
+as the layout says, but more where steps are kept (layout.replaying).
 Slot: header (words below, one entry of 4 words per part), then the parts at fixed page-aligned
 offsets. An ``own-*`` file is written by one member incarnation and sealed by the vault,
-which puts restored parts there while that member waits for them; a ``copy-*`` file is written by
-the vault alone.
+which puts restored parts there while that member waits for them; ``copy-*`` and ``steps-*`` files
+are written by the vault alone.
 
 Order of stores. Each state is one aligned 8-byte word, stored whole by CPython's memoryview (one
 ``mov``/``str``), so no reader sees half of it. A writer invalidates the state word first and
@@ -105,8 +105,13 @@ def own_name(role: int, seat: Seat) -> str:
 
 def copy_name(role: int) -> str:
     """File name of the segment in which a vault keeps copies of a role that is seated elsewhere, or
-    the steps that a role which is seated here is recomputed from."""
+    the one that a role which is seated here is recomputed from."""
     return f"copy-{role}.seg"
+
+
+def steps_name(role: int) -> str:
+    """File name of the segment in which a vault keeps the steps that lead on from these copies."""
+    return f"steps-{role}.seg"
 
 
 def dump_name(role: int, node: int) -> str:
@@ -114,7 +119,7 @@ def dump_name(role: int, node: int) -> str:
     return f"dump-{role}-{node}.seg"
 
 
-_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|copy-(\d+)|dump-(\d+)-\d+)\.seg")
+_NAME = re.compile(r"(?:own-(\d+)-(\d+)\.(\d+)\.(\d+)|(?:copy|steps)-(\d+)|dump-(\d+)-\d+)\.seg")
 
 
 def parse_name(name: str) -> tuple[int, Seat | None]:

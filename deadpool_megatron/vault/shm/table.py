@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     extras_part,
 )
-from deadpool_megatron.layout.replaying import chain, keeps_steps, needed, shard_of
+from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.barriers import fence
@@ -31,7 +31,6 @@ from deadpool_megatron.vault.shm.segment import (
     PartState,
     Segment,
     SlotState,
-    copy_name,
     own_name,
 )
 
@@ -99,7 +98,7 @@ class Table:
                         path.unlink()
                     else:
                         self._unread.append(str(error))
-            elif path.name.startswith((".copy-", ".own-")):
+            elif path.name.startswith((".copy-", ".own-", ".steps-")):
                 path.unlink(missing_ok=True)
         for segment in self.segments.values():
             if segment.seat is None:
@@ -123,10 +122,6 @@ class Table:
     def own(self, role: int, seat: Seat) -> Segment | None:
         """The segment that the member on ``seat`` writes for ``role``, when it exists."""
         return self.segments.get(own_name(role, seat))
-
-    def copy(self, role: int) -> Segment | None:
-        """The segment with copies of ``role``, when it exists."""
-        return self.segments.get(copy_name(role))
 
     def layout(self, role: int) -> RoleLayout | None:
         """The layout of a role as a segment here describes it, one that holds something if any:
@@ -262,21 +257,17 @@ class Table:
         never the newest, never a newer one than is offered. That the owner offers k+1 only
         after k was committed by all roles makes this rule 3 (design section 4).
 
-        Where steps are kept there are more slots than the owner has, and none is given away that
-        something is computed from which may still be asked for.
+        So of whole copies, of which there are as many as the owner has slots, all but the oldest
+        one stay: what may still be asked for is one of them, or computed from one. Of steps there
+        are as many slots as can be between that and the newest one (layout.replaying).
 
         ``anew``: not the slot in which parts of the generation are sealed, which stays as it is
         until :meth:`replace`.
         """
         name = segment.path.name
         free: list[tuple[Generation, int]] = []
-        sealed = [s for s in _sealed_slots(segment) if s.parts]
-        held = {s.slot: s.generation for s in sealed}
+        held = {s.slot: s.generation for s in _sealed_slots(segment) if s.parts}
         newest = max(held.values(), default=None)
-        kept: set[Generation] = set()
-        if keeps_steps(segment.layout):
-            oldest = generation.iteration - segment.layout.slots + 1
-            kept = needed({s.generation: s.parts for s in sealed}, oldest)
         for slot in range(segment.slots):
             state, found = segment.state(slot), segment.generation(slot)
             taken = (name, slot) in self.writers
@@ -291,30 +282,14 @@ class Table:
                 continue
             if slot not in held:
                 free.append((Generation(-1, -1), slot))
-            elif found != newest and found < generation and found not in kept:
+            elif found != newest and found < generation:
                 free.append((found, slot))
         if not free:
             return None
-        old = self._outlived(segment, sealed)
-        slot = min([one for one in free if one[1] in old] or free)[1]
+        slot = min(free)[1]
         segment.open_slot(slot, generation, epoch)
         self.writers.add((name, slot))
         return slot
-
-    def _outlived(self, segment: Segment, sealed: Collection[SealedSlot]) -> set[int]:
-        """Slots of a copy to be used again before others get memory: a copy of as many slots as the
-        owner has would hold something newer there by now. The slots beyond these are for steps, and
-        nothing that the newest generations are computed from goes, wherever their base lies.
-        """
-        slots = segment.layout.slots
-        if not keeps_steps(segment.layout) or len(sealed) < slots:
-            return set()
-        newest = sorted(s.generation for s in sealed)[1 - slots :]
-        held: dict[Generation, set[str]] = {}
-        for slot in self.sealed(segment.layout.role):
-            held.setdefault(slot.generation, set()).update(slot.parts)
-        kept = needed(held, newest[0].iteration)
-        return {s.slot for s in sealed if s.generation not in kept}
 
     def replace(self, segment: Segment, slot: int, seal: Callable[[], None]) -> None:
         """Have ``seal`` seal the parts of ``slot``, which was claimed anew, and forget the other
@@ -338,14 +313,6 @@ class Table:
         held = [s.generation for s in _sealed_slots(segment) if s.parts]
         return len(held) == segment.slots and min(held) > generation
 
-    def forget_before(self, segment: Segment, generation: Generation | None) -> None:
-        """Empty the slots of a copy that hold something older and are not in use."""
-        name = segment.path.name
-        for sealed in list(_sealed_slots(segment)):
-            busy = (name, sealed.slot) in self.writers or self.pins[name, sealed.slot]
-            if generation is not None and sealed.generation < generation and not busy:
-                segment.set_state(sealed.slot, SlotState.EMPTY)
-
     def release(self, segment: Segment, slot: int) -> None:
         """End of :meth:`claim`."""
         self.writers.discard((segment.path.name, slot))
@@ -362,54 +329,38 @@ class Table:
     def serves(self, segment: Segment, generation: Generation) -> bool:
         """True when a segment holds something of the generation that an epoch begins with, or may
         hold what that is computed from: the base of a chain may lie elsewhere than its end."""
-        held = [
+        held = self._held(segment)
+        return generation in held or (bool(held) and keeps_steps(segment.layout))
+
+    def holds(self, segment: Segment, generation: Generation) -> bool:
+        """True when a segment holds something of a generation."""
+        return generation in self._held(segment)
+
+    def _held(self, segment: Segment) -> set[Generation]:
+        return {
             slot.generation
             for slot in self.sealed(segment.layout.role)
             if slot.segment is segment and slot.parts
-        ]
-        chained = segment.seat is None and keeps_steps(segment.layout)
-        return generation in held or (chained and bool(held)) or self._leads_on(segment)
+        }
 
-    def unneeded(self, segment: Segment, successors: Callable[[Generation], int]) -> bool:
+    def unneeded(
+        self, segment: Segment, successors: Callable[[Generation], int], kept: int
+    ) -> bool:
         """True when nothing in an inactive segment can be asked for any more.
 
         A member overwrites generation g when it writes the one that comes as many places after it
         as there are slots; it may, because every role has committed something newer by then (design
         section 4). So as soon as anything that new is sealed here, whatever role it belongs to, g
         is not needed here either. ``successors(g)``: how many generations after g have certainly
-        been written by then (layout.cadence).
+        been written by then (layout.cadence). ``kept``: how many have to be, more than there are
+        slots where others may be computed from g (layout.replaying).
         """
         keys = [(segment.path.name, slot) for slot in range(segment.slots)]
         if any(self.pins[key] or key in self.writers for key in keys):
             return False
-        held = [
-            slot.generation
-            for slot in self.sealed(segment.layout.role)
-            if slot.segment is segment and slot.parts
-        ]
+        held = self._held(segment)
         # A segment without any was just made, for bytes that are on their way.
-        outlived = all(successors(generation) >= segment.layout.slots for generation in held)
-        return bool(held) and outlived and not self._leads_on(segment)
-
-    def _leads_on(self, segment: Segment) -> bool:
-        """True when steps elsewhere on this node, which may still be asked for, lead from what only
-        this segment holds: that of a member which sat here before its node became a buddy."""
-        if not keeps_steps(segment.layout):
-            return False
-        held: dict[Generation, set[str]] = {}
-        others: dict[Generation, set[str]] = {}
-        for slot in self.sealed(segment.layout.role):
-            held.setdefault(slot.generation, set()).update(slot.parts)
-            if slot.segment is not segment:
-                others.setdefault(slot.generation, set()).update(slot.parts)
-        newest = max((generation.iteration for generation in others), default=0)
-        return any(
-            chain(held, generation, shard) and not chain(others, generation, shard)
-            for generation, parts in others.items()
-            if generation.iteration > newest - segment.layout.slots
-            for name in parts
-            if (shard := shard_of(name)) is not None
-        )
+        return bool(held) and all(successors(generation) >= kept for generation in held)
 
 
 def _sealed_slots(segment: Segment) -> Iterator[SealedSlot]:

@@ -24,7 +24,7 @@ from deadpool_megatron.layout.replaying import (
     SUMS_PART,
     UPDATE_PART,
     chain,
-    copy_slots,
+    generations_kept,
     gradients_part,
     pack_sums,
     step_parts,
@@ -32,9 +32,10 @@ from deadpool_megatron.layout.replaying import (
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.commit import Ledger
 from deadpool_megatron.vault.core.state import VaultState
-from deadpool_megatron.vault.core.steps import Steps, check_same, give_back_other_kind, lacks_base
+from deadpool_megatron.vault.core.steps import Steps, lacks_base
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
@@ -46,7 +47,6 @@ from deadpool_megatron.vault.shm.segment import (
     copy_name,
     own_name,
 )
-from deadpool_megatron.vault.shm.table import Table
 from tests.vault.fake_network import FakeNetwork
 
 EVERY = 4
@@ -208,57 +208,82 @@ def test_sums_are_not_written_after_a_close(
     assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
 
 
-def test_copies_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
-    layout = make_layout()
-    segment = Segment.create(tmp_path / copy_name(0), layout, None, (), copy_slots(layout, 4))
-    assert Segment.open(segment.path).slots == 6
-    check_same(segment, layout, copy_slots(layout, 4), 7)
-    with pytest.raises(VaultError, match="node 7 holds 6 generations of role 0, not 10"):
-        check_same(segment, layout, copy_slots(layout, 8), 7)
-    with pytest.raises(VaultError, match="layout other of role 0"):
-        check_same(segment, replace(layout, layout_hash="other"), 6, 7)
+def opened(directory: Path, every: int = EVERY) -> VaultState:
+    """The vault of node 1, which keeps copies of role 0."""
+    state = VaultState(1, directory, Settings(full_every=every), lambda _: None)
+    state.adopt(record(every))
+    return state
 
 
-def fill(segment: Segment, slot: int, names: list[str]) -> None:
-    give_back_other_kind(segment, slot, names)
+def put(state: VaultState, layout: RoleLayout, generation: Generation, names: list[str]) -> Segment:
+    """What serving a put does."""
+    segment = room.ensure_copy(state, layout, generation, names)
+    slot = state.claim(segment, generation, 1)
+    assert slot is not None, "no put ever waits for a slot"
     segment.reserve(names, [slot])
     for name in names:
         view = segment.data(slot, name)
         view[:] = bytes(len(view))
         segment.seal_part(slot, name, len(view), 1, 1)
+    state.release(segment, slot)
+    return segment
 
 
-def blocks(segment: Segment) -> int:
-    """Bytes of memory behind the file."""
-    return segment.path.stat().st_blocks * 512
+def held_by(state: VaultState) -> dict[Generation, set[str]]:
+    found: dict[Generation, set[str]] = {}
+    for slot in state.table.sealed(0):
+        found.setdefault(slot.generation, set()).update(slot.parts)
+    return found
 
 
-def test_a_buddy_keeps_chains_and_gives_memory_back(tmp_path: Path) -> None:
-    """With every fourth whole and two slots of the owner there is always a slot, all that may
-    still be asked for can be produced, and memory stays what two whole copies and steps take."""
-    layout = make_layout(nbytes=1 << 20)
-    table = Table(tmp_path)
-    path = tmp_path / copy_name(0)
-    segment = table.segments[path.name] = Segment.create(
-        path, layout, None, (), copy_slots(layout, EVERY)
-    )
-    most = 0
+def blocks(directory: Path) -> int:
+    """Bytes of memory behind all files."""
+    return sum(path.stat().st_blocks * 512 for path in directory.glob("*.seg"))
+
+
+def test_steps_laid_out_for_longer_chains_are_not_taken_for_shorter_ones(tmp_path: Path) -> None:
+    layout, state = make_layout(), opened(tmp_path)
+    assert put(state, layout, g(0), WHOLE).slots == 2
+    assert put(state, layout, g(1), STEP).slots == 6
+    (tmp_path / "later").mkdir()
+    other = opened(tmp_path / "later", 8)
+    other.table = state.table
+    assert put(other, layout, g(4), WHOLE).slots == 2
+    with pytest.raises(VaultError, match=r"steps-0\.seg on node 1 has 6 slots, not 10"):
+        put(other, layout, g(5), STEP)
+    with pytest.raises(VaultError, match="layout other of role 0"):
+        put(state, replace(layout, layout_hash="other"), g(2), STEP)
+
+
+def test_a_buddy_keeps_chains_in_memory_that_stays_the_same(tmp_path: Path) -> None:
+    """All that may still be asked for can be produced, and the steps go round in their slots."""
+    layout, state = make_layout(nbytes=1 << 20), opened(tmp_path)
+    taken = []
     for iteration in range(25):
-        slot = table.claim(segment, g(iteration), 1)
-        assert slot is not None, iteration
-        # Overwritten by now at the earliest: the one before is whole or led to by a chain.
-        held = {s.generation: s.parts for s in table.sealed(0) if s.parts}
-        if iteration:
-            assert chain(held, g(iteration - 1), "shard0"), iteration
-        fill(segment, slot, STEP if iteration % EVERY else WHOLE)
-        table.release(segment, slot)
-        most = max(most, blocks(segment))
-    assert most <= (2 * 3 + EVERY + 1) << 20, "not a whole copy in each slot"
-    held = {s.generation: s.parts for s in table.sealed(0)}
-    assert not lacks_base(table.sealed(0), [1, 24], [gradients_part("shard0")])
-    assert lacks_base(table.sealed(0), [1, 19], [gradients_part("shard0")])
-    assert lacks_base(table.sealed(0), None, [gradients_part("shard0")])
-    assert not lacks_base(table.sealed(0), None, ["shard0"])
+        put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
+        held = held_by(state)
+        for one in range(max(0, iteration - 1), iteration + 1):
+            assert chain(held, g(one), "shard0"), (iteration, one)
+        taken.append(blocks(tmp_path))
+    assert taken[9] == taken[-1] < (2 * 3 + 6 + 1) << 20
+    assert not lacks_base(state.table.sealed(0), [1, 24], [gradients_part("shard0")])
+    assert lacks_base(state.table.sealed(0), [1, 17], [gradients_part("shard0")])
+    assert lacks_base(state.table.sealed(0), None, [gradients_part("shard0")])
+    assert not lacks_base(state.table.sealed(0), None, ["shard0"])
+
+
+def test_extras_of_a_later_boundary_come_to_the_step_that_they_belong_to(tmp_path: Path) -> None:
+    """They would take the place of a whole copy else."""
+    late = extras_part("evaluation")
+    plain = make_layout()
+    layout = replace(plain, parts=(*plain.parts, PartInfo(late, 64, (0,))))
+    state = opened(tmp_path)
+    for iteration in range(2 * EVERY):
+        put(state, layout, g(iteration), STEP if iteration % EVERY else WHOLE)
+        put(state, layout, g(iteration), [late])
+    copies = state.table.segments[copy_name(0)]
+    assert {copies.generation(slot) for slot in range(2)} == {g(0), g(EVERY)}
+    assert all(late in held_by(state)[g(iteration)] for iteration in (6, 7))
 
 
 def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
@@ -266,53 +291,23 @@ def test_the_base_that_a_node_held_as_the_owner_stays_while_steps_lead_from_it(
 ) -> None:
     """A role has moved to another node and the old one has become its buddy: it says that it has
     the restored generation already, in the segment of its own former member."""
-    layout, table = make_layout(), Table(tmp_path)
-    path = tmp_path / own_name(0, Seat(1, 0, 0))
+    layout, state = make_layout(), opened(tmp_path)
+    table, path = state.table, tmp_path / own_name(0, Seat(1, 0, 0))
     old = table.segments[path.name] = Segment.create(path, layout, Seat(1, 0, 0), ALL)
     old.mark_writing(0)
     old.begin(0, g(4), 1)
-    fill(old, 0, WHOLE)
+    for name in WHOLE:
+        old.seal_part(0, name, 9, 1, 1)
     old.set_state(0, SlotState.SEALED)
-    path = tmp_path / copy_name(0)
-    copies = Segment.create(path, layout, None, (), copy_slots(layout, EVERY))
-    table.segments[path.name] = copies
-
-    def put(iteration: int, names: list[str]) -> None:
-        slot = table.claim(copies, g(iteration), 1)
-        assert slot is not None
-        fill(copies, slot, names)
-        table.release(copies, slot)
-
-    for iteration in (5, 6, 7):
-        put(iteration, STEP)
-        assert not table.unneeded(old, lambda _: 50)
+    kept = generations_kept(layout, EVERY)
+    for iteration in range(5, 4 + EVERY):
+        put(state, layout, g(iteration), STEP)
+        assert len(chain(held_by(state), g(iteration), "shard0")) == iteration - 3
         assert table.serves(old, g(iteration))
-        held = {s.generation: s.parts for s in table.sealed(0) if s.parts}
-        assert len(chain(held, g(iteration), "shard0")) == iteration - 3, "no step is given away"
-    put(8, WHOLE)
-    assert not table.unneeded(old, lambda _: 50), "7 may still be asked for"
-    put(9, STEP)
-    assert table.unneeded(old, lambda _: 50)
-    assert not table.unneeded(old, lambda _: 1)
-    assert not table.serves(old, g(9))
-
-
-def test_whole_copies_take_no_more_memory_than_the_owners_slots(tmp_path: Path) -> None:
-    """As after a rehearsal that has failed, or under another plan: nothing is a step."""
-    layout = make_layout(nbytes=1 << 20)
-    table = Table(tmp_path)
-    path = tmp_path / copy_name(0)
-    segment = table.segments[path.name] = Segment.create(
-        path, layout, None, (), copy_slots(layout, EVERY)
-    )
-    for iteration in range(8):
-        slot = table.claim(segment, g(iteration), 1)
-        assert slot is not None
-        fill(segment, slot, WHOLE)
-        table.release(segment, slot)
-        held = {s.generation.iteration for s in table.sealed(0) if s.parts}
-        assert held == {iteration, max(0, iteration - 1)}
-    assert blocks(segment) < (2 * 3 + 1) << 20
+    # Its last step may be asked for until the slots of its owner hold newer ones.
+    assert kept == EVERY - 1 + layout.slots + 1
+    assert not table.unneeded(old, lambda _: kept - 1, kept)
+    assert table.unneeded(old, lambda _: kept, kept)
 
 
 @settings(max_examples=30)
@@ -327,31 +322,23 @@ def test_no_base_of_what_may_be_asked_for_is_overwritten(
     """Rules 3 and 4 over random chains: broken ones, irregular whole copies, damaged bases."""
     layout = make_layout(slots=slots)
     with tempfile.TemporaryDirectory() as folder:
-        table = Table(Path(folder))
-        path = Path(folder) / copy_name(0)
-        segment = table.segments[path.name] = Segment.create(
-            path, layout, None, (), copy_slots(layout, every)
-        )
-        chains = begun(every=every)
+        state, chains = opened(Path(folder), every), begun(every=every)
+        table = state.table
         for iteration, wish in enumerate(wishes):
             new = g(iteration)
             chains.decide(layout, new, has_step=wish != "whole")
-            before = {s.generation: s.parts for s in table.sealed(0) if s.parts}
+            before = held_by(state)
             recent = [g(it) for it in range(max(0, iteration - slots + 1), iteration)]
             good = [one for one in recent if chain(before, one, "shard0")]
             follows = chains.follows(0, new)
             shown = None if follows is None else follows.to_list()
             if follows and lacks_base(table.sealed(0), shown, [gradients_part("shard0")]):
                 chains.make_whole(0, new)
-            slot = table.claim(segment, new, 1)
-            assert slot is not None, "no put ever waits for a slot"
-            after = {s.generation: s.parts for s in table.sealed(0) if s.parts}
-            assert [one for one in recent if chain(after, one, "shard0")] == good
             step = chains.follows(0, new) is not None
-            fill(segment, slot, STEP if step else WHOLE)
-            table.release(segment, slot)
-            now = {s.generation: s.parts for s in table.sealed(0) if s.parts}
-            assert chain(now, new, "shard0"), "what counts as committed can be produced"
+            put(state, layout, new, STEP if step else WHOLE)
+            after = held_by(state)
+            assert [one for one in recent if chain(after, one, "shard0")] == good
+            assert chain(after, new, "shard0"), "what counts as committed can be produced"
             if wish == "lost":  # a damaged base
                 bases = [s for s in table.sealed(0) if "shard0" in s.parts]
                 for place in table.find(0, min(s.generation for s in bases), "shard0"):

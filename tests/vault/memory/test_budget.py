@@ -226,7 +226,7 @@ def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
 
 
 def test_chains_of_steps_are_counted() -> None:
-    """Of 2 + 8 slots 3 hold whole copies and 7 gradients; extras lie in all of them."""
+    """Two slots for whole copies and 2 + 8 for steps; extras lie in all of them."""
     parts = (
         PartInfo("shard0", 1200, (0,)),
         PartInfo(gradients_part("shard0"), 400, (0,)),
@@ -235,7 +235,7 @@ def test_chains_of_steps_are_counted() -> None:
     )
     layout = RoleLayout(0, parts, (0, 1), 2, "hash")
     needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
-    assert needs.kept == 2 * (3 * 1200 + 7 * 400 + 10 * 30)
+    assert needs.kept == 2 * (2 * 1200 + 10 * 400 + 12 * 30)
     assert "copies with their steps" in needs.in_words()
 
 

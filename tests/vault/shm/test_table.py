@@ -196,13 +196,13 @@ def test_damaged_parts_are_not_promised(tmp_path: Path) -> None:
 
 def test_what_is_unneeded(tmp_path: Path) -> None:
     table, segment = table_with_copy(tmp_path)
-    assert not table.unneeded(segment, lambda _: 50)  # just made
+    assert not table.unneeded(segment, lambda _: 50, 2)  # just made
     slot = table.claim(segment, Generation(1, 3), 1)
     assert slot is not None
     keep(segment, slot, SHARD, 1)
-    assert not table.unneeded(segment, lambda _: 9)  # being written
+    assert not table.unneeded(segment, lambda _: 9, 2)  # being written
     table.release(segment, slot)
-    assert not table.unneeded(segment, lambda _: 1)
-    assert table.unneeded(segment, lambda held: 2 if held == Generation(1, 3) else 0)
+    assert not table.unneeded(segment, lambda _: 1, 2)
+    assert table.unneeded(segment, lambda held: 2 if held == Generation(1, 3) else 0, 2)
     table.pin(table.find(3, Generation(1, 3), "shard")[0])
-    assert not table.unneeded(segment, lambda _: 2)
+    assert not table.unneeded(segment, lambda _: 2, 2)
