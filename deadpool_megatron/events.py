@@ -61,9 +61,10 @@ class Kind(StrEnum):
     EVALUATION = "evaluation"  # loss (hexadecimal float)
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts; of a vault, not in the files of a run
-    # Of a vault: lineage, boundary, released, bytes, ship_seconds, window_seconds. In the files of
-    # a run one for all roles, of some seconds: how many roles, reports, released and bytes, the
-    # longest ship_seconds, the shortest window_seconds; its iteration is the newest.
+    # Of a vault: lineage, boundary, released, bytes, ship_seconds, window_seconds, commit_seconds
+    # (from the seal on). In the files of a run one for all roles, of some seconds: how many roles,
+    # reports, released and bytes, the longest ship_seconds and commit_seconds, the shortest
+    # window_seconds; its iteration is the newest.
     COMMITTED = "committed"
     # matched, difference, seconds, bytes: whether a replay of a role's first update gave its bytes
     REHEARSED = "rehearsed"

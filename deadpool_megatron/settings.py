@@ -169,8 +169,13 @@ class Settings:
     )
     link_share: float = _setting(
         0.3,
-        "most that copies take of a link while training goes on (above 0, up to 1); where that does"
+        "most that copies take of a link while training sends (above 0, up to 1); where that does"
         " not bring a generation over in half an iteration, they take what does",
+    )
+    link_gaps: str = _setting(
+        "on",
+        "on: copies take the whole link while training does not send, as the counters of its"
+        " interface tell; off: their share of it always",
     )
     dscp: int = _setting(
         0,
@@ -248,6 +253,7 @@ class Settings:
                 "--deadpool-link-share must be more than 0 and not more than 1, got"
                 f" {self.link_share}"
             )
+        self._check_choice("link_gaps", ("on", "off"))
         if not 0 <= self.dscp <= 63:
             raise SettingsError(f"--deadpool-dscp must be between 0 and 63, got {self.dscp}")
         if not 0 <= self.vault_nice <= 19:

@@ -4,8 +4,9 @@
     checksum    shard of a role / checksum                   a thread per role; with local-twice
                                                               the second copy is hashed as well
     ship        the larger of bytes out and bytes in of a node / (nics · nic · nic_fraction)
-    paced ship  the same bytes / (nics · nic · link_share), or half of what copy and checksum
-                leave of the window where that is shorter; never shorter than ship
+    paced ship  the same bytes / (nics · nic · link_share), or 0.7 of what copy and checksum
+                leave of the window where that is shorter; never shorter than ship. It is what
+                they take while training sends all the time; in its gaps they are as fast as ship
     commit      copy + checksum + paced ship                 one after another, as the vault does it
     window      forward and backward + (cadence · (1 + max_lag) - 1) · step
                                                               from an update to the gate that asks
@@ -33,7 +34,7 @@ _EXTRAS_GROWTH = 1.5
 _EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0
 # vault/core/pace.py: of the time from the seal to the gate, the part in which copies are over.
-_PACED_SHARE = 0.5
+_PACED_SHARE = 0.7
 
 
 @dataclass(frozen=True)

@@ -377,11 +377,11 @@ class _Connection:
         state, role = self._state, places[0].segment.layout.role
         nbytes = sum(place.nbytes for place in places)
         self._channel.give_way(state.settings.dscp)
-        flow = state.traffic.flow(role, generation, nbytes, epoch, self._channel.busy_seconds)
-        for place in places:
-            pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
-            self._send(place, pieces, "bytes shipped", generation, to=node)
-        flow.end(node)
+        with state.traffic.flow(role, generation, nbytes, epoch, self._channel.sent) as flow:
+            for place in places:
+                pieces = flow.pieces(place.view, lambda: state.is_open(epoch))
+                self._send(place, pieces, "bytes shipped", generation, to=node)
+            flow.end(node)
         state.shipped(role, nbytes, epoch)
         # Before it the block is not sealed, so what it took is known by the time it counts.
         self._channel.send({"t": "end"})

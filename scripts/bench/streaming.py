@@ -4,11 +4,14 @@
     sudo .venv/bin/python scripts/bench/streaming.py [--rounds N] [--steps N] [--out FILE]
 
 Two hosts made of namespaces (root is needed), each with a link of limited rate (tbf), train one
-model data-parallel, in turns: without protection (stock gloo), with it, and with it but shipping
-nothing (``--deadpool-protection local``), which tells what is the link's part. Computing is a
-sleep, so that it is the link that counts. With the queue ``fifo`` the link knows no classes; with
-``bands`` it has those that Linux gives every device by default (pfifo_fast), in which what ships
-copies comes last. The first steps of a run are not measured; of the others none is left out.
+model data-parallel, in turns: without protection (stock gloo), with copies that go into the gaps of
+training's traffic, with copies that always go at their share (``--deadpool-link-gaps off``), and
+without copies (``--deadpool-protection local``), which tells what is the link's part. Computing is
+a sleep, so that it is the link that counts; either before the traffic of a step or after it, when
+parameters are gathered and gradients reduced just as copies could leave. With the queue ``fifo``
+the link knows no classes; with ``bands`` it has those that Linux gives every device by default
+(pfifo_fast), in which what ships copies comes last. The first steps of a run are not measured; of
+the others none is left out.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from common.machine import ROOT, machine_facts, write_facts
-from common.slow_steps import VARIABLE
+from common.slow_steps import PLACE, PLACES, VARIABLE
 
 from deadpool_megatron.cli.show.report import read_story
 from deadpool_megatron.cli.show.story import summary
@@ -47,11 +50,15 @@ _POLL_SECONDS = 0.005
 _SILENCE_SECONDS = 120.0
 _PORT = 29400
 _MODEL = (
-    "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    "--num-layers 2 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
     " --global-batch-size 4 --lr 1e-3 --lr-warmup-iters 1 --log-interval 1 --bf16"
     " --use-distributed-optimizer"
 )
+# With these, traffic lies beside the forward and backward pass.
+_OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
 QUEUES = ("fifo", "bands")
+# With copies; the names of the two rules for their pace.
+PACES = ("gaps", "share")
 _SLOW_STEPS = Path(__file__).with_name("common") / "slow_steps.py"
 
 
@@ -67,14 +74,17 @@ class Measured:
     gate_waits: list[tuple[int, float]] = field(default_factory=list)  # iteration, seconds
     ship_seconds: list[float] = field(default_factory=list)
     window_seconds: list[float] = field(default_factory=list)
+    commit_seconds: list[float] = field(default_factory=list)
     shipped_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Link:
-    """What all runs have in common."""
+    """What all runs have in common. ``compute_at``: where in a step computing is slept."""
 
     rate_mbit: float
+    hidden_size: int
+    compute_at: str
     compute_seconds: float
     steps: int
     flags: tuple[str, ...]
@@ -94,12 +104,16 @@ class Link:
     @property
     def training(self) -> list[str]:
         """Flags of the trainer."""
-        return [*_MODEL.split(), "--train-iters", str(_WARM_UP + 1 + self.steps)]
+        overlap = _OVERLAP if self.compute_at == "end" else ()
+        size = ("--hidden-size", str(self.hidden_size))
+        steps = ("--train-iters", str(_WARM_UP + 1 + self.steps))
+        return [*_MODEL.split(), *overlap, *size, *steps]
 
     @property
     def environment(self) -> dict[str, str]:
         """For every process of a run."""
-        return {VARIABLE: str(self.compute_seconds), "OMP_NUM_THREADS": "1"}
+        slept = {VARIABLE: str(self.compute_seconds), PLACE: self.compute_at}
+        return {**slept, "OMP_NUM_THREADS": "1"}
 
 
 def run_plain(link: Link, hosts: Hosts, base: Path) -> Measured:
@@ -169,6 +183,9 @@ def run_protected(link: Link, hosts: Hosts, base: Path) -> Measured:
     measured.window_seconds = [
         seconds for e in commits if (seconds := e.data["window_seconds"]) is not None
     ]
+    measured.commit_seconds = [
+        seconds for e in commits if (seconds := e.data["commit_seconds"]) is not None
+    ]
     return measured
 
 
@@ -195,18 +212,20 @@ def _watch(
 
 
 def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
-    """Both sides in turns on one kind of link."""
+    """All sides in turns on one kind of link."""
+    even = replace(link, flags=(*link.flags, "--deadpool-link-gaps", "off"))
     local = replace(link, flags=(*link.flags, "--deadpool-protection", "local"))
     runs: dict[str, Callable[[Hosts, Path], Measured]] = {
         "plain": partial(run_plain, link),
-        "protected": partial(run_protected, link),
+        "gaps": partial(run_protected, link),
+        "share": partial(run_protected, even),
         "local": partial(run_protected, local),
     }
     sides: dict[str, list[Measured]] = {name: [] for name in runs}
     for number in range(1, rounds + 1):
         for name, run in runs.items():
             print(f"{queue}, {name}, {number} of {rounds}", file=sys.stderr, flush=True)
-            place = base / f"{queue}-{name}-{number}"
+            place = base / f"{link.compute_at}-{queue}-{name}-{number}"
             place.mkdir()
             with Hosts(NODES, place) as hosts:
                 for host in hosts:
@@ -215,22 +234,32 @@ def measure(link: Link, queue: str, rounds: int, base: Path) -> dict[str, Any]:
     times = {
         name: summary([s for run in runs for s in run.step_seconds]) for name, runs in sides.items()
     }
-    protected = sides["protected"]
-    return {
-        "ratio": _ratios(times["protected"], times["plain"]),
-        "ratio_to_shipping_nothing": _ratios(times["protected"], times["local"]),
-        "ratio_of_each_pair": [
-            summary(b.step_seconds)["mean"] / summary(a.step_seconds)["mean"]
-            for a, b in zip(sides["plain"], protected, strict=True)
-        ],
+    found: dict[str, Any] = {
+        "queue": queue,
+        "rate_mbit": link.rate_mbit,
+        "hidden_size": link.hidden_size,
+        "compute_at": link.compute_at,
         "step_seconds": times,
         "runs": {name: [run.step_seconds for run in runs] for name, runs in sides.items()},
-        "gate_waits": [run.gate_waits for run in protected],
-        "gate_seconds": sum(s for run in protected for i, s in run.gate_waits if i > _WARM_UP),
-        "ship_seconds": summary([s for run in protected for s in run.ship_seconds]),
-        "window_seconds": summary([s for run in protected for s in run.window_seconds]),
-        "shipped_bytes": summary([float(n) for run in protected for n in run.shipped_bytes]),
     }
+    for name in PACES:
+        found[name] = {
+            "ratio": _ratios(times[name], times["plain"]),
+            "ratio_to_shipping_nothing": _ratios(times[name], times["local"]),
+            "ratio_of_each_pair": [
+                summary(b.step_seconds)["mean"] / summary(a.step_seconds)["mean"]
+                for a, b in zip(sides["plain"], sides[name], strict=True)
+            ],
+            "gate_waits": [run.gate_waits for run in sides[name]],
+            "gate_seconds": sum(
+                s for run in sides[name] for i, s in run.gate_waits if i > _WARM_UP
+            ),
+            "ship_seconds": summary([s for run in sides[name] for s in run.ship_seconds]),
+            "window_seconds": summary([s for run in sides[name] for s in run.window_seconds]),
+            "commit_seconds": summary([s for run in sides[name] for s in run.commit_seconds]),
+            "shipped_bytes": summary([float(n) for run in sides[name] for n in run.shipped_bytes]),
+        }
+    return found
 
 
 def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str, float]:
@@ -245,8 +274,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, metavar="N", help="pairs of runs")
     parser.add_argument("--steps", type=int, default=30, metavar="N", help="measured per run")
     parser.add_argument("--rate-mbit", type=float, default=200.0, metavar="MBIT", help="of a link")
+    parser.add_argument("--hidden-size", type=int, default=256, metavar="N", help="of the model")
     parser.add_argument(
         "--compute-seconds", type=float, default=0.8, metavar="S", help="slept in each step"
+    )
+    parser.add_argument(
+        "--compute-at",
+        choices=PLACES,
+        nargs="*",
+        default=list(PLACES),
+        help="before the traffic of a step, or after it",
     )
     parser.add_argument("--queue", choices=QUEUES, nargs="*", default=list(QUEUES))
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: standard output")
@@ -257,31 +294,41 @@ def main() -> int:
         parser.error(f"unknown arguments {' '.join(flags)}; --deadpool-* go to the protected runs")
     if reason := missing():
         parser.error(f"no hosts can be made here: {reason}")
-    link = Link(args.rate_mbit, args.compute_seconds, args.steps, tuple(flags))
     facts: dict[str, Any] = {
         "bench": "streaming",
         "machine": machine_facts(),
-        "rate_mbit": link.rate_mbit,
-        "compute_seconds": link.compute_seconds,
-        "flags": list(link.flags),
+        "compute_seconds": args.compute_seconds,
+        "flags": flags,
         "warm_up_steps": _WARM_UP,
-        "queues": {},
+        "cases": [],
     }
     with tempfile.TemporaryDirectory(prefix="deadpool-bench-") as base:
-        for queue in args.queue:
+        for place, queue in itertools.product(args.compute_at, args.queue):
+            link = Link(
+                args.rate_mbit,
+                args.hidden_size,
+                place,
+                args.compute_seconds,
+                args.steps,
+                tuple(flags),
+            )
             try:
                 found = measure(link, queue, args.rounds, Path(base))
             except BenchError as error:
                 print(f"streaming bench: {error}", file=sys.stderr)
                 return 1
-            facts["queues"][queue] = found
-            whole, link_only = found["ratio"], found["ratio_to_shipping_nothing"]
-            print(
-                f"{queue}: step time with protection over without {whole['mean']:.4f}, over"
-                f" shipping nothing {link_only['mean']:.4f}",
-                file=sys.stderr,
-                flush=True,
-            )
+            facts["cases"].append(found)
+            for name in PACES:
+                side = found[name]
+                print(
+                    f"{link.rate_mbit:g} Mbit/s, {queue}, computing at the {place}, {name}: step"
+                    f" over unprotected {side['ratio']['mean']:.4f}, over shipping nothing"
+                    f" {side['ratio_to_shipping_nothing']['mean']:.4f}, from seal to commit"
+                    f" {side['commit_seconds']['mean']:.3f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+    facts["machine"]["load_after"] = os.getloadavg()[0]
     write_facts(args.out, facts)
     return 0
 

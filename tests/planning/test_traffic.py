@@ -52,7 +52,7 @@ def test_copies_keep_their_pace_and_hurry_only_for_a_gate() -> None:
     assert fast.paced_ship_seconds == pytest.approx(fast.ship_seconds / 0.3)
     assert full.paced_ship_seconds == full.ship_seconds
     rest = slow.window_seconds - slow.copy_seconds - slow.checksum_seconds
-    assert slow.paced_ship_seconds == rest / 2
+    assert slow.paced_ship_seconds == 0.7 * rest
     assert fast.stall_seconds == slow.stall_seconds == 0
     assert fast.least_commit_seconds < fast.commit_seconds < slow.commit_seconds
     late = times(0.3, nic_gb_s=0.9)

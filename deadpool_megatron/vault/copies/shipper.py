@@ -49,16 +49,15 @@ class Shipper(Sender):
             return self._refused(refused, generation, places)
         wanted = set(answer["parts"])
         nbytes = sum(place.nbytes for place in places if place.name in wanted)
-        flow = self._state.traffic.flow(
-            self._layout.role, generation, nbytes, self._epoch, channel.busy_seconds
-        )
-        for place in places:
-            if place.name in wanted:
-                self._send_paced(channel, flow, place, place.view)
-        answer = channel.receive()
-        if refused := Refused.in_answer(answer):
-            return self._refused(refused, generation, places)
-        flow.end(self._node)
+        role, traffic = self._layout.role, self._state.traffic
+        with traffic.flow(role, generation, nbytes, self._epoch, channel.sent) as flow:
+            for place in places:
+                if place.name in wanted:
+                    self._send_paced(channel, flow, place, place.view)
+            answer = channel.receive()
+            if refused := Refused.in_answer(answer):
+                return self._refused(refused, generation, places)
+            flow.end(self._node)
         sealed = set(answer["parts"])
         names = [place.name for place in places if place.name in sealed]
         self._state.shipped(self._layout.role, nbytes, self._epoch)

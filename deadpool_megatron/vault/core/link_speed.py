@@ -12,7 +12,7 @@ class Origin(StrEnum):
 
     CHECK = "the check of links"
     INTERFACE = "the network interface"
-    SHIPMENTS = "the fastest shipment"
+    SEEN = "the most that was seen on it"
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class LinkSpeed:
         return {"bytes_per_second": self.bytes_per_second, "origin": self.origin}
 
 
-def link_speed(checked: float, stated: float, shipped: float) -> LinkSpeed | None:
+def link_speed(checked: float, stated: float, seen: float) -> LinkSpeed | None:
     """Returns the best that is known of a link; None while nothing is.
 
     All in bytes per second, 0 for what is not known. ``checked``: what the check of links brought
     over. ``stated``: what the interface says, which may be more than the network behind it carries.
-    ``shipped``: what a shipment had that nothing held back, which may be less than the link has.
+    ``seen``: what a shipment had that nothing held back, or the interface has sent in a moment,
+    which may be less than the link has.
     """
-    known = ((checked, Origin.CHECK), (stated, Origin.INTERFACE), (shipped, Origin.SHIPMENTS))
+    known = ((checked, Origin.CHECK), (stated, Origin.INTERFACE), (seen, Origin.SEEN))
     return next((LinkSpeed(speed, origin) for speed, origin in known if speed > 0), None)

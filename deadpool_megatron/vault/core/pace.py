@@ -1,12 +1,13 @@
 """When the bytes of a generation may go: as soon as a share of the link allows. Pure.
 
 A node that is lost before its newest generation has left costs the iterations since the one before,
-so copies leave early; but evenly, and they take no more of the link than their share, because
-training sends over it as well (FFTrainer sends in idle gaps; REFT calls its kind HAS). Where that
-share would take longer than the first half of the time there is, they take what the half requires.
-That time is learned from past generations: from the seal until somebody waits for it, or until the
-next one is sealed. Holding back is a courtesy and ends at once where it would cost anything: see
-:class:`Window`.
+so copies leave early: at once while training does not use the link (:mod:`.link_use`). While it
+does they go evenly, at no more than their share of it (FFTrainer sends in idle gaps; REFT calls its
+kind HAS), and hurry when a gate comes near. Where nobody knows when training sends they go evenly
+all the time; if their share would take longer than the first half of the time there is, they take
+what the half requires. That time is learned from past generations: from the seal until somebody
+waits for it, or until the next one is sealed. Holding back is a courtesy and ends at once where it
+would cost anything: see :class:`Window`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from dataclasses import dataclass
 
 from deadpool_megatron.layout.records import Generation
 
-# Of the time there is, at most. Data-parallel training reduces gradients in the second half of an
-# iteration; what is sent before that is in nobody's way, and uneven iterations have their room.
+# Of the time there is, at most, where nobody knows when training sends. Data-parallel training
+# reduces gradients in the second half of an iteration; what is sent before that is in nobody's way,
+# and uneven iterations have their room.
 SHARE = 0.5
+# The same where copies find the gaps of training's traffic. The rest is left for uneven iterations,
+# and for training that sends all the time: then who hurries gets half of the link.
+LATEST = 0.7
 # So few are not a norm yet: full speed until then.
-_LEAST_GAPS = 3
+_LEAST_INTERVALS = 3
 # Of so many the median is taken: some evaluations and saves among them do not move it.
-_MOST_GAPS = 15
+_MOST_INTERVALS = 15
 # A gate that was found shut tells how much of an iteration there really is. So many iterations are
 # tried with it before the whole iteration is tried again.
 _GATE_ITERATIONS = 64
@@ -47,7 +52,7 @@ class Window:
     """
 
     def __init__(self) -> None:
-        self._gaps: deque[float] = deque(maxlen=_MOST_GAPS)
+        self._intervals: deque[float] = deque(maxlen=_MOST_INTERVALS)
         self._gates: deque[tuple[int, float]] = deque(maxlen=_MOST_GATES)
         self._seals: dict[Generation, float] = {}
         self._newest: Generation | None = None
@@ -61,7 +66,7 @@ class Window:
         last, self._newest = self._newest, generation
         if last is not None and last < generation and last.lineage == generation.lineage:
             # What the gate held up is no time that training needs.
-            self._gaps.append(max(0.0, now - self._seals[last] - self._stall_seconds))
+            self._intervals.append(max(0.0, now - self._seals[last] - self._stall_seconds))
         self._stall_seconds = 0.0
         self._seals[generation] = now
         while len(self._seals) > _MOST_SEALS:
@@ -73,7 +78,7 @@ class Window:
         if self._committed is not None and generation <= self._committed:
             return  # its word has crossed ours, or it waits for extras that came later
         self._waiting = generation, now
-        if len(self._gaps) >= _LEAST_GAPS:  # before, nothing was held back
+        if len(self._intervals) >= _LEAST_INTERVALS:  # before, nothing was held back
             self._gates.append((generation.iteration, now - self._seals.get(generation, now)))
 
     def committed(self, generation: Generation, now: float) -> None:
@@ -83,11 +88,16 @@ class Window:
             self._stall_seconds += now - self._waiting[1]
             self._waiting = None
 
+    def seconds_since_seal(self, generation: Generation, now: float) -> float | None:
+        """How long ago a generation was sealed here; None when it was not, or long ago."""
+        sealed = self._seals.get(generation)
+        return None if sealed is None else now - sealed
+
     def seconds(self) -> float | None:
         """The time there is for one generation; None while too little has been seen."""
-        if len(self._gaps) < _LEAST_GAPS or self._newest is None:
+        if len(self._intervals) < _LEAST_INTERVALS or self._newest is None:
             return None
-        usual = statistics.median(self._gaps)
+        usual = statistics.median(self._intervals)
         oldest = self._newest.iteration - _GATE_ITERATIONS
         gates = [seconds for iteration, seconds in self._gates if iteration > oldest]
         return min(usual, statistics.median(gates)) if gates else usual
@@ -98,30 +108,55 @@ class Window:
         return awaited or (self._newest is not None and generation < self._newest)
 
     def schedule(
-        self, generation: Generation, nbytes: int, bytes_per_second: float
+        self, generation: Generation, nbytes: int, allowed: Allowed, *, fills_gaps: bool
     ) -> Schedule | None:
-        """How ``nbytes`` of a generation are spread; None: at full speed. ``bytes_per_second``:
-        what they may take of the link.
+        """Returns how ``nbytes`` of a generation are spread while training sends, or may do so;
+        None: at full speed.
         """
         seconds, sealed = self.seconds(), self._seals.get(generation)
         if sealed is None or not seconds or not nbytes:
             return None
-        return Schedule(
-            sealed, min(SHARE * seconds, nbytes / max(bytes_per_second, _LEAST_RATE)), nbytes
-        )
+        even = nbytes / max(allowed.share * allowed.link, _LEAST_RATE)
+        if not fills_gaps or not allowed.link:
+            return Schedule(sealed, min(SHARE * seconds, even), nbytes)
+        hurry = Hurry(sealed + LATEST * seconds, allowed.link)
+        return Schedule(sealed, even, nbytes, hurry)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """``link``: the part of the node's link that there is for one shipment, in bytes per second (0:
+    not known). ``share``: how much of it may be taken while training sends."""
+
+    link: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Hurry:
+    """All is to be there at ``end`` (monotonic); ``bytes_per_second`` are what the link has."""
+
+    end: float
+    bytes_per_second: float
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``nbytes`` evenly from ``begin`` (monotonic) on, over ``seconds``; what is late may go."""
+    """``nbytes`` evenly from ``begin`` (monotonic) on, over ``seconds``; what is late may go, and
+    what would come too late otherwise."""
 
     begin: float
     seconds: float
     nbytes: int
+    hurry: Hurry | None = None
 
     def delay_seconds(self, sent_bytes: int, now: float) -> float:
         """How long the byte after the first ``sent_bytes`` has to wait; 0 or less: not at all."""
-        return self.begin + self.seconds * sent_bytes / self.nbytes - now
+        due = self.begin + self.seconds * sent_bytes / self.nbytes
+        if self.hurry is not None:
+            left = self.nbytes - sent_bytes
+            due = min(due, self.hurry.end - left / self.hurry.bytes_per_second)
+        return due - now
 
     @property
     def rate(self) -> float:

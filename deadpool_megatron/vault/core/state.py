@@ -64,9 +64,7 @@ class VaultState:
         self.node = node
         self.settings = settings
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
-        # Each generation goes to so many nodes at the same time.
-        share = settings.link_share / max(1, settings.replicas)
-        self.traffic = Traffic(settings.chunk_bytes, settings.rate_limit_gbps, share, interface)
+        self.traffic = Traffic.of(settings, interface)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.record: EpochRecord | None = None

@@ -13,7 +13,7 @@ import ssl
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from deadpool_megatron.wire import auth, framing
 from deadpool_megatron.wire.door import defer_accept
@@ -25,16 +25,24 @@ HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
 # when nothing of the default priority waits. It does not leave the machine.
 _BULK = 2
-# struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (4.10).
+# struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (Linux
+# 4.10), and three fields later tcpi_bytes_sent (4.19).
 _TCP_INFO_BYTES = 256
-_BUSY_AT = 168
-_BUSY = struct.Struct("=Q")
-_KNOWN_BYTES = _BUSY_AT + _BUSY.size
+_SENT_AT = 168
+_SENT = struct.Struct("=Q24xQ")
+_KNOWN_BYTES = _SENT_AT + _SENT.size
 
 
 def realm_of(run_id: str) -> str:
     """What the handshake between vaults is about; not the coordinator's."""
     return f"{run_id}/vault"
+
+
+class Sent(NamedTuple):
+    """What the kernel has counted of one side of a connection; 0 where it does not count."""
+
+    busy_seconds: float = 0.0  # in which bytes were on their way
+    nbytes: int = 0  # that TCP has handed to the network, what it had to repeat as well
 
 
 class Channel(ABC):
@@ -71,8 +79,8 @@ class Channel(ABC):
         """From now on this side's bytes come after those of training: see docs/streaming.md."""
 
     @abstractmethod
-    def busy_seconds(self) -> float:
-        """How long bytes of this side have been on their way, in all; 0 where nobody counts."""
+    def sent(self) -> Sent:
+        """Returns what this side has sent so far."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -155,16 +163,17 @@ class SocketChannel(Channel):
         # After the class, which sets one of its own.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
 
-    def busy_seconds(self) -> float:
+    def sent(self) -> Sent:
         if self._socket.family == socket.AF_UNIX:
-            return 0.0
+            return Sent()
         try:
             info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         except OSError:  # cut just now
-            return 0.0
-        return (
-            float(_BUSY.unpack_from(info, _BUSY_AT)[0]) / 1e6 if len(info) >= _KNOWN_BYTES else 0.0
-        )
+            return Sent()
+        if len(info) < _KNOWN_BYTES:
+            return Sent()
+        busy_microseconds, nbytes = _SENT.unpack_from(info, _SENT_AT)
+        return Sent(busy_microseconds / 1e6, nbytes)
 
     def shutdown(self) -> None:
         # Not that of an SSLSocket: it would go on in plain text in the thread that reads.

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""The trainer, each of whose steps takes BENCH_COMPUTE_SECONDS longer, as if on a device.
+"""The trainer, each of whose steps takes BENCH_COMPUTE_SECONDS longer, as if on a device: at its
+begin, or where BENCH_COMPUTE_AT is "end" between the backward pass and the optimizer.
 
     slow_steps.py plain|protected ARGUMENTS OF THE TRAINER...
 
@@ -13,6 +14,8 @@ import sys
 import time
 
 VARIABLE = "BENCH_COMPUTE_SECONDS"
+PLACE = "BENCH_COMPUTE_AT"
+PLACES = ("begin", "end")
 
 
 def main(side: str, arguments: list[str]) -> int:
@@ -24,13 +27,14 @@ def main(side: str, arguments: list[str]) -> int:
         from deadpool_megatron.trainer import __main__ as trainer  # type: ignore[no-redef]
     from deadpool_megatron.trainer.loop import TrainingLoop
 
-    own_step = TrainingLoop.train_step
+    name = "_mean_loss" if os.environ.get(PLACE) == "end" else "train_step"
+    own = getattr(TrainingLoop, name)
 
-    def train_step(loop: TrainingLoop) -> None:
+    def slower(loop: TrainingLoop, *arguments: object) -> object:
         time.sleep(float(os.environ[VARIABLE]))
-        own_step(loop)
+        return own(loop, *arguments)
 
-    TrainingLoop.train_step = train_step  # type: ignore[method-assign]
+    setattr(TrainingLoop, name, slower)
     return trainer.main(arguments)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import threading
+import time
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -14,9 +17,19 @@ from hypothesis import strategies as st
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.core.link_speed import LinkSpeed, Origin, link_speed
-from deadpool_megatron.vault.core.pace import SHARE, Schedule, TokenBucket, Window, piece_bytes
+from deadpool_megatron.vault.core.pace import (
+    LATEST,
+    SHARE,
+    Allowed,
+    Schedule,
+    TokenBucket,
+    Window,
+    piece_bytes,
+)
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.net.interface import Interface
+from deadpool_megatron.vault.net.transport import Sent
+from tests.vault.harness import wait_until
 
 
 def run(window: Window, gaps: list[float], first: int = 0) -> float:
@@ -28,11 +41,16 @@ def run(window: Window, gaps: list[float], first: int = 0) -> float:
     return now
 
 
+def plan(window: Window, generation: Generation, nbytes: int, share: float) -> Schedule | None:
+    """As where nobody knows when training sends; ``share``: in bytes per second."""
+    return window.schedule(generation, nbytes, Allowed(share, 1.0), fills_gaps=False)
+
+
 def test_full_speed_until_there_is_a_norm() -> None:
     window = Window()
     run(window, [1.0, 1.0])
     assert window.seconds() is None
-    assert window.schedule(Generation(1, 2), 100, 0.0) is None
+    assert plan(window, Generation(1, 2), 100, 0.0) is None
 
 
 @given(
@@ -134,21 +152,57 @@ def test_a_shipment_takes_its_share_of_the_link_or_half_of_the_window() -> None:
     window = Window()
     run(window, [2.0] * 5)
     for share, seconds in ((0.0, SHARE * 2.0), (1e9, SHARE * 2.0), (4e9, (1 << 30) / 4e9)):
-        schedule = window.schedule(Generation(1, 5), 1 << 30, share)
+        schedule = plan(window, Generation(1, 5), 1 << 30, share)
         assert schedule is not None
         assert (schedule.begin, schedule.seconds) == (110.0, pytest.approx(seconds))
-    few = window.schedule(Generation(1, 5), 200_000, 0.0)
+    few = plan(window, Generation(1, 5), 200_000, 0.0)
     assert few is not None
     assert few.rate == 1 << 20, "or it would be taken for dead"
-    assert window.schedule(Generation(1, 99), 1000, 0.0) is None  # not sealed here: not to be held
-    assert window.schedule(Generation(1, 5), 0, 0.0) is None
+    assert plan(window, Generation(1, 99), 1000, 0.0) is None  # not sealed here: not to be held
+    assert plan(window, Generation(1, 5), 0, 0.0) is None
+
+
+def test_where_gaps_are_found_the_share_is_all_there_is_until_a_gate_comes_near() -> None:
+    """Ten seconds from the seal to the gate, seven of which may be used, and a link of 200 MB/s."""
+    window = Window()
+    sealed = run(window, [10.0] * 5)
+    nbytes, allowed = 700_000_000, Allowed(2e8, 0.1)
+    schedule = window.schedule(Generation(1, 5), nbytes, allowed, fills_gaps=True)
+    assert schedule is not None
+    assert schedule.rate == pytest.approx(2e7)
+    assert schedule.delay_seconds(20_000_000, sealed) == pytest.approx(1.0)
+    assert schedule.delay_seconds(70_000_000, sealed) == pytest.approx(3.5)
+    assert schedule.delay_seconds(100_000_000, sealed) == pytest.approx(4.0), "5.0 is too late"
+    assert schedule.delay_seconds(200_000_000, sealed) == pytest.approx(4.5)
+    unknown = window.schedule(Generation(1, 5), nbytes, Allowed(0.0, 0.1), fills_gaps=True)
+    assert unknown == plan(window, Generation(1, 5), nbytes, 0.0)
+
+
+@given(
+    st.floats(0.1, 100),
+    st.integers(1, 1 << 34),
+    st.floats(1e7, 5e10),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 1.0),
+)
+def test_who_gets_the_link_from_when_he_may_go_is_there_in_time(
+    window_seconds: float, nbytes: int, link: float, share: float, part: float
+) -> None:
+    """Training sends all the time, however much of a generation has gone."""
+    window = Window()
+    sealed = run(window, [window_seconds] * 5)
+    schedule = window.schedule(Generation(1, 5), nbytes, Allowed(link, share), fills_gaps=True)
+    assert schedule is not None
+    sent = int(part * nbytes)
+    may_go = sealed + schedule.delay_seconds(sent, sealed)
+    assert may_go + (nbytes - sent) / link <= sealed + LATEST * window_seconds + 1e-6
 
 
 def test_what_was_measured_counts_before_what_an_interface_says() -> None:
     """And that before what shipments happened to have."""
     assert link_speed(3.0, 2.0, 1.0) == LinkSpeed(3.0, Origin.CHECK)
     assert link_speed(0.0, 2.0, 4.0) == LinkSpeed(2.0, Origin.INTERFACE)
-    assert link_speed(0.0, 0.0, 1.0) == LinkSpeed(1.0, Origin.SHIPMENTS)
+    assert link_speed(0.0, 0.0, 1.0) == LinkSpeed(1.0, Origin.SEEN)
     assert link_speed(0.0, 0.0, 0.0) is None
 
 
@@ -160,7 +214,7 @@ def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
     def ship(iteration: int) -> float | None:
         generation = Generation(1, iteration)
         traffic._role(0).window.sealed(generation, 1e6 + 1000.0 * iteration)
-        flow = traffic.flow(0, generation, len(view), 1, lambda: busy[0])
+        flow = traffic.flow(0, generation, len(view), 1, lambda: Sent(busy[0]))
         rate = None if flow.schedule is None else flow.schedule.rate
         flow.schedule = None
         assert sum(map(len, flow.pieces(view, lambda: True))) == len(view)
@@ -171,9 +225,9 @@ def test_a_link_is_known_by_what_was_sent_over_it_at_full_speed() -> None:
     assert [ship(iteration) for iteration in range(3)] == [None] * 3
     link = traffic.link()
     assert link is not None
-    assert link.origin is Origin.SHIPMENTS
+    assert link.origin is Origin.SEEN
     assert link.bytes_per_second == pytest.approx(len(view) / 500.0)
-    traffic._shipped = 1 << 30
+    traffic._seen = 1 << 30
     assert ship(3) == pytest.approx(0.25 * (1 << 30))
     traffic._role(1)
     assert ship(4) == pytest.approx(0.25 * (1 << 30) / 2)
@@ -194,7 +248,7 @@ def test_the_share_is_of_what_the_check_has_measured(
         schedule = traffic.flow(0, Generation(1, iteration), 1 << 33, 1).schedule
         return 0.0 if schedule is None else schedule.rate
 
-    traffic._shipped = 1e8
+    traffic._seen = 1e8
     assert [rate(iteration) for iteration in range(6)] == [0.0] * 3 + [pytest.approx(0.25e9)] * 3
     traffic.checked(4e8)
     traffic.checked(3e8)
@@ -291,3 +345,157 @@ def test_the_end_of_an_epoch_ends_a_wait_and_what_it_began_with_has_none() -> No
     assert sum(map(len, restored.pieces(view, lambda: True))) == 10000
     traffic.begin()
     assert traffic.flow(0, Generation(2, 5), len(view), epoch=2).schedule is None
+
+
+_HELD_BYTES = 64 << 20
+
+
+class MadeInterface(Interface):
+    """Half of a link of 1 GB/s is taken by others until ``idle`` is set; ``error``: nobody counts.
+    What the vault sends is not on it.
+    """
+
+    def __init__(self, *, error: str = "", stated: float = 1e9) -> None:
+        super().__init__("made0")
+        self._stated = stated
+        self.idle = threading.Event()
+        self.reads = 0
+        self._error = error
+        self._sent_bytes = 0
+
+    def bytes_per_second(self) -> float:
+        return self._stated
+
+    def sent_bytes(self) -> int:
+        if self._error:
+            raise OSError(self._error)
+        self.reads += 1
+        if not self.idle.is_set():
+            self._sent_bytes = time.monotonic_ns() // 2
+        return self._sent_bytes
+
+
+@contextlib.contextmanager
+def held_shipment(interface: Interface) -> Iterator[tuple[Traffic, threading.Thread, list[int]]]:
+    """An hour's window, and a shipment whose last piece is due in a minute at the share it has;
+    also the sizes of the pieces that have gone."""
+    traffic = Traffic(4 << 20, 0.0, 1e-4, interface, fills_gaps=True)
+    for iteration in range(6):
+        traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 6))
+    traffic.sealed(3, Generation(1, 6))
+    view, gone, going = memoryview(bytes(_HELD_BYTES)), list[int](), [True]
+    with traffic.flow(3, Generation(1, 6), len(view), epoch=1) as flow:
+        pieces = flow.pieces(view, lambda: going[0])
+        rest = threading.Thread(target=lambda: gone.extend(map(len, pieces)), daemon=True)
+        rest.start()
+        yield traffic, rest, gone
+        going[0] = False
+        rest.join(20)
+        assert not rest.is_alive()
+
+
+def watchers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "watch-link"]
+
+
+def test_copies_wait_for_a_gap_and_take_all_of_it() -> None:
+    interface = MadeInterface()
+    with held_shipment(interface) as (traffic, rest, gone):
+        wait_until(lambda: interface.reads > 30, "the counters are read")
+        assert rest.is_alive()
+        assert not traffic._is_idle
+        assert max(gone) == 64 << 10
+        interface.idle.set()
+        rest.join(20)
+        assert not rest.is_alive()
+        assert sum(gone) == _HELD_BYTES
+        assert max(gone) == 4 << 20, "few turns of a thread, once nothing is in the way"
+    wait_until(lambda: not watchers(), "nobody reads the counters while nothing is shipped")
+    with held_shipment(interface) as (_, rest, _):
+        rest.join(20)
+        assert not rest.is_alive()
+    wait_until(lambda: not watchers(), "nor after the next shipment")
+
+
+def test_who_found_gaps_gives_way_next_time_and_who_did_not_takes_his_share() -> None:
+    """Training that sends all the time must not hold up copies until a gate comes near."""
+    traffic = Traffic(4 << 20, 0.0, 0.3, MadeInterface(), fills_gaps=True)
+    for iteration in range(9):
+        traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 9))
+    rates = []
+    for iteration, is_idle in ((6, True), (7, False), (8, False)):
+        with traffic.flow(3, Generation(1, iteration), 1 << 20, epoch=1) as flow:
+            assert flow.schedule is not None
+            rates.append(flow.schedule.rate)
+            flow.sent_bytes, flow.is_in_gap = 1000, is_idle
+            flow.gap_bytes = 501 if is_idle else 500
+            flow.end(1)
+    assert rates == [pytest.approx(share * 1e9) for share in (0.3, 0.05, 0.3)]
+
+
+def test_a_link_is_as_fast_as_the_most_that_was_seen_on_it() -> None:
+    """Shipments that nothing holds back have to share it with training."""
+    traffic = Traffic(4 << 20, 0.0, 1e-4, MadeInterface(stated=0.0), fills_gaps=True)
+    traffic._seen = 1e6
+    for iteration in range(6):
+        traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 6))
+
+    def speed() -> float:
+        link = traffic.link()
+        return 0.0 if link is None else link.bytes_per_second
+
+    with traffic.flow(3, Generation(1, 5), 1 << 40, epoch=1):
+        wait_until(lambda: speed() > 1e8, "the counters are read")
+    wait_until(lambda: not watchers(), "nobody reads on")
+
+
+def test_without_counters_copies_take_their_share_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with held_shipment(MadeInterface(error="no such counter")) as (traffic, rest, _gone):
+        wait_until(lambda: not traffic._fills_gaps, "it is found out")
+        wait_until(lambda: not watchers(), "nobody tries again")
+        assert rest.is_alive()
+        generation = Generation(1, 6)
+        with traffic.flow(3, generation, 1 << 20, epoch=1) as flow:
+            assert flow.schedule is not None
+            assert not watchers()
+    texts = [record.getMessage() for record in caplog.records]
+    told = "copies do not know when training sends over made0: no such counter"
+    assert texts.count(told) == 1
+
+
+def test_gaps_are_not_looked_for_where_nobody_wants_them() -> None:
+    interface = MadeInterface()
+    interface.idle.set()
+    traffic = Traffic(4 << 20, 0.0, 1e-4, interface)
+    for iteration in range(6):
+        traffic._role(3).window.sealed(Generation(1, iteration), 3600.0 * (iteration - 6))
+    with traffic.flow(3, Generation(1, 5), 1 << 20, epoch=1) as flow:
+        assert flow.schedule is not None
+        assert not watchers()
+    assert interface.reads == 0
+
+
+def test_what_copies_have_sent_is_not_training() -> None:
+    """Of those under way and of those that are over."""
+    traffic, sent = Traffic(4 << 20), [Sent(0.0, 100)]
+    with traffic.flow(0, Generation(1, 1), 1, 1, lambda: sent[0]) as flow:
+        sent[0] = Sent(0.0, 1100)
+        assert (flow.own_bytes(), traffic._own_bytes) == (1000, 0)
+    assert traffic._own_bytes == 1000
+    cut = traffic.flow(0, Generation(1, 2), 1, 1, lambda: sent[0])
+    with contextlib.suppress(ConnectionResetError), cut:
+        sent[0] = Sent(0.0, 1300)
+        raise ConnectionResetError
+    assert (traffic._own_bytes, traffic._flows) == (1200, set())
+
+
+def test_from_the_seal_to_the_commit() -> None:
+    traffic = Traffic(4 << 20)
+    traffic.sealed(0, Generation(1, 1))
+    fit = traffic.committed(0, Generation(1, 1))
+    assert fit.commit_seconds is not None
+    assert fit.commit_seconds >= 0
+    assert traffic.committed(0, Generation(1, 9)).commit_seconds is None

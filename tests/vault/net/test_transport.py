@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deadpool_megatron.vault.net.transport import SocketChannel, TcpTransport
+from deadpool_megatron.vault.net.transport import Sent, SocketChannel, TcpTransport
 from tests.vault.fake_network import FakeNetwork
 
 FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -48,31 +48,33 @@ def test_each_end_marks_what_it_sends(pair: tuple[socket.socket, socket.socket],
     assert class_of(far) == (dscp << 2, 2)
 
 
-def test_the_kernel_counts_how_long_bytes_were_on_their_way(
+def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     near, far = (SocketChannel(end, 5.0, None, "") for end in pair)
-    before = near.busy_seconds()
+    before = near.sent().busy_seconds
     sent = bytes(8 << 20)
     sending = threading.Thread(target=near.send_bulk, args=(memoryview(sent),))
     sending.start()
     # In ticks of the kernel: nobody reads until it has counted one.
     end = time.monotonic() + 10
-    while near.busy_seconds() <= before and time.monotonic() < end:
+    while near.sent().busy_seconds <= before and time.monotonic() < end:
         time.sleep(0.005)
     got = bytearray(len(sent))
     far.receive_bulk(memoryview(got))
     sending.join(10)
-    assert near.busy_seconds() > before
+    assert near.sent().busy_seconds > before
+    assert near.sent().nbytes >= len(sent)
+    assert far.sent().nbytes < 100
     near.close()
-    assert near.busy_seconds() == 0.0
+    assert near.sent() == Sent()
 
 
 def test_links_within_a_process_have_no_class() -> None:
     transport = FakeNetwork().transport("fake", 0, 5.0)
     channel = transport.connect("fake", 0)
     channel.give_way(8)
-    assert channel.busy_seconds() == 0.0
+    assert channel.sent() == Sent()
     channel.close()
     transport.close()
 

@@ -24,6 +24,7 @@ class CommitDigest:
         self._roles: set[int | None] = set()
         self._ship_seconds: list[float] = []
         self._window_seconds: list[float] = []
+        self._commit_seconds: list[float] = []
 
     def add(self, event: Event, now: float) -> Event | None:
         """Take one in; the line of the time that is over with it, if one is. ``now``: monotonic
@@ -35,6 +36,7 @@ class CommitDigest:
         ship, window = data.get("ship_seconds"), data.get("window_seconds")
         times = [float(s) for s in (ship,) if s is not None]
         windows = [float(s) for s in (window,) if s is not None]
+        commits = [float(s) for s in (data.get("commit_seconds"),) if s is not None]
         self._began = now if self._began is None else self._began
         self._reports += 1
         self._released += bool(data.get("released"))
@@ -47,6 +49,8 @@ class CommitDigest:
         self._ship_seconds = [max([*self._ship_seconds, *times])] if times else self._ship_seconds
         if windows:
             self._window_seconds = [min([*self._window_seconds, *windows])]
+        if commits:
+            self._commit_seconds = [max([*self._commit_seconds, *commits])]
         return self.take() if now - self._began >= PERIOD_SECONDS else None
 
     def take(self) -> Event | None:
@@ -60,6 +64,7 @@ class CommitDigest:
             "bytes": self._bytes,
             "ship_seconds": next(iter(self._ship_seconds), None),
             "window_seconds": next(iter(self._window_seconds), None),
+            "commit_seconds": next(iter(self._commit_seconds), None),
         }
         # The time of the newest commit, not of this line: it may be said much later.
         event = Event(

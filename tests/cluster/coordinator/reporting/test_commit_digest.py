@@ -17,7 +17,11 @@ _ROLES, _DAY_SECONDS, _STEP_SECONDS = 512, 24 * 3600.0, 8.0
 
 
 def committed(role: int, iteration: int, ship_seconds: float = 0.5) -> Event:
-    times = {"ship_seconds": ship_seconds, "window_seconds": 4.0}
+    times = {
+        "ship_seconds": ship_seconds,
+        "window_seconds": 4.0,
+        "commit_seconds": 2 * ship_seconds,
+    }
     data = {"lineage": 1, "boundary": "step", "released": False, "bytes": 1000, **times}
     return Event(Kind.COMMITTED, 1, role // 8, role, iteration, data=data)
 
@@ -35,6 +39,7 @@ def test_a_day_of_512_roles_is_a_few_megabytes() -> None:
     assert sum(line.data["bytes"] for line in lines) == 100 * _ROLES * 1000, "nothing is lost"
     assert sum(line.data["reports"] for line in lines) == 100 * _ROLES
     assert (last.iteration, lines[0].data["ship_seconds"]) == (100, 1.5)
+    assert lines[0].data["commit_seconds"] == 3.0
     seconds = 100 * _STEP_SECONDS
     written = sum(len(to_line(line)) for line in lines) * _DAY_SECONDS / seconds
     assert written < 5e6
