@@ -240,12 +240,6 @@ RECOVERY = (
         "use a directory of a shared file system, and copy from there",
     ),
     FlagRow(
-        "--ckpt-assume-constant-structure",
-        _on("ckpt_assume_constant_structure"),
-        "those that go on keep the plan of earlier saves, a spare has none: after a recovery they"
-        " would wait for each other in different places",
-    ),
-    FlagRow(
         "--ckpt-format other than torch_dist",
         _other_than("ckpt_format", "torch_dist"),
         "torch_dist is what a run can fall back to",

@@ -195,11 +195,13 @@ REVIEWED = (
     ),
     Family(
         "writing of checkpoints",
-        "what is being written when a failure comes is dropped and owed again",
+        "what is being written when a failure comes is dropped and owed again, and plans that were"
+        " kept for the next save are dropped by all roles alike",
         """
-        save-interval persistent-save-interval save-retain-interval async-save
-        use-persistent-ckpt-worker non-persistent-save-interval non-persistent-global-ckpt-dir
-        no-ckpt-fully-parallel-save disable-ckpt-fully-parallel-save ckpt-fully-parallel-save
+        ckpt-assume-constant-structure save-interval persistent-save-interval save-retain-interval
+        async-save use-persistent-ckpt-worker non-persistent-save-interval
+        non-persistent-global-ckpt-dir no-ckpt-fully-parallel-save
+        disable-ckpt-fully-parallel-save ckpt-fully-parallel-save
         dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient
         use-dist-ckpt dist-ckpt-format
         """,

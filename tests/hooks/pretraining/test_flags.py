@@ -31,7 +31,6 @@ EXAMPLES = {
     "--non-persistent-ckpt-type": "local",
     "--no-save-optim": "",
     "--save": "msc://profile/checkpoints",
-    "--ckpt-assume-constant-structure": "",
     "--no-save-rng": "",
     "--ckpt-format": "torch_dcp",
     "--use-megatron-fsdp": "",
