@@ -26,6 +26,7 @@ _BATCHES = "megatron/core/num_microbatches_calculator.py"
 _MTP = "megatron/core/transformer/multi_token_prediction.py"
 _TRAINING = "megatron/training/training.py"
 _GLOBALS = "megatron/training/global_vars.py"
+_CHECKPOINTING = "megatron/training/checkpointing.py"
 _STRATEGIES = "megatron/core/dist_checkpointing/strategies"
 _ASYNC = f"{_STRATEGIES}/async_utils.py"
 
@@ -67,7 +68,17 @@ RELIED_ON: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("megatron/training/initialize.py", "set_global_variables", ()),
     ("megatron/training/async_utils.py", "_async_calls_queue", ()),
     ("megatron/training/async_utils.py", "is_empty_async_queue", ()),
-    ("megatron/training/checkpointing.py", "get_checkpoint_name", ()),
+    (_CHECKPOINTING, "get_checkpoint_name", ()),
+    # Where errors of the file system are passed over.
+    (_CHECKPOINTING, "_NON_PERSISTENT_CKPT_SUBDIR", ()),
+    (_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", ()),
+    (_CHECKPOINTING, "open_file", ()),
+    (_CHECKPOINTING, "print_rank_0", ()),
+    ("megatron/training/utils.py", "open_file", ()),
+    ("megatron/core/dist_checkpointing/serialization.py", "save_config", ()),
+    (f"{_STRATEGIES}/torch.py", "save_state_dict_async_finalize", ()),
+    (f"{_STRATEGIES}/common.py", "TorchCommonSaveStrategy.save_common", ()),
+    (f"{_STRATEGIES}/filesystem_async.py", "FileSystemWriterAsync.finish", ()),
     (_ASYNC, "AsyncCallsQueue.async_calls", ()),
     (_ASYNC, "AsyncCallsQueue.persistent", ()),
     (f"{_STRATEGIES}/filesystem_async.py", "_results_queue", ()),

@@ -39,7 +39,7 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
     """Raise PeerMismatch unless all ranks of ``group`` hold bit-equal ``tensors``."""
     if dist.get_world_size(group) == 1:
         return
-    device = tensors[0].device if tensors else _device()
+    device = tensors[0].device if tensors else current_device()
     own = fingerprint(tensors, device)
     seen = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(seen, own, group=group)
@@ -52,8 +52,8 @@ def compare_with_peers(tensors: Sequence[Tensor], group: dist.ProcessGroup, what
         raise PeerMismatch(f"{what} of roles {odd} differ from role {dist.get_rank()}")
 
 
-def _device() -> torch.device:
-    """Where the groups communicate, for a role that has nothing to compare."""
+def current_device() -> torch.device:
+    """Returns where the groups communicate."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
@@ -27,6 +26,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.generations import hashing
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
@@ -72,7 +72,7 @@ class PretrainLoop(ProtectedLoop):
         self.log_sums = {}
         self._first_iteration = self._args.iteration + 1
         self._course: Course | None = None
-        self._saves = Saves(self._announce)
+        self._saves = Saves(self._announce, self._reporter.lost_checkpoint)
         self._logbook = Logbook(run_directory)
         self._restored = False
         self._entered = False
@@ -98,9 +98,10 @@ class PretrainLoop(ProtectedLoop):
         self._entered = True
         self._go_to_start()
         try:
-            with acting(self._scene_of_training()):
-                result = self.build.train(**self.build.train_arguments)
-            self._follow_up(result)
+            with self._saves.watched():
+                with acting(self._scene_of_training()):
+                    result = self.build.train(**self.build.train_arguments)
+                self._follow_up(result)
         except SystemExit as stop:
             # As --exit-interval and the like end a run: by a decision of all roles.
             if stop.code not in (None, 0):
@@ -260,7 +261,7 @@ class PretrainLoop(ProtectedLoop):
         if iteration == self._to_replay:
             self._to_replay = 0
             get_rerun_state_machine().current_iteration = iteration
-            return self._newest.replay(_device())
+            return self._newest.replay(current_device())
         self._saves.look()
         failpoints.set_context(iteration=iteration, section="forward-backward")
         failpoints.hit("step.begin")
@@ -310,8 +311,8 @@ class PretrainLoop(ProtectedLoop):
         iteration, sums = given["iteration"], given["total_loss_dict"]
         if self._sums is not sums:
             # train() was entered anew, with empty ones.
-            sums.update(self._newest.sums(_device()))
-            self._newest.put_back_loss_sums(_device())
+            sums.update(self._newest.sums(current_device()))
+            self._newest.put_back_loss_sums(current_device())
             self._sums = sums
         if "is_first_iteration" in given:
             # Of the run, not of this entry into train(): the first line leaves the sums alone.
@@ -354,8 +355,14 @@ class PretrainLoop(ProtectedLoop):
     def _save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         given = self._arguments(original, args, kwargs)
         iteration, lasting = given["iteration"], not given.get("non_persistent_ckpt", False)
+        # Without the one at its end a run has no result.
+        may_be_lost = self._course is not None and iteration < self._args.train_iters
         write = functools.partial(
-            self._saves.write, original, iteration, args, kwargs, lasting=lasting
+            self._saves.write,
+            functools.partial(original, *args, **kwargs),
+            iteration,
+            lasting=lasting,
+            may_be_lost=may_be_lost,
         )
         if self._course is None or self._saves.owed:
             write()
@@ -410,12 +417,6 @@ def _timers() -> Any:
     from megatron.training import get_timers
 
     return get_timers()
-
-
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _iteration_of(directory: Path) -> int:

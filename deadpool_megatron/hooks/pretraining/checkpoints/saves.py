@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from deadpool_megatron import failpoints
+from deadpool_megatron.hooks.dimensions.dimension import current_device
+from deadpool_megatron.hooks.pretraining.checkpoints.storage_faults import StorageFaults
 
 
 class Saves:
@@ -17,33 +22,50 @@ class Saves:
     what was being written, all roles know that a checkpoint is owed.
     """
 
-    def __init__(self, announce: Callable[[Path, int], None]) -> None:
+    def __init__(
+        self, announce: Callable[[Path, int], None], tell_lost: Callable[[Path, str], None]
+    ) -> None:
         self.unfinished = 0
         self.owed = False
         self._announce = announce
+        self._tell_lost = tell_lost
+        self._faults = StorageFaults()
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Errors of the file system cost a checkpoint while the block runs, except the last one:
+        without it the run has no result."""
+        return self._faults.watched()
 
     def write(
-        self, original: Callable[..., Any], iteration: int, args: Any, kwargs: Any, lasting: bool
+        self, original: Callable[[], Any], iteration: int, *, lasting: bool, may_be_lost: bool
     ) -> None:
         """Write one checkpoint, or start to. Collective. ``lasting``: not one of those that
-        Megatron keeps only until the next."""
+        Megatron keeps only until the next. ``may_be_lost``: an error of the file system costs it;
+        else it ends this process."""
         from megatron.training import get_args
 
+        self.look()
+        directory = checkpoint_directory(iteration, lasting)
         failpoints.hit("save.begin")
-        original(*args, **kwargs)
-        failpoints.hit("save.written")
         self.owed = False
+        self._faults.tolerated = may_be_lost
+        if may_be_lost and self._queue_is_empty():
+            self._faults.begin(directory)
+            if self._is_lost(directory):
+                return
+        original()
+        failpoints.hit("save.written")
         if get_args().async_save:
             self.unfinished = iteration if lasting else self.unfinished
-        elif lasting:
-            self._announce(checkpoint_directory(iteration), iteration)
+        elif not self._is_lost(directory) and lasting:
+            self._announce(directory, iteration)
 
     def look(self) -> None:
         """Notice that an asynchronous save is finalised. All roles see it at the same moment."""
-        from megatron.training import async_utils
-
-        if self.unfinished and not self.owed and async_utils.is_empty_async_queue():
-            self._announce(checkpoint_directory(self.unfinished), self.unfinished)
+        if self.unfinished and not self.owed and self._queue_is_empty():
+            directory = checkpoint_directory(self.unfinished, lasting=True)
+            if not self._is_lost(directory):
+                self._announce(directory, self.unfinished)
             self.unfinished = 0
 
     def abandon(self) -> None:
@@ -52,6 +74,7 @@ class Saves:
         from megatron.training import async_utils
 
         queue = async_utils._async_calls_queue
+        self._faults.forget()
         callers = {id(call.async_caller): call.async_caller for call in queue.async_calls}
         for caller in callers.values():
             caller.close(abort=True)
@@ -64,9 +87,28 @@ class Saves:
         self.unfinished = unfinished
         self.owed = unfinished > 0
 
+    def _queue_is_empty(self) -> bool:
+        from megatron.training import async_utils
 
-def checkpoint_directory(iteration: int) -> Path:
-    """Where Megatron writes a distributed checkpoint (checkpointing.py, get_checkpoint_name)."""
-    from megatron.training import get_args
+        return bool(async_utils.is_empty_async_queue())
 
-    return Path(get_args().save).absolute() / f"iter_{iteration:07d}"
+    def _is_lost(self, directory: Path) -> bool:
+        """Whether a checkpoint cannot count, told once. Collective."""
+        if not self._faults.tolerated or not self._faults.agree(current_device()):
+            return False
+        why = self._faults.forget()
+        if dist.get_rank() == 0:
+            self._tell_lost(directory, why)
+        return True
+
+
+def checkpoint_directory(iteration: int, lasting: bool) -> Path:
+    """Where Megatron writes a distributed checkpoint (checkpointing.py, save_checkpoint)."""
+    from megatron.training import checkpointing, get_args
+
+    args = get_args()
+    base = Path(args.save)
+    if not lasting:
+        own = args.non_persistent_global_ckpt_dir
+        base = Path(own) if own else base / checkpointing._NON_PERSISTENT_CKPT_SUBDIR
+    return base.absolute() / f"iter_{iteration:07d}"

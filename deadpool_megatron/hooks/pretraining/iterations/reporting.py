@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.core import parallel_state
@@ -42,6 +43,12 @@ class Reporter:
         """An evaluation between iterations gave these mean losses."""
         if losses and _speaks():
             self._emit("evaluation", {"iteration": iteration, "loss": _loss(losses)})
+
+    def lost_checkpoint(self, directory: Path, why: str) -> None:
+        """A checkpoint could not be written; said by the role that calls this."""
+        text = f"the checkpoint {directory} was not written and does not count: {why}"
+        self._emit("log", {"level": "warning", "text": text})
+        print(f"deadpool: {text}", flush=True)
 
 
 def _speaks() -> bool:

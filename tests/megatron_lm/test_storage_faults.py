@@ -1,0 +1,91 @@
+"""pretrain_gpt.py when its --save directory fails: a checkpoint is lost, and nothing else.
+
+The faults are real ones of the file system, one behind another operation of Megatron's save each: a
+directory stands where a file is to be written, or a file where a directory is to be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.events import Kind
+from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
+from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, output_of_members
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
+TRACKER = "latest_checkpointed_iteration.txt"
+FLAGS: dict[str, object] = {**PP2_DP2, "save": "{run}.saves", "save_interval": 1, "train_iters": 8}
+# By iteration: what stands in the way of its save, and who meets it.
+OBSTACLES = {
+    1: "",  # a file in the place of the directory: before anything is written
+    2: "common.pt",  # role 0, half way
+    3: "__3_0.distcp",  # role 3 alone; the others are told in a collective
+    4: ".metadata",  # role 0, when all have written
+    5: "metadata.json",  # role 0, at the end
+}
+
+
+def folder(saves: Path, iteration: int) -> Path:
+    return saves / f"iter_{iteration:07d}"
+
+
+def obstruct(saves: Path) -> None:
+    for iteration, name in OBSTACLES.items():
+        if name:
+            (folder(saves, iteration) / name).mkdir(parents=True)
+            (folder(saves, iteration) / name / "full").touch()
+        else:
+            saves.mkdir(parents=True)
+            folder(saves, iteration).touch()
+
+
+def lost(outcome: Outcome) -> list[str]:
+    """Names of checkpoints of which the run says that they do not count."""
+    texts = [str(event.data["text"]) for event in outcome.of_kind(Kind.LOG)]
+    return [
+        text.split()[2].rpartition("/")[2] for text in texts if text.startswith("the checkpoint ")
+    ]
+
+
+def durable(outcome: Outcome) -> list[str]:
+    """Names of checkpoints that count, in the order in which they came to."""
+    return [Path(str(event.data["path"])).name for event in outcome.of_kind(Kind.DURABLE)]
+
+
+def trained(directory: Path, **flags: object) -> Outcome:
+    """A run past the obstacles; nothing but a checkpoint is other than without them."""
+    program = gpt(**{**FLAGS, **flags})
+    obstruct(directory / "run.saves")
+    outcome = run_program(directory / "run", program)
+    wanted = undisturbed(program)
+    assert_unnoticed(outcome, wanted, [])
+    assert_printed(outcome, wanted)
+    assert outcome.final["recoveries"] == []
+    assert (directory / "run.saves" / TRACKER).read_text() == str(last_iteration(outcome))
+    said = output_of_members(outcome)
+    for iteration in OBSTACLES:
+        assert f"checkpoint from iteration {iteration:7d} to" not in said
+    return outcome
+
+
+def last_iteration(outcome: Outcome) -> int:
+    """The last iteration of a run."""
+    return int(max(step["iteration"] for step in outcome.final["steps"]))
+
+
+def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    outcome = trained(tmp_path)
+    assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in OBSTACLES]
+    assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in (6, 7, 8)]
+
+
+def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:
+    """How many are under way at once is a matter of speed."""
+    flags = {"async_save": True, "use_persistent_ckpt_worker": True, "train_iters": 16}
+    outcome = trained(tmp_path, **flags)
+    obstructed = {folder(tmp_path, iteration).name for iteration in OBSTACLES}
+    assert obstructed.intersection(lost(outcome))
+    assert not obstructed.intersection(durable(outcome))
+    assert durable(outcome)[-1] == folder(tmp_path, 16).name
