@@ -132,7 +132,7 @@ REVIEWED = (
     Family(
         "dropout and loss",
         "draws from the generators that a generation holds",
-        "hidden-dropout attention-dropout calculate-per-token-loss",
+        "hidden-dropout attention-dropout calculate-per-token-loss te-rng-tracker",
     ),
     Family(
         "optimizer",
@@ -338,8 +338,8 @@ UNREVIEWED = (
     ),
     Family(
         "other generators of random numbers",
-        "a generation holds those of Megatron-LM's own tracker",
-        "te-rng-tracker inference-rng-tracker",
+        "a generation holds those of the trackers that training has",
+        "inference-rng-tracker",
     ),
     Family(
         "other checkpoints",

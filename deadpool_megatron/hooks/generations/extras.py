@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deadpool_megatron.hooks.generations import fp8_state
 from deadpool_megatron.hooks.generations.optimizer import (
+    UnsupportedOptimizer,
     inner_optimizers,
     param_group_tensors,
     param_group_values,
@@ -24,6 +25,8 @@ from deadpool_megatron.state.extras import (
     restore_random_states,
 )
 
+#: of a role; they are copied on the main thread and sent to each buddy in every iteration
+MOST_FROZEN_BYTES = 64 << 20
 # How Megatron sums an entry of the losses that are only logged.
 _SUM_GROUPS = ("reduce_group", "avg_group")
 
@@ -141,6 +144,22 @@ def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
             if not parameter.requires_grad
         ]
     return found
+
+
+def refuse_large_frozen_weights(loop: ProtectedLoop) -> None:
+    """Raise UnsupportedOptimizer for more than :data:`MOST_FROZEN_BYTES` of them in this role."""
+    nbytes = sum(
+        parameter.nbytes
+        for chunk in loop.model_chunks
+        for parameter in chunk.parameters()
+        if not parameter.requires_grad
+    )
+    if nbytes > MOST_FROZEN_BYTES:
+        raise UnsupportedOptimizer(
+            f"frozen weights of {nbytes / (1 << 20):.0f} MiB in one role: each iteration would"
+            f" copy and send them, which is taken up to {MOST_FROZEN_BYTES >> 20} MiB; train all"
+            " weights, or run it without protection"
+        )
 
 
 def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from deadpool_megatron.state.packing import Part, move_into_arenas
 
 
 class UnsupportedOptimizer(ValueError):
-    """An optimizer or a precision whose unique state is not known; the message says why."""
+    """An optimizer or a precision whose unique state is not known, or a model that has too much of
+    it; the message says why."""
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

@@ -332,6 +332,7 @@ class EpochEntry(Stages):
         self._loop = loop
         optimizer, config = loop.optimizer, model_config(loop)
         refuse_unknown_state(optimizer, config)
+        megatron_extras.refuse_large_frozen_weights(loop)
         complete_state(optimizer)
         self._shard = ShardState(optimizer, self._settings.holders)
         parts = self._shard.parts

@@ -121,6 +121,20 @@ def test_frozen_weights_and_all_buffers_come_back(loop: Loop) -> None:
     assert {n: id(b) for n, b in spare.model.named_buffers()} == objects, "in place"
 
 
+def test_more_frozen_weights_than_each_iteration_can_send_are_refused(loop: Loop) -> None:
+    limit = extras.MOST_FROZEN_BYTES
+    loop.model.trained = torch.nn.Parameter(torch.empty(limit, device="meta"))
+    extras.refuse_large_frozen_weights(loop)
+    # With the four numbers that are frozen already: to the byte.
+    rest = torch.empty(limit - loop.model.frozen.nbytes, dtype=torch.uint8, device="meta")
+    loop.model.base = torch.nn.Parameter(rest, requires_grad=False)
+    extras.refuse_large_frozen_weights(loop)
+    loop.model.one_more = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+    with pytest.raises(UnsupportedOptimizer, match="frozen weights of 64 MiB") as e:
+        extras.refuse_large_frozen_weights(loop)
+    assert "\n" not in str(e.value)
+
+
 def test_a_buffer_comes_back_as_wide_as_it_was(loop: Loop) -> None:
     """Built in bf16 and not run yet, a router's bias is narrower than the one that is trained."""
     with torch.no_grad():
