@@ -26,6 +26,16 @@ while len(list(run.glob("environment-*"))) < int(sys.argv[1]) and time.monotonic
     time.sleep(0.02)
 sys.exit(1)
 """
+#: Takes its device as a member does, on a host where torch finds eight GPUs.
+TAKE = """
+import os, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 8
+torch.cuda.set_device = lambda number: None
+torch.cuda.nccl.version = lambda: (2, 28, 9)
+from deadpool_megatron.hooks.process.device import take_device
+take_device("auto", int(os.environ["LOCAL_RANK"]))
+"""
 
 
 def environments(
@@ -93,3 +103,17 @@ def test_nodes_of_one_host_share_its_gpus_out(
     assert {who: each["CUDA_VISIBLE_DEVICES"] for who, each in found.items()} == {
         f"{node}-{slot}": shares[node] for node in range(3) for slot in range(2)
     }
+
+
+def test_a_contrary_value_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
+    script, run = tmp_path / "take.py", tmp_path / "run"
+    script.write_text(TAKE)
+    size = ("--nodes", "2", "--nproc-per-node", "1")
+    done = deadpool(
+        *("run", *size, "--run-dir", str(run), "--preload", "", "--quiet", "--", str(script)),
+        TORCH_NCCL_BLOCKING_WAIT="1",
+    )
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    [line] = [line for line in done.stderr.splitlines() if "BLOCKING_WAIT" in line]
+    assert "TORCH_NCCL_BLOCKING_WAIT=1 cannot be protected with NCCL: a wait for" in line
+    assert "unset it, or set it to 0" in line

@@ -23,7 +23,9 @@ COMPARED_HASHES = 64
 
 
 def divergence_is_fatal(settings: Settings, has_gpu: bool) -> bool:
-    """Whether other numbers in a replayed step end the run; ``has_gpu``: this host has one."""
+    """Whether other numbers in a replayed step end the run; ``has_gpu``: this host has one, and it
+    is not hidden.
+    """
     if settings.divergence != "auto":
         return settings.divergence == "stop"
     return settings.communicator != "nccl" and not (settings.communicator == "auto" and has_gpu)

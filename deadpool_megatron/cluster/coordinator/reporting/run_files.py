@@ -28,6 +28,7 @@ from deadpool_megatron.cluster.run_directory.directory import (
 )
 from deadpool_megatron.events import Event, EventLog, Kind
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.preflight.gpus import VISIBLE
 
 _PAUSE_SECONDS = 1.0
 # For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
@@ -41,7 +42,8 @@ class RunFiles:
     def __init__(self, run: RunDirectory, info: RunInfo, term: int, newest: int = 0) -> None:
         self._run = run
         self._info = info
-        fatal = divergence_is_fatal(info.settings, NVIDIA_CONTROL_DEVICE.exists())
+        has_gpu = NVIDIA_CONTROL_DEVICE.exists() and os.environ.get(VISIBLE) != ""
+        fatal = divergence_is_fatal(info.settings, has_gpu)
         self.divergence_is_fatal = fatal
         self.results = Results(fatal, newest)
         self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"

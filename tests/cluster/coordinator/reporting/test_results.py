@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.reporting import run_files
 from deadpool_megatron.cluster.coordinator.reporting.results import (
     COMPARED_STEPS,
     Results,
@@ -70,6 +71,18 @@ def test_a_divergence_that_is_only_reported_leaves_the_exit_status_alone() -> No
 )
 def test_where_a_divergence_ends_a_run(settings: Settings, has_gpu: bool, fatal: bool) -> None:
     assert divergence_is_fatal(settings, has_gpu) is fatal
+
+
+@pytest.mark.parametrize(("visible", "fatal"), [(None, False), ("0,1", False), ("", True)])
+def test_where_gpus_are_hidden_numbers_are_those_of_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, fatal: bool
+) -> None:
+    monkeypatch.setattr(run_files, "NVIDIA_CONTROL_DEVICE", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    files = run_files.RunFiles(RunDirectory(tmp_path), info(), 1)
+    assert files.divergence_is_fatal is fatal
 
 
 def test_divergence_does_not_hide_another_failure() -> None:
