@@ -41,9 +41,15 @@ def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
     from torch._C._distributed_c10d import FileStore
 
     from deadpool_megatron.comms import Communicators, EpochClosed
+    from deadpool_megatron.hooks.process.session import drain_seconds
+    from deadpool_megatron.platform.cuda import CudaPlatform
+    from deadpool_megatron.settings import Settings
 
     torch.cuda.set_device(rank % torch.cuda.device_count())
-    communicators = Communicators("nccl", close_wait_seconds=30.0, drain_seconds=10.0)
+    # The limit that a member has.
+    limit = drain_seconds("nccl", Settings())
+    communicators = Communicators("nccl", close_wait_seconds=30.0, drain_seconds=limit)
+    platform = CudaPlatform()
     communicators.install()
     dist.init_process_group()
 
@@ -61,8 +67,8 @@ def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
                 dist.all_reduce(value)
                 orders.send((epoch, value[0].item()))
         except EpochClosed:
-            assert communicators.drain()
-            torch.cuda.synchronize()
+            assert communicators.drain(), communicators.ruin
+            platform.synchronize(limit)
             epoch += 1
 
 
