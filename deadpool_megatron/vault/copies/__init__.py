@@ -1,1 +1,1 @@
-"""A role's parts as whole copies on other nodes: sent, and taken in."""
+"""A role's parts as whole copies: sent to other nodes and taken in, or kept on the own one."""
