@@ -112,7 +112,7 @@ class Server:
         try:
             channel.authenticate()
         except (OSError, WireError) as error:
-            self._state.refuse("connection", why_exactly=error)
+            self._state.reports.refuse("connection", why_exactly=error)
             return False
         finally:
             with self._lock:
@@ -146,7 +146,7 @@ class Server:
             if not self._authenticate(channel):
                 return
             if not self._admit(channel):
-                self._state.refuse("too many connections")
+                self._state.reports.refuse("too many connections")
                 return
             connection = _Connection(self._state, channel, self._makers)
             while not self._stopping.is_set():
@@ -160,9 +160,9 @@ class Server:
         except ConnectionClosed:
             pass
         except WireError as error:
-            self._state.refuse("connection", why_exactly=error)
+            self._state.reports.refuse("connection", why_exactly=error)
         except _MALFORMED as error:
-            self._state.refuse("malformed message", why_exactly=repr(error))
+            self._state.reports.refuse("malformed message", why_exactly=repr(error))
         except (OSError, VaultError) as error:
             log.info("%s: %s", threading.current_thread().name, error)
         finally:
@@ -209,7 +209,7 @@ class _Connection:
         except Refused as refused:
             if refused.why not in NO_OFFENCE:
                 about = {key: message[key] for key in ("node", "role", "epoch") if key in message}
-                self._state.refuse(str(refused), **about)
+                self._state.reports.refuse(str(refused), **about)
             self._channel.send(refused.to_message())
 
     def _answer(self, message: Mapping[str, Any]) -> None:
@@ -402,7 +402,7 @@ class _Connection:
             sent += len(piece)
             piece = failpoints.perhaps_damaged(piece, "vault.chunk", part=place.name, **about)
             self._channel.send_bulk(piece)
-            self._state.counters[counter] += len(piece)
+            self._state.reports.counters[counter] += len(piece)
         if sent < place.nbytes:
             raise ConnectionClosed("the epoch was closed")
         if digest.intdigest() != place.checksum:

@@ -226,7 +226,7 @@ class Vault:
                 "pid": os.getpid(),
                 "open_epoch": state.open_epoch,
                 "closed_epoch": state.closed_epoch,
-                "counters": dict(state.counters),
+                "counters": dict(state.reports.counters),
                 "committed": {
                     str(role): [generation.to_list(), boundary]
                     for role, (generation, boundary) in state.committed.items()
@@ -250,9 +250,9 @@ class Vault:
             found = {(one, *word) for one in segments for word in one.foreign_words()}
         for segment, slot, name, word in found - self._damaged:
             generation, where = segment.generation(slot), f"header of slot {slot}"
-            self._state.counters["corruption"] += 1
+            self._state.reports.counters["corruption"] += 1
             role, where = segment.layout.role, f"{where} of {segment.path.name}"
-            self._state.emit_corruption(role, generation, name, where, 0, word)
+            self._state.reports.corruption(role, generation, name, where, 0, word)
         self._damaged = found
 
     def _dump(self, message: Mapping[str, Any]) -> list[str]:

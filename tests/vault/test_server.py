@@ -65,7 +65,7 @@ def test_who_has_been_silent_for_longest_makes_room(
     with pytest.raises((ConnectionClosed, OSError)):
         ask(second)
     ask(first)
-    assert not crowd.state.counters
+    assert not crowd.state.reports.counters
 
 
 def test_while_all_are_busy_the_next_one_is_refused(
@@ -74,4 +74,4 @@ def test_while_all_are_busy_the_next_one_is_refused(
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", 0)
     with pytest.raises((ConnectionClosed, OSError)):
         ask(crowd.join())
-    assert crowd.state.counters == {"refused: too many connections": 1}
+    assert crowd.state.reports.counters == {"refused: too many connections": 1}

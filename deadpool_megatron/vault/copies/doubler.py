@@ -44,7 +44,7 @@ class Doubler(Sender):
             if lacking:
                 doubled += self._double(generation, lacking)
         except VaultError as error:
-            self._state.refuse(f"second copy: {error}", role=role)
+            self._state.reports.refuse(f"second copy: {error}", role=role)
         self._state.acknowledge(self._layout, generation, self._node, doubled, self._epoch)
         return len(doubled) == len(places)
 
@@ -97,6 +97,6 @@ class Doubler(Sender):
         )
         if not sealed:
             raise WireError("the epoch was closed")
-        state.counters["bytes doubled"] += place.nbytes
+        state.reports.counters["bytes doubled"] += place.nbytes
         state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
         return True

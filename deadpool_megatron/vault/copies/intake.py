@@ -42,10 +42,10 @@ class Intake:
         found = receive_part(self._channel, segment, slot, name, nbytes)
         if found != expected:
             generation = segment.generation(slot)
-            state.counters["corruption"] += 1
-            state.emit_corruption(segment.layout.role, generation, name, "wire", expected, found)
+            state.reports.counters["corruption"] += 1
+            state.reports.corruption(segment.layout.role, generation, name, "wire", expected, found)
             return False
-        state.counters["bytes received"] += nbytes
+        state.reports.counters["bytes received"] += nbytes
         return True
 
     def _seal(
@@ -53,7 +53,7 @@ class Intake:
     ) -> None:
         state = self._state
         if not state.seal_copy(segment, slot, name, nbytes, digest, epoch):
-            state.refuse(Refusal.STALE, role=segment.layout.role, epoch=epoch)
+            state.reports.refuse(Refusal.STALE, role=segment.layout.role, epoch=epoch)
             raise ConnectionClosed("the epoch was closed")
         state.fail_point_corrupt("vault.received", segment, slot, [name])
 

@@ -82,5 +82,5 @@ class Shipper(Sender):
             self._make_whole(generation)
             return True
         if refused.why is not Refusal.EARLY:
-            self._state.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
+            self._state.reports.refuse(f"put: {refused}", role=self._layout.role, by=self._node)
         return False

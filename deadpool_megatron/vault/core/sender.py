@@ -148,7 +148,7 @@ class Sender(threading.Thread, ABC):
                 part=place.name,
             )
             channel.send_bulk(piece)
-            self._state.counters["bytes shipped"] += len(piece)
+            self._state.reports.counters["bytes shipped"] += len(piece)
             sent += len(piece)
         if sent < len(view):
             raise WireError("the epoch was closed")

@@ -1,4 +1,4 @@
-"""What the threads of a vault share: the epoch gate, the table, the ledger, counters and events.
+"""What the threads of a vault share: the epoch gate, the table, the ledger, reports.
 
 Closing is atomic with respect to sealing because both happen under one lock: a seal checks the
 epoch, writes the header and enters the ledger without letting go of it. The lock is never held over
@@ -7,14 +7,10 @@ a checksum, a socket call or the reservation of memory.
 
 from __future__ import annotations
 
-import logging
-import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Event, Kind
@@ -30,6 +26,7 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.layout.replaying import generations_kept, keeps_steps
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.core.commit import Ledger
+from deadpool_megatron.vault.core.reports import Reports
 from deadpool_megatron.vault.core.steps import Steps
 from deadpool_megatron.vault.core.traffic import Traffic
 from deadpool_megatron.vault.errors import Refusal, VaultError
@@ -37,12 +34,6 @@ from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.net.interface import Interface
 from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, copy_name, steps_name
 from deadpool_megatron.vault.shm.table import Place, Table
-
-log = logging.getLogger(__name__)
-# Strangers must not be able to flood the event log: one event a second for each reason.
-_REFUSAL_EVENT_SECONDS = 1.0
-_MOST_REASONS = 200
-_NUMBERS = re.compile(r"\d+")  # reasons that differ in nothing else are counted as one
 
 
 class VaultState:
@@ -72,12 +63,10 @@ class VaultState:
         self.steps = Steps()
         self.open_epoch = 0
         self.closed_epoch = 0
-        self.counters: Counter[str] = Counter()
+        self.reports = Reports(node, emit, lambda: self.open_epoch)
         self.committed: dict[int, tuple[Generation, str]] = {}
         self.on_committed: Callable[[int, Generation, str, bool], None] = lambda *_: None
         self.on_bad: Callable[[int, Generation, str], None] = lambda *_: None
-        self.emit = emit
-        self._reported: dict[str, float] = {}
         self._unprotected: dict[int, float] = {}  # role -> monotonic time since when
         # Bytes shipped since the last commit, of roles of which a copy was missing.
         self._shipped: dict[int, int] = {}
@@ -227,7 +216,7 @@ class VaultState:
         with self.changed:
             seat = self.own_roles().get(role)
             if not self.is_open(epoch) or seat != segment.seat:
-                self.refuse("seal of a closed epoch", role=role, epoch=epoch)
+                self.reports.refuse("seal of a closed epoch", role=role, epoch=epoch)
                 return False
             state = segment.state(slot)
             if state not in (SlotState.FILLED, SlotState.SEALED):
@@ -244,7 +233,7 @@ class VaultState:
                 self.traffic.sealed(role, generation)
             self._after_seal(role, generation)
             facts = {"lineage": generation.lineage, "parts": sorted(digests)}
-            self._emit(Kind.SEALED, role, generation, facts)
+            self.reports.emit(Kind.SEALED, role, generation, facts)
         return True
 
     def open_part(self, segment: Segment, slot: int, name: str, epoch: int) -> bool:
@@ -291,48 +280,13 @@ class VaultState:
                 return  # others have found that out, and the part was restored into the same slot
             self.table.mark_bad(place)
             self.changed.notify_all()
-        self.counters["corruption"] += 1
-        self.emit_corruption(
+        self.reports.counters["corruption"] += 1
+        self.reports.corruption(
             role, generation, place.name, f"slot {place.segment.path.name}", place.checksum, found
         )
         # Of an older generation the lost part is fetched again; a new one can only be recomputed.
         if place.segment.seat is not None and generation.lineage == self.open_epoch:
             self.on_bad(role, generation, place.name)
-
-    def emit_corruption(
-        self, role: int, generation: Generation, name: str, where: str, expected: int, found: int
-    ) -> None:
-        """Report bytes that are not what they should be."""
-        log.warning("corruption: role %d %s part %s in %s", role, generation, name, where)
-        self.emit(
-            Event(
-                Kind.CORRUPTION,
-                epoch=self.open_epoch,
-                node=self.node,
-                role=role,
-                iteration=generation.iteration,
-                data={
-                    "part": name,
-                    "where": where,
-                    "expected": f"{expected:016x}",
-                    "found": f"{found:016x}",
-                },
-            )
-        )
-
-    def refuse(self, why: str, **facts: object) -> None:
-        """Count something that was not accepted, and report it at most once a second."""
-        now, reason = time.monotonic(), _NUMBERS.sub("N", why)
-        with self.lock:
-            if reason not in self._reported and len(self._reported) >= _MOST_REASONS:
-                reason = "another reason"
-            self.counters[f"refused: {reason}"] += 1
-            if now - self._reported.get(reason, -1e9) < _REFUSAL_EVENT_SECONDS:
-                return
-            self._reported[reason] = now
-        log.warning("refused: %s %s", why, facts)
-        data = {"why": why, **{key: str(value) for key, value in facts.items()}}
-        self.emit(Event(Kind.REFUSED, epoch=self.open_epoch, node=self.node, data=data))
 
     def fail_point_corrupt(
         self, point: str, segment: Segment, slot: int, names: Collection[str]
@@ -425,26 +379,18 @@ class VaultState:
     ) -> None:
         self.on_committed(role, generation, boundary, released)
         shipped_bytes = self._shipped.pop(role, 0)
-        facts = {"lineage": generation.lineage, "boundary": boundary, "released": released}
-        fit = self.traffic.committed(role, generation).to_dict()
-        self._emit(Kind.COMMITTED, role, generation, {**facts, "bytes": shipped_bytes, **fit})
+        facts: dict[str, object] = {
+            "lineage": generation.lineage,
+            "boundary": boundary,
+            "released": released,
+        }
+        facts |= {"bytes": shipped_bytes, **self.traffic.committed(role, generation).to_dict()}
+        self.reports.emit(Kind.COMMITTED, role, generation, facts)
         if released or role not in self._unprotected:
             return
         seconds = time.monotonic() - self._unprotected.pop(role)
         if shipped_bytes:
-            self._emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
-
-    def _emit(self, kind: Kind, role: int, generation: Generation, data: dict[str, Any]) -> None:
-        self.emit(
-            Event(
-                kind,
-                epoch=self.open_epoch,
-                node=self.node,
-                role=role,
-                iteration=generation.iteration,
-                data=data,
-            )
-        )
+            self.reports.emit(Kind.EXPOSED, role, generation, {"seconds": seconds})
 
     # Memory that is not needed any more.
 

@@ -49,7 +49,7 @@ class Announcer(Sender):
             return True  # there is no need for a pause: the holder makes one, and ends it in time
         if refused and refused.why is not Refusal.SUPERSEDED:
             if refused.why is not Refusal.EARLY:
-                self._state.refuse(
+                self._state.reports.refuse(
                     f"contribution: {refused}", role=self._layout.role, by=self._node
                 )
             return False

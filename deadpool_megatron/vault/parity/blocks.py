@@ -185,8 +185,8 @@ class Arrival(ABC):
     def _check(self, found: int, expected: int, where: str) -> None:
         if found == expected:
             return
-        self._state.counters["corruption"] += 1
-        self._state.emit_corruption(
+        self._state.reports.counters["corruption"] += 1
+        self._state.reports.corruption(
             self._source.role, self._generation, self._part, where, expected, found
         )
         raise self._error("checksum does not match", damaged=True)

@@ -308,9 +308,9 @@ class Decoder:
 
     def _report(self, name: str, choice: Choice, nbytes: int, seconds: float) -> None:
         state = self._state
-        state.counters["parts decoded"] += 1
-        state.counters["bytes decoded"] += nbytes
-        state.emit(
+        state.reports.counters["parts decoded"] += 1
+        state.reports.counters["bytes decoded"] += nbytes
+        state.reports.send(
             Event(
                 Kind.DECODED,
                 epoch=self._record.epoch,
@@ -330,5 +330,5 @@ class Decoder:
         where = "decoded from " + ", ".join(
             f"role {one.role} on node {one.node}" for one in choice.values() if one is not None
         )
-        self._state.counters["corruption"] += 1
-        self._state.emit_corruption(self._role, self._generation, name, where, expected, found)
+        self._state.reports.counters["corruption"] += 1
+        self._state.reports.corruption(self._role, self._generation, name, where, expected, found)

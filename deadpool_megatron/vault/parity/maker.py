@@ -275,7 +275,7 @@ class BlockMaker(threading.Thread):
         except _NotYet:
             return False
         except (OSError, VaultError, ModuleNotFoundError) as error:
-            state.refuse(f"{Refusal.NO_BLOCK_POSSIBLE}: {error}", role=self._number)
+            state.reports.refuse(f"{Refusal.NO_BLOCK_POSSIBLE}: {error}", role=self._number)
             return False
         with state.changed:
             self._sealed_count += 1

@@ -159,7 +159,7 @@ class _Share(Arrival):
         except fetch.UNREACHABLE as error:
             raise self._translated(error) from error
         self._left_bytes -= len(piece)
-        self._state.counters["bytes combined"] += len(piece)
+        self._state.reports.counters["bytes combined"] += len(piece)
         role, iteration = self._source.role, self._generation.iteration
         failpoints.hit("vault.combine", role=role, iteration=iteration, part=self._part)
         return piece

@@ -274,7 +274,7 @@ class Obtainer:
         found = receive_part(channel, segment, slot, name, nbytes)
         if found != expected:
             where = f"from node {source.node}"
-            state.emit_corruption(self._role, generation, name, where, expected, found)
+            state.reports.corruption(self._role, generation, name, where, expected, found)
             raise _Hopeless("checksum does not match")
         return self._seal(segment, slot, name, nbytes, expected)
 
@@ -345,7 +345,7 @@ class Obtainer:
             return self._seal(segment, slot, name, entry.nbytes, entry.checksum)
         where = str(dumped.path)
         generation = dumped.generation(source)
-        state.emit_corruption(self._role, generation, name, where, entry.checksum, found)
+        state.reports.corruption(self._role, generation, name, where, entry.checksum, found)
         return None
 
     def _open(self, segment: Segment, slot: int, name: str) -> None:

@@ -222,7 +222,7 @@ class RoleWorker(threading.Thread):
         for name in wrong:
             segment.invalidate_part(slot, name, PartState.BAD)
         if wrong:
-            self._state.refuse("a replay with other bytes", role=self._role, part=wrong[0])
+            self._state.reports.refuse("a replay with other bytes", role=self._role, part=wrong[0])
             self._state.on_bad(self._role, generation, wrong[0])
         return not wrong
 
@@ -236,7 +236,7 @@ class RoleWorker(threading.Thread):
                 if (slot, generation) not in self._refused:
                     self._refused.add((slot, generation))
                     about = {"role": self._role, "generation": generation}
-                    self._state.refuse("slot of another epoch", **about)
+                    self._state.reports.refuse("slot of another epoch", **about)
                 return []
         elif state is SlotState.SEALED:
             ready = (PartState.FILLED,)

@@ -115,7 +115,7 @@ def test_bytes_that_were_restored_into_their_slot_are_not_damaged(state: VaultSt
     segment.seal_part(0, "shard", 10, before.checksum, 2)
     state.mark_bad(before, 0)
     assert segment.entry(0, "shard").state is PartState.SEALED
-    assert state.counters["corruption"] == 1
+    assert state.reports.counters["corruption"] == 1
     (restored,) = state.table.find(0, OLD, "shard")
     state.mark_bad(restored, 0)
     assert segment.entry(0, "shard").state is PartState.BAD
@@ -124,15 +124,15 @@ def test_bytes_that_were_restored_into_their_slot_are_not_damaged(state: VaultSt
 def test_a_node_without_room_does_not_flood_the_log(state: VaultState) -> None:
     """Each refusal names other bytes: it is one reason, told once a second, and takes no memory."""
     events: list[Event] = []
-    state.emit = events.append
+    state.reports.send = events.append
     for count in range(1000):
-        state.refuse(f"no copy possible: {count} bytes needed", role=count)
+        state.reports.refuse(f"no copy possible: {count} bytes needed", role=count)
     assert len(events) == 1
-    assert state.counters == {"refused: no copy possible: N bytes needed": 1000}
+    assert state.reports.counters == {"refused: no copy possible: N bytes needed": 1000}
     for count in range(1000):
-        state.refuse("abcdefghij"[count % 10] * count)
+        state.reports.refuse("abcdefghij"[count % 10] * count)
     assert len(events) <= 1 + 201
-    assert len(state.counters) <= 1 + 201
+    assert len(state.reports.counters) <= 1 + 201
 
 
 def test_what_is_remembered_of_acknowledgements_is_what_slots_hold(state: VaultState) -> None:

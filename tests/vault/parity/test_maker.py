@@ -274,7 +274,7 @@ def test_nothing_is_fetched_before_all_have_announced(begin: Begin) -> None:
     making.states[1].table.mark_bad(making.states[1].table.find(1, GENERATION, "tail")[0])
     assert making.announce(0) == "waited"
     assert making.announce(0) == "waited"
-    assert not making.state.counters["bytes combined"]
+    assert not making.state.reports.counters["bytes combined"]
     assert copy_name(making.block) not in making.state.table.segments
 
 
@@ -282,10 +282,10 @@ def test_a_sealed_block_is_acknowledged_again(begin: Begin) -> None:
     """For the very bytes that it was made of; older generations are superseded by it."""
     making = begin()
     making.announce_all([0, 1])
-    combined = making.state.counters["bytes combined"]
+    combined = making.state.reports.counters["bytes combined"]
     for role in (0, 1):
         assert making.announce(role) == "sealed"
-    assert making.state.counters["bytes combined"] == combined
+    assert making.state.reports.counters["bytes combined"] == combined
     why = making.announce(0, {**making.offer(0), "shard": (5000, 77)})
     assert why == "other bytes than a sealed parity block was made of"
     assert making.announce(0, generation=OLDER) == "superseded"
@@ -367,8 +367,8 @@ def test_what_protects_is_sent_as_one_shipment_at_its_pace(
     assert sorted(sent) == sorted(sizes.items())
     for role, nbytes in sizes.items():
         state = making.states[role]
-        assert state.counters["bytes shipped"] == state._shipped[role] == nbytes
-        assert not state.counters["bytes fetched from here"]
+        assert state.reports.counters["bytes shipped"] == state._shipped[role] == nbytes
+        assert not state.reports.counters["bytes fetched from here"]
 
 
 def test_what_an_owner_stops_to_send_is_not_taken_for_damaged(
@@ -378,11 +378,11 @@ def test_what_an_owner_stops_to_send_is_not_taken_for_damaged(
     making = begin()
     monkeypatch.setattr(Flow, "pieces", lambda self, view, going: iter([view[:100]]))
     assert [making.announce(role) for role in (0, 1)] == ["waited", "waited"]
-    wait_until(lambda: making.states[1].counters["bytes shipped"], "it has begun to send")
+    wait_until(lambda: making.states[1].reports.counters["bytes shipped"], "it has begun to send")
     assert not making.corruptions()
     for role in making.layouts:
         assert making.states[role].table.parts(role, GENERATION) == set(NAMES)
-    assert making.state.counters["bytes combined"] == 0
+    assert making.state.reports.counters["bytes combined"] == 0
     assert not making.state.table.parts(making.block, GENERATION)
 
 

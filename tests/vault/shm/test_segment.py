@@ -300,7 +300,7 @@ def test_a_foreign_state_word_is_worth_nothing(tmp_path: Path, word: int) -> Non
     events: list[Event] = []
     with socket.socket(socket.AF_UNIX) as local:
         vault = Vault(0, tmp_path, Settings(), FakeNetwork().transport("here", 1, 1.0), local)
-        vault._state.emit = events.append
+        vault._state.reports.send = events.append
         vault._state.table.scan()
         for _ in range(2):
             vault.status()
