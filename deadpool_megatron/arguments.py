@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals import ALLOW_UNREVIEWED
+from deadpool_megatron.refusals.unreviewed import ALLOW_UNREVIEWED
 from deadpool_megatron.settings import Settings, flag_name
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"

@@ -11,7 +11,9 @@ from typing import Any
 from deadpool_megatron import arguments
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals import REFUSED, complaint, let_through, unreviewed
+from deadpool_megatron.refusals.refused import REFUSED
+from deadpool_megatron.refusals.rows import complaint
+from deadpool_megatron.refusals.unreviewed import let_through, unreviewed
 from deadpool_megatron.settings import flag_name
 
 #: runs the script with the hooks in it

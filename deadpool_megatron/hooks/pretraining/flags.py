@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from deadpool_megatron import arguments
 from deadpool_megatron.cluster.coordinator.checkpoints.durable import saves_refusal
 from deadpool_megatron.hookpoints import FLAG
-from deadpool_megatron.refusals import REFUSED, complaint, one_logger_complaint, unreviewed
+from deadpool_megatron.refusals.refused import REFUSED, one_logger_complaint
+from deadpool_megatron.refusals.rows import complaint
+from deadpool_megatron.refusals.unreviewed import unreviewed
 from deadpool_megatron.settings import Settings
 
 

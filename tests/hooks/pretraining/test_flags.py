@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from deadpool_megatron import arguments, refusals
+from deadpool_megatron import arguments
 from deadpool_megatron.hooks.pretraining import flags
-from deadpool_megatron.refusals import REFUSED, FlagRow
-from deadpool_megatron.reviewed_flags import REVIEWED, UNREVIEWED, UNREVIEWED_SCRIPTS
+from deadpool_megatron.refusals import refused as refused_flags
+from deadpool_megatron.refusals.refused import REFUSED, as_markdown
+from deadpool_megatron.refusals.reviewed import REVIEWED
+from deadpool_megatron.refusals.rows import FlagRow, complaint
+from deadpool_megatron.refusals.unreviewed import (
+    UNREVIEWED,
+    UNREVIEWED_SCRIPTS,
+    let_through,
+    unreviewed,
+)
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
@@ -251,7 +259,7 @@ def test_several_flags_are_named_at_once() -> None:
     ],
 )
 def test_what_the_command_line_alone_says(argv: list[str], found: str) -> None:
-    line = refusals.complaint(row for row in REFUSED if row.is_named_in(argv))
+    line = complaint(row for row in REFUSED if row.is_named_in(argv))
     assert line.startswith(found)
     assert bool(line) == bool(found)
 
@@ -290,7 +298,7 @@ NOBODY = "nobody has looked at what it does to state, communicators and streams"
 def test_what_nobody_vouches_for_is_refused_by_name(
     argv: list[str], begins: str, ends: str
 ) -> None:
-    line = refusals.unreviewed(argv)
+    line = unreviewed(argv)
     assert line.startswith(begins)
     assert line.endswith(ends)
     assert bool(line) == bool(begins)
@@ -303,14 +311,14 @@ def test_what_nobody_vouches_for_is_refused_by_name(
 def test_several_can_be_answered_for() -> None:
     allow = ["--deadpool-allow-unreviewed", "a", "--deadpool-allow-unreviewed=--c"]
     argv = ["pretrain_gpt.py", "--a", "--b", "--c", *allow]
-    assert refusals.unreviewed(argv).startswith("--b is not reviewed")
-    assert refusals.let_through(argv) == ["--a", "--c"]
+    assert unreviewed(argv).startswith("--b is not reviewed")
+    assert let_through(argv) == ["--a", "--c"]
     assert parser().parse_args(allow).deadpool_allow_unreviewed == ["a", "--c"]
 
 
 def test_one_logger_is_refused_where_it_would_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=True), [])
-    monkeypatch.setattr(refusals, "_is_installed", lambda package: package == "one_logger")
+    monkeypatch.setattr(refused_flags, "_is_installed", lambda package: package == "one_logger")
     flags.refuse(argparse.Namespace(deadpool=True, enable_one_logger=False), [])
     assert refused(enable_one_logger=True).endswith("give --no-one-logger")
 
@@ -324,7 +332,7 @@ def test_no_flag_is_judged_twice() -> None:
 
 
 def test_the_documentation_has_the_table() -> None:
-    assert refusals.as_markdown() in (ROOT / "docs" / "megatron-lm.md").read_text()
+    assert as_markdown() in (ROOT / "docs" / "megatron-lm.md").read_text()
 
 
 TORCHRUN = {
