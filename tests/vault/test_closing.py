@@ -12,6 +12,7 @@ import pytest
 
 from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
 from deadpool_megatron.vault.errors import Frozen, Interrupted
+from deadpool_megatron.vault.shm.segment import Segment, SlotState
 from tests.vault.harness import Member, cluster, make_layout, sources_from
 from tests.vault.protected import FIRST, LAYOUTS, begin, swap
 
@@ -108,3 +109,41 @@ def test_a_restore_is_interrupted_by_the_next_failure(tmp_path: Path) -> None:
         record = running.record(3, Restore("memory", FIRST, sources=found), seats, gone={1})
         running.open(record)
         fresh.check(record)
+
+
+def test_a_member_stopped_while_it_takes_a_slot_sees_the_epoch_that_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vault promises the slot, opens the next epoch and lets the member write again, all between
+    the member's store and its second look: the slot is not the member's."""
+    layouts = {role: make_layout(role) for role in range(2)}
+    with cluster(tmp_path, 2) as running:
+        members = begin(running, layouts)
+        for iteration in (1, 2):
+            for member in members:
+                member.write(Generation(1, iteration))
+            for member in members:
+                assert member.wait(Generation(1, iteration)) == "committed"
+        mark_writing = Segment.mark_writing
+        marked: list[tuple[Segment, int]] = []
+
+        def stopped(segment: Segment, slot: int) -> SlotState:
+            before = mark_writing(segment, slot)
+            if segment.seat == Seat(0, 0, 0) and not marked:
+                marked.append((segment, slot))
+                # The vault had read the states before the store became visible to it.
+                segment.set_state(slot, before)
+                inventories = running.close(1)
+                mark_writing(segment, slot)
+                held = inventories[0].holdings
+                kept = min(h.generation for h in held if h.role == 0)
+                sources = sources_from(inventories, kept, layouts)
+                running.open(running.record(2, Restore("memory", kept, sources=sources)))
+            return before
+
+        monkeypatch.setattr(Segment, "mark_writing", stopped)
+        with pytest.raises(Frozen):
+            members[0].client.begin(Generation(1, 3), 1)
+        ((segment, slot),) = marked
+        assert segment.state(slot) is SlotState.SEALED
+        assert segment.generation(slot) < Generation(1, 3)

@@ -156,14 +156,16 @@ class VaultClient:
         self._enter(epoch)
         self._pump()
         segment = self._own()
+        freezes = segment.freezes()
         if segment.is_frozen():
             raise Frozen(f"epoch {epoch} has been closed")
         if (held := slot_of(segment, generation)) is not None and generation == self._restored:
             return PartsWriter(self.tell, segment, held, generation, epoch)
         slot = self._choose(segment, epoch)
         before = segment.mark_writing(slot)
-        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py).
-        if segment.is_frozen():
+        # The order matters: WRITING first, then FROZEN (vault/shm/segment.py). The count tells of a
+        # vault that has promised this slot, and has opened an epoch since.
+        if segment.freezes() != freezes:
             segment.back_out(slot, before)
             raise Frozen(f"epoch {epoch} has been closed")
         segment.begin(slot, generation, epoch)

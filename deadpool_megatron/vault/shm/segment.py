@@ -17,6 +17,7 @@ both sides store first and then read the other's word is freezing: the vault sto
 :func:`fence`, reads the states; the member stores WRITING and reads FROZEN. The asymmetric barrier
 (membarrier(2)) makes every running thread pass a full barrier between the vault's store and its
 reads, so one of the two must see the other; the member's fast path stays a plain store and load.
+FROZEN is a count of changes, so that the member sees a freeze that is over by then, too.
 """
 
 from __future__ import annotations
@@ -298,11 +299,21 @@ class Segment:
 
     def is_frozen(self) -> bool:
         """True while the member must not write. Another process changes it at any time."""
-        return bool(self._words[W_FROZEN])
+        return self.freezes() % 2 == 1
+
+    def freezes(self) -> int:
+        """How often the member was forbidden to write, or allowed again; odd while forbidden."""
+        return int(self._words[W_FROZEN])
 
     def freeze(self, value: bool) -> None:
-        """Forbid the member to write, or let it again."""
-        self._store(self._words, W_FROZEN, int(value))
+        """Forbid the member to write, or let it again.
+
+        The changes are counted: a member that was stopped while it took a slot sees that it was
+        forbidden to, even if it is allowed again.
+        """
+        if self.is_frozen() != value:
+            # Bounded, so that a damaged word cannot overflow when it is counted on.
+            self._store(self._words, W_FROZEN, (self.freezes() + 1) % (1 << 32))
 
     def state(self, slot: int) -> SlotState:
         """State word of a slot; EMPTY if it is none."""
@@ -387,8 +398,9 @@ class Segment:
         return before
 
     def back_out(self, slot: int, before: SlotState) -> None:
-        """Undo :meth:`mark_writing`; nothing else has been stored since."""
-        self._store(self._slots[slot], _W_STATE, before)
+        """Undo :meth:`mark_writing`, unless the vault has done so or has used the slot since."""
+        if self.state(slot) is SlotState.WRITING:
+            self._store(self._slots[slot], _W_STATE, before)
 
     def begin(self, slot: int, generation: Generation, epoch: int) -> None:
         """Name the generation that is written into a slot marked WRITING."""
