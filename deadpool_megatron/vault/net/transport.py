@@ -25,6 +25,8 @@ HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
 # when nothing of the default priority waits. It does not leave the machine.
 _BULK = 2
+# So many wait in a socket at most. What it has taken cannot give way any more.
+_UNSENT_BYTES = 256 << 10
 # struct tcp_info of linux/tcp.h: tcpi_busy_time, microseconds with unacknowledged bytes (Linux
 # 4.10), and three fields later tcpi_bytes_sent (4.19).
 _TCP_INFO_BYTES = 256
@@ -162,6 +164,7 @@ class SocketChannel(Channel):
             self._socket.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, dscp << 2)
         # After the class, which sets one of its own.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _BULK)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def sent(self) -> Sent:
         if self._socket.family == socket.AF_UNIX:

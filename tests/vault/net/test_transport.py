@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +16,9 @@ from deadpool_megatron.vault.net.transport import Sent, SocketChannel, TcpTransp
 from tests.vault.fake_network import FakeNetwork
 
 FAMILIES = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
+
+# Bytes that TCP has not sent yet, linux/sockios.h.
+_SIOCOUTQNSD = 0x894B
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
@@ -68,6 +74,18 @@ def test_the_kernel_counts_bytes_and_how_long_they_were_on_their_way(
     assert far.sent().nbytes < 100
     near.close()
     assert near.sent() == Sent()
+
+
+def test_little_of_a_copy_waits_in_a_socket(pair: tuple[socket.socket, socket.socket]) -> None:
+    """What it has taken goes on leaving when training begins to send."""
+    near, _ = pair
+    SocketChannel(near, 5.0, None, "").give_way(0)
+    near.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            near.send(bytes(1 << 20))
+    (unsent,) = struct.unpack("i", fcntl.ioctl(near, _SIOCOUTQNSD, bytes(4)))
+    assert 0 < unsent <= 512 << 10
 
 
 def test_links_within_a_process_have_no_class() -> None:
