@@ -48,6 +48,7 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+GresTypes=gpu
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
 TopologyPlugin=topology/tree
@@ -61,7 +62,7 @@ KillWait=2
 MinJobAge=3600
 UnkillableStepTimeout=20
 NodeName=DEFAULT CPUs=4 Boards=1 SocketsPerBoard=1 CoresPerSocket=4 ThreadsPerCore=1 RealMemory=4000
-NodeName=host[1-{nodes}] State=UNKNOWN
+NodeName=host[1-{nodes}] Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=EXCLUSIVE
 """
 
@@ -148,6 +149,10 @@ class Cluster:
                 nodes=len(self.nodes),
             )
         )
+        # Files take the place of devices: nothing opens them.
+        for number in range(8):
+            (self.directory / f"gpu{number}").touch()
+        (self.directory / "gres.conf").write_text(f"Name=gpu File={self.directory}/gpu[0-7]\n")
         # Neighbours in different racks: then copies lie on training nodes, not on spares alone.
         (self.directory / "topology.conf").write_text(
             f"SwitchName=rack0 Nodes={','.join(self.nodes[::2])}\n"

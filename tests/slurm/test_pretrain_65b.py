@@ -1,0 +1,57 @@
+"""The 65B job under a real Slurm, on fewer nodes: what reaches each of them.
+
+tests/launch/test_pretrain_65b.py hands the same to Megatron's validation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.jobs import SCRIPTS
+
+pytestmark = pytest.mark.slurm
+
+_DEADPOOL = """\
+#!/bin/bash
+[ "$1" = agent ] || exit 3
+printf '%s\\0' "$@" >{told}/$SLURM_PROCID.arguments
+env -0 >{told}/$SLURM_PROCID.environment
+"""
+
+
+def test_every_node_is_told_the_same_and_has_what_megatron_wants(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    programs, told = tmp_path / "bin", tmp_path / "told"
+    programs.mkdir()
+    told.mkdir()
+    (programs / "deadpool").write_text(_DEADPOOL.format(told=told))
+    (programs / "deadpool").chmod(0o755)
+    variables = {
+        "NODES": "4",
+        "SPARES": "2",
+        "CHECKOUT": str(SCRIPTS.parents[1]),
+        "RUNS": str(tmp_path / "runs"),
+        "MEGATRON": "/Megatron-LM",
+        "PATH": f"{programs}:{cluster.environment()['PATH']}",
+    }
+    # From a directory without an environment of its own, which the script would take first.
+    submit = ("env", "-C", str(tmp_path), "sbatch", "--parsable", "--nodes=6")
+    output = f"--output={cluster.directory}/job-%j.out"
+    number = int(
+        cluster.control(*submit, output, str(SCRIPTS / "pretrain_65b.sbatch"), **variables)
+    )
+    cluster.wait_job(number)
+    arguments = {path.read_text() for path in told.glob("*.arguments")}
+    assert len(list(told.glob("*.arguments"))) == 6, cluster.output(number)
+    (line,) = arguments
+    words = line.split("\0")[:-1]
+    assert words[words.index("--nproc-per-node") + 1] == "8"
+    assert words[words.index("--") + 1] == "/Megatron-LM/pretrain_gpt.py"
+    for path in told.glob("*.environment"):
+        seen = dict(pair.split("=", 1) for pair in path.read_text().split("\0")[:-1] if "=" in pair)
+        assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+        assert seen["SLURM_STEP_NUM_NODES"] == "6"
