@@ -86,10 +86,10 @@ def first_plan(settings: Settings) -> ProtectionPlan:
     """The plan that a run starts with; ``mixed`` takes another one where copies do not fit."""
     kind = "buddy" if settings.protection == "mixed" else settings.protection
     every = 1 if settings.cadence == "auto" else int(settings.cadence)
-    return uniform(kind, settings, every, settings.parity_group)
+    return plan_of_kind(kind, settings, every, settings.parity_group)
 
 
-def uniform(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
+def plan_of_kind(kind: str, settings: Settings, every: int, group: int) -> ProtectionPlan:
     """The plan with a scheme of this kind. Raises ValueError for one that there is not."""
     scheme = Scheme(
         Kind(kind),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES, choose, lacking
 from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
 from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
-from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, uniform
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, plan_of_kind
 from deadpool_megatron.settings import Settings
 
 GIGA = 10**9
@@ -62,7 +62,7 @@ def test_the_first_that_fits_is_taken(of: Scene, gigabytes: list[int]) -> None:
     limits = budgets(of, *gigabytes)
     choice = choose(of, limits)
     sizes = [size for size in GROUP_SIZES if size + of.survived <= len(of.domains)]
-    plans = [ProtectionPlan(), *(uniform("parity", Settings(), 1, size) for size in sizes)]
+    plans = [ProtectionPlan(), *(plan_of_kind("parity", Settings(), 1, size) for size in sizes)]
     roomy = [plan for plan in plans if lacking(plan, replace(of, roomy=True), limits) is None]
     fits = roomy or [plan for plan in plans if lacking(plan, of, limits) is None]
     assert choice.plan == (fits[0] if fits else plans[-1])
@@ -95,7 +95,7 @@ def test_without_limits_everything_is_copied() -> None:
 def test_parity_where_copies_do_not_fit() -> None:
     of = scene(nodes=6, per_node=4)
     choice = choose(of, budgets(of, 159))
-    assert choice.plan == uniform("parity", Settings(), 1, 2)
+    assert choice.plan == plan_of_kind("parity", Settings(), 1, 2)
     assert choice.why.startswith("parity(2) fits, with room to take over the roles of another node")
     assert "for copies node 0 would need 160 GB of memory for generations and has 159" in choice.why
 
@@ -103,7 +103,7 @@ def test_parity_where_copies_do_not_fit() -> None:
 def test_nothing_fits() -> None:
     of = scene(nodes=4, per_node=1)
     choice = choose(of, budgets(of, 15))
-    assert choice.plan == uniform("parity", Settings(), 1, 3)
+    assert choice.plan == plan_of_kind("parity", Settings(), 1, 3)
     assert choice.lack == lacking(choice.plan, of, budgets(of, 15))
 
 
@@ -115,9 +115,9 @@ def test_memory_of_copies_and_of_none() -> None:
     copies = max(memory_needs(ProtectionPlan(), of).values())
     # Headers and whole pages come on top.
     assert 0 < copies - 2 * SLOTS * (10 * GIGA + 5000) < 200_000
-    local = max(memory_needs(uniform("local", Settings(), 1, 0), of).values())
+    local = max(memory_needs(plan_of_kind("local", Settings(), 1, 0), of).values())
     assert 0 < local - SLOTS * (10 * GIGA + 5000) < 100_000
-    twice = memory_needs(uniform("local-twice", Settings(), 1, 0), of)
+    twice = memory_needs(plan_of_kind("local-twice", Settings(), 1, 0), of)
     assert set(twice.values()) == {2 * local}
 
 
@@ -126,7 +126,7 @@ def test_memory_of_parity(survived: int) -> None:
     """m blocks for a group of three."""
     of = scene(nodes=6, per_node=1, survived=survived)
     copies = sum(memory_needs(ProtectionPlan(), of).values())
-    parity = sum(memory_needs(uniform("parity", Settings(), 1, 3), of).values())
+    parity = sum(memory_needs(plan_of_kind("parity", Settings(), 1, 3), of).values())
     own = SLOTS * 6 * 10 * GIGA
     assert parity - own == pytest.approx((copies - own) / 3, rel=1e-3)
 
@@ -138,6 +138,6 @@ def test_what_peers_hold_anyway_is_owed_to_nobody() -> None:
         role: replace(layout, parts=tuple(replace(p, replicas=everybody) for p in layout.parts[:1]))
         for role, layout in of.layouts.items()
     }
-    for plan in (ProtectionPlan(), uniform("parity", Settings(), 1, 3)):
+    for plan in (ProtectionPlan(), plan_of_kind("parity", Settings(), 1, 3)):
         needs = memory_needs(plan, replace(of, layouts=same))
         assert max(needs.values()) < SLOTS * (10 * GIGA + 5000) + 200_000

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Phase
-from deadpool_megatron.layout.schemes import uniform
+from deadpool_megatron.layout.schemes import plan_of_kind
 from tests.cluster.machine.stale import feed_stale
 from tests.cluster.machine.world import World
 
@@ -210,7 +210,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(every=st.integers(1, 3), scheme=st.sampled_from(["buddy", "parity"]))
     def change_plan(self, every: int, scheme: str) -> None:
-        plan = uniform(scheme, self.world.config.settings, every, 2)
+        plan = plan_of_kind(scheme, self.world.config.settings, every, 2)
         self.world.feed(ev.ProtectionRequested(plan, "a test"))
 
     @rule(path=st.sampled_from(["", "/exports/iter_0000001"]))

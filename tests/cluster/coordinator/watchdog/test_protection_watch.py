@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.protection import budgets_of, memory_refusal, scene_of
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.events import Event, Kind
-from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Rig, large
 
@@ -78,7 +78,7 @@ def test_a_plan_for_which_there_is_no_memory_is_refused() -> None:
     rig = Rig(nodes=6, nproc=4).run()
     assert scene_of(rig.state, rig.settings) is not None
     assert budgets_of(rig.state) == {}
-    parity = uniform("parity", rig.settings, 1, 4)
+    parity = plan_of_kind("parity", rig.settings, 1, 4)
     assert memory_refusal(parity, rig.state, rig.settings) == ""
     rig.state = with_memory(rig, 9 * MEGA)
     why = memory_refusal(parity, rig.state, rig.settings)

@@ -11,7 +11,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.reckoning import choice
 from deadpool_megatron.layout.reckoning.choice import refusal
-from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, uniform
+from deadpool_megatron.layout.schemes import ProtectionPlan, first_plan, plan_of_kind
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.rig import Phase, Rig, g, killed
 
@@ -128,14 +128,14 @@ RECOMPUTE = Settings(protection="recompute")
         (EVERY_THIRD, Settings(), 1, "needs at least 2 nodes, there are 1: attach 1 more"),
         (EVERY_THIRD, Settings(replicas=2), 2, "survives 2 lost nodes needs at least 3 nodes"),
         (replace(EVERY_THIRD, every=0), Settings(), 2, "between 1 and 1000"),
-        (uniform("parity", Settings(), 1, 4), Settings(), 3, ""),
-        (uniform("parity", Settings(), 1, 4), Settings(), 2, "needs at least 3 nodes"),
-        (uniform("parity", Settings(), 1, 1), Settings(), 9, "at least 2 roles"),
-        (uniform("local", Settings(), 1, 0), Settings(), 1, ""),
-        (uniform("recompute", Settings(), 1, 0), Settings(), 2, "start the run with"),
-        (uniform("parity", Settings(), 1, 255), Settings(), 300, ""),
+        (plan_of_kind("parity", Settings(), 1, 4), Settings(), 3, ""),
+        (plan_of_kind("parity", Settings(), 1, 4), Settings(), 2, "needs at least 3 nodes"),
+        (plan_of_kind("parity", Settings(), 1, 1), Settings(), 9, "at least 2 roles"),
+        (plan_of_kind("local", Settings(), 1, 0), Settings(), 1, ""),
+        (plan_of_kind("recompute", Settings(), 1, 0), Settings(), 2, "start the run with"),
+        (plan_of_kind("parity", Settings(), 1, 255), Settings(), 300, ""),
         (
-            uniform("parity", Settings(), 1, 256),
+            plan_of_kind("parity", Settings(), 1, 256),
             Settings(),
             300,
             "at most 255 roles beside 1 block, not 256: choose a smaller --group",
@@ -156,7 +156,7 @@ def test_the_cadence_of_a_plan_that_lacks_nodes_can_be_changed() -> None:
     """Two copies were wanted, and a lost spare has left room for one, which goes on."""
     two = Settings(replicas=2)
     assert not refusal(EVERY_THIRD, 2, two, ProtectionPlan())
-    parity = uniform("parity", two, 3, 4)
+    parity = plan_of_kind("parity", two, 3, 4)
     assert "needs at least 4 nodes" in refusal(parity, 2, two, ProtectionPlan())
     rig = Rig(nodes=2, spares=1, replicas=2).run()
     rig.feed(ev.NodeLost(2, "connection closed"))
@@ -173,12 +173,12 @@ def test_several_blocks_need_the_package_that_computes_them(
     """Nobody looks for it at the start of a run that begins with another scheme."""
     monkeypatch.setattr(choice, "find_spec", lambda name: None)
     two = Settings(replicas=2)
-    assert "needs the package zfec" in refusal(uniform("parity", two, 1, 4), 9, two)
-    assert not refusal(uniform("parity", Settings(), 1, 4), 9, Settings())
+    assert "needs the package zfec" in refusal(plan_of_kind("parity", two, 1, 4), 9, two)
+    assert not refusal(plan_of_kind("parity", Settings(), 1, 4), 9, Settings())
 
 
 def test_refused_plans_change_nothing() -> None:
-    rig = asked(uniform("recompute", Settings(), 1, 0))
+    rig = asked(plan_of_kind("recompute", Settings(), 1, 0))
     assert rig.one(act.EmitEvent).kind is Kind.REFUSED
     assert rig.state.phase is Phase.RUNNING
     assert rig.state.protection.plan == ProtectionPlan()

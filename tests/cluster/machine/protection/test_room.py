@@ -21,7 +21,7 @@ from deadpool_megatron.layout.reckoning import choice
 from deadpool_megatron.layout.reckoning.choice import GROUP_SIZES
 from deadpool_megatron.layout.reckoning.demand import memory_needs
 from deadpool_megatron.layout.schemes import Kind as Scheme
-from deadpool_megatron.layout.schemes import ProtectionPlan, uniform
+from deadpool_megatron.layout.schemes import ProtectionPlan, plan_of_kind
 from deadpool_megatron.recovery import plan
 from tests.cluster.machine import rig as rig_module
 from tests.cluster.machine.rig import MEGA, Phase, Rig, g, killed, large
@@ -85,8 +85,8 @@ def sizes(nodes: int = 6, spares: int = 0, replicas: int = 1) -> tuple[int, int]
     """Memory of the fullest of these nodes with copies, and with the sparest plan."""
     rig = Room(nodes=nodes, spares=spares, nproc=4, replicas=replicas).run()
     groups = [size for size in GROUP_SIZES if size + replicas <= nodes + spares]
-    uniforms = [uniform("parity", rig.settings, 1, size) for size in groups]
-    found = [needs(rig.state, plan, rig) for plan in (ProtectionPlan(), *uniforms)]
+    plans = [plan_of_kind("parity", rig.settings, 1, size) for size in groups]
+    found = [needs(rig.state, plan, rig) for plan in (ProtectionPlan(), *plans)]
     return found[0], min(found)
 
 
@@ -124,7 +124,7 @@ def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
     rig = Room(nodes=6, spares=1, nproc=4, replicas=2).run()
     scene = scene_of(rig.state, rig.settings)
     assert scene is not None
-    small = uniform("parity", rig.settings, 1, GROUP_SIZES[0])
+    small = plan_of_kind("parity", rig.settings, 1, GROUP_SIZES[0])
     wanted = max(memory_needs(small, replace(scene, roomy=True)).values())
     assert (
         max(memory_needs(small, scene).values()) < wanted < needs(rig.state, ProtectionPlan(), rig)
@@ -132,7 +132,7 @@ def test_room_is_left_for_roles_that_a_spare_takes_over() -> None:
     rig = room(wanted, nodes=6, spares=1, replicas=2).begin()
     assert rig.record.protection == small
     rig = room(wanted - 1, nodes=6, spares=1, replicas=2).begin()
-    assert rig.record.protection == uniform("parity", rig.settings, 1, GROUP_SIZES[1])
+    assert rig.record.protection == plan_of_kind("parity", rig.settings, 1, GROUP_SIZES[1])
     (why,) = [
         action.data["why"]
         for action in rig.log
