@@ -11,10 +11,6 @@ import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.nccl import fake as fake_nccl
-from deadpool_megatron.comms.nccl.stream_order import order
-from deadpool_megatron.hooks.process.entry import EpochEntry
-from deadpool_megatron.platform.base import CopyFailedError, Platform
-from deadpool_megatron.platform.cpu import CpuPlatform
 from tests.waiting import wait_for
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks, run
@@ -196,35 +192,3 @@ def test_an_error_that_torch_notices_before_the_abort_is_reported_once() -> None
         ranks.kill(1)
         ranks.start(replacement, ranks=[1])
         assert all(ranks.results().values())
-
-
-class Quiet(EpochEntry):
-    """With everything around the device taken away."""
-
-    def __init__(self, platform: Platform) -> None:
-        self._platform = platform
-        self._protection = None
-
-
-def device_asserts(member: Member) -> bool:
-    """A kernel that ran on junk of an abort has asserted: this process has lost its device."""
-    member.init("nccl")
-    member.attach(0)
-    platform = CpuPlatform()
-    assert Quiet(platform).quiesce(1.0)
-    value, copied = torch.ones(1), torch.zeros(1)
-    dist.all_reduce(value)
-    member.comms.interrupt(0)
-    order.error = "device-side assert triggered"
-    with pytest.raises(RuntimeError, match="device-side"):
-        value.item()
-    with pytest.raises(CopyFailedError, match="device-side"):
-        platform.catch_up(1.0)
-    with pytest.raises(CopyFailedError, match="device-side"):
-        platform.side_copy([copied], [value]).wait(DEADLINE_SECONDS)
-    assert member.comms.drain(), "the communicators are gone"
-    return not Quiet(platform).quiesce(1.0)
-
-
-def test_a_device_in_error_is_found_before_anything_is_restored() -> None:
-    assert run(1, device_asserts, kind=KIND)[0]
