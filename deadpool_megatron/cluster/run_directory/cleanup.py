@@ -7,6 +7,7 @@ members show their launcher's environment). A pid alone is never enough: pids ar
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -37,6 +38,7 @@ _PREFIX = "deadpool-"
 _OWNER = "owner.json"
 _GONE_SECONDS = 5.0
 _HOLD_TRIES, _HOLD_PAUSE_SECONDS = 50, 0.01
+_REMOVE_TRIES, _REMOVE_PAUSE_SECONDS = 20, 0.01
 
 
 @dataclass(frozen=True)
@@ -109,14 +111,14 @@ def listing(vault: int, members: Mapping[int, tuple[int, int]], segments: Path) 
 
 def remove_segments(directory: Path) -> None:
     """Remove a node's directory; the last node of the run on this host takes the run's along."""
-    shutil.rmtree(directory, ignore_errors=True)
+    _remove_tree(directory)
     root = directory.parent
     try:
         is_last = all(entry.name == _OWNER for entry in root.iterdir())
     except FileNotFoundError:
         return  # another node of the run on this host was the last one
     if is_last:
-        shutil.rmtree(root, ignore_errors=True)
+        _remove_tree(root)
 
 
 def run_processes(run: RunDirectory, run_id: str) -> list[int]:
@@ -241,7 +243,28 @@ def _remove(roots: list[Path]) -> tuple[int, tuple[Path, ...]]:
         # Another user's is not ours to remove, and nothing in it is of the run.
         if not ownership.is_private(root):
             continue
-        nbytes += sum(path.lstat().st_blocks * 512 for path in root.rglob("*"))
-        shutil.rmtree(root, ignore_errors=True)
+        nbytes += _bytes_in(root)
+        _remove_tree(root)
         removed.append(root)
     return nbytes, tuple(removed)
+
+
+def _bytes_in(root: Path) -> int:
+    """What the files there take of memory. Some may go meanwhile: the process that copies the logs
+    of an agent outlives it for a moment, and replaces a file of its own."""
+    nbytes = 0
+    for directory, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                nbytes += Path(directory, name).lstat().st_blocks * 512
+    return nbytes
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a directory, in which such a process may be making a file just now; no more once
+    the directory that it is in is gone."""
+    for _ in range(_REMOVE_TRIES):
+        shutil.rmtree(root, ignore_errors=True)
+        if not root.exists():
+            return
+        time.sleep(_REMOVE_PAUSE_SECONDS)
