@@ -12,6 +12,14 @@ import pytest
 
 pytestmark = pytest.mark.slow
 CONFTEST = Path(__file__).with_name("conftest.py")
+# Our conftest imports from here, wherever it lies.
+ROOT = CONFTEST.parent.parent
+
+
+def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
 
 
 def run_session(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -19,8 +27,7 @@ def run_session(directory: Path, body: str) -> subprocess.CompletedProcess[str]:
     text = CONFTEST.read_text().replace("_GRACE_SECONDS = 5.0", "_GRACE_SECONDS = 0.3")
     (directory / "conftest.py").write_text(text)
     (directory / "test_it.py").write_text(f"def test_it():\n    {body}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(directory)]
-    return subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    return run_pytest(directory, str(directory))
 
 
 def test_a_clean_session_passes(tmp_path: Path) -> None:
@@ -94,6 +101,5 @@ def test_what_takes_long_runs_only_when_asked_for(
         "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
         "@pytest.mark.exhaustive\ndef test_three(): pass\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flag]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_pytest(tmp_path, *flag)
     assert done.stdout.splitlines()[-1].startswith(expected)

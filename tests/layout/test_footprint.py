@@ -14,7 +14,8 @@ from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.vault.memory.budget import allocated_bytes
 from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.segment import Segment, copy_name
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import Segment
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="@"), min_size=1, max_size=8)
 

@@ -12,7 +12,8 @@ import pytest
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import (
     Member,
     cluster,

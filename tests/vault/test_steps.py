@@ -29,14 +29,8 @@ from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.member.buffers import RestoredParts
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    checksum,
-    copy_name,
-    own_name,
-    steps_name,
-)
+from deadpool_megatron.vault.shm.names import copy_name, own_name, steps_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.harness import (
     Cluster,
     Member,

@@ -22,7 +22,8 @@ from deadpool_megatron.layout.replaying import (
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory.limits import free_bytes
-from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum, dump_name
+from deadpool_megatron.vault.shm.names import dump_name
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place, Table
 
 log = logging.getLogger(__name__)

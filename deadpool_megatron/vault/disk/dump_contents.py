@@ -13,7 +13,8 @@ from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 from deadpool_megatron.vault.parity.blocks import FileSupply, Supplier
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, dump_name, parse_name
+from deadpool_megatron.vault.shm.names import dump_name, parse_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,8 @@ from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import Budget
 from deadpool_megatron.vault.shm.barriers import fence
 from deadpool_megatron.vault.shm.geometry import is_torn
-from deadpool_megatron.vault.shm.segment import (
-    PartEntry,
-    PartState,
-    Segment,
-    SlotState,
-    own_name,
-)
+from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.segment import PartEntry, PartState, Segment, SlotState
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from deadpool_megatron.cli import main
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.vault.shm import verify as verifying
-from deadpool_megatron.vault.shm.segment import Segment, copy_name
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import Segment
 from deadpool_megatron.vault.shm.verify import Verdict, verify_segment
 from tests.vault.harness import Member, cluster, make_layout
 

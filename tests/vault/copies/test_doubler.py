@@ -13,7 +13,8 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, S
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.segment import PartState, Segment, copy_name, own_name
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment
 from tests.vault.harness import (
     Cluster,
     Member,

@@ -28,7 +28,8 @@ from deadpool_megatron.vault.errors import Frozen, RestoreUnavailable, VaultErro
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.role.restore import Obtainer
 from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum, own_name
+from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from deadpool_megatron.vault.shm.table import Place
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout

@@ -39,14 +39,8 @@ from deadpool_megatron.vault.core.steps import Steps, lacks_base
 from deadpool_megatron.vault.errors import VaultError
 from deadpool_megatron.vault.role import worker as workers
 from deadpool_megatron.vault.role.worker import RoleWorker
-from deadpool_megatron.vault.shm.segment import (
-    PartState,
-    Segment,
-    SlotState,
-    checksum,
-    copy_name,
-    own_name,
-)
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, SlotState, checksum
 from tests.vault.fake_network import FakeNetwork
 
 EVERY = 4

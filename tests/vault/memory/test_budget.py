@@ -22,7 +22,8 @@ from deadpool_megatron.vault.memory.limits import cgroup_memory
 from deadpool_megatron.vault.memory.needs import Room, node_needs, objection, warnings
 from deadpool_megatron.vault.memory.usable import usable_bytes
 from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.segment import Segment, copy_name, own_name
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Generation, cluster, make_layout, wait_until
 from tests.vault.harness import Member as HarnessMember
 

@@ -26,7 +26,8 @@ from deadpool_megatron.layout.records import (
 from deadpool_megatron.vault.disk.dump import dump
 from deadpool_megatron.vault.errors import RestoreUnavailable
 from deadpool_megatron.vault.role.restore import Obtainer
-from deadpool_megatron.vault.shm.segment import Segment, dump_name
+from deadpool_megatron.vault.shm.names import dump_name
+from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup, flip, seal
 from tests.vault.parity.decoding import SETTINGS, Vaults, plan, seats_of

@@ -35,13 +35,8 @@ from deadpool_megatron.vault.errors import Refused
 from deadpool_megatron.vault.parity import erasure
 from deadpool_megatron.vault.parity.maker import BlockMaker, Makers
 from deadpool_megatron.vault.server import Server
-from deadpool_megatron.vault.shm.segment import (
-    Segment,
-    SlotState,
-    checksum,
-    copy_name,
-    own_name,
-)
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
 from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import make_layout, wait_until
 from tests.vault.parity.coded import GENERATION, CodedGroup, seal

@@ -22,7 +22,8 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
 )
 from deadpool_megatron.layout.schemes import ProtectionPlan, Scheme
-from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum, copy_name
+from deadpool_megatron.vault.shm.names import copy_name
+from deadpool_megatron.vault.shm.segment import PartState, Segment, checksum
 from tests.vault.harness import (
     Cluster,
     Member,

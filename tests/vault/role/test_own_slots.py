@@ -12,7 +12,8 @@ from deadpool_megatron.layout.records import Generation, Inventory, Restore, Sea
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory.budget import allocated_bytes
 from deadpool_megatron.vault.shm.geometry import segment_bytes
-from deadpool_megatron.vault.shm.segment import Segment, SlotState, copy_name, own_name
+from deadpool_megatron.vault.shm.names import copy_name, own_name
+from deadpool_megatron.vault.shm.segment import Segment, SlotState
 from tests.vault.harness import (
     Cluster,
     Member,

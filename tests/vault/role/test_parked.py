@@ -7,7 +7,8 @@ from pathlib import Path
 from deadpool_megatron.layout.records import Generation, Seat
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.memory.budget import allocated_bytes
-from deadpool_megatron.vault.shm.segment import Segment, own_name
+from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.segment import Segment
 from tests.vault.harness import Member, cluster, make_layout
 
 NBYTES = 3 << 20
