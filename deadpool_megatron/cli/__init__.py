@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import deadpool_megatron
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.ownership import OwnershipError
@@ -37,6 +38,7 @@ COMMANDS = {
     "clean": "storage.clean",
     "patch": "prepare.patch",
     "plan": "prepare.plan",
+    "examples": "prepare.examples",
     "check": "prepare.check",
     "agent": "start.agent",
     "standby": "start.standby",
@@ -107,6 +109,9 @@ def _parser(options: Sequence[str]) -> argparse.ArgumentParser:
         description="Train with Megatron; lose nodes; keep training.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"deadpool {deadpool_megatron.__version__}"
     )
     subparsers = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     named = options[0] if options else ""

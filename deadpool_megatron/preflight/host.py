@@ -18,7 +18,7 @@ from deadpool_megatron.vault.net.interface import interface_of
 
 _SHM = Path("/dev/shm")
 # Distributions that decide what a training process computes; by their names in the package index.
-_PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
+_PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "numpy")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64")
 _IFF_UP = 1

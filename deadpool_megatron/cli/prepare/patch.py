@@ -12,17 +12,14 @@ import hashlib
 import json
 import os
 import re
-import site
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError, raw
+from deadpool_megatron.cli.shipped import shipped_roots
 from deadpool_megatron.cli.tables import count, table
 
 _DESCRIPTION = """\
@@ -196,10 +193,8 @@ def _facts(tree: Tree) -> dict[str, Any]:
 
 
 def patch_roots() -> list[Path]:
-    """Where patch sets can be: beside the package in its repository, else where pip puts data."""
-    prefixes = [sys.prefix, sysconfig.get_path("data"), site.getuserbase()]
-    repository = Path(deadpool_megatron.__file__).parents[1] / "patches"
-    return [repository, *(Path(p) / "share" / "deadpool_megatron" / "patches" for p in prefixes)]
+    """Return where patch sets can be."""
+    return [root / "patches" for root in shipped_roots()]
 
 
 def find_patch_sets() -> list[PatchSet]:
@@ -208,7 +203,7 @@ def find_patch_sets() -> list[PatchSet]:
         tables = sorted(root.glob(f"*/{_HASHES}"))
         if tables:
             return [_read_patch_set(path) for path in tables]
-    looked = ", ".join(map(str, dict.fromkeys(patch_roots())))
+    looked = ", ".join(map(str, patch_roots()))
     raise CommandError(f"no patch set is installed (looked in {looked}): install the package again")
 
 

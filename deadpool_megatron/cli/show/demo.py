@@ -7,6 +7,7 @@ SIGKILL in a backward pass, by the process itself, so that the moment is exact.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from deadpool_megatron.cli.shipped import find_shipped
 from deadpool_megatron.cli.show import plot
 from deadpool_megatron.cli.show.compare import Comparison, compare_results, describe
 from deadpool_megatron.cli.show.live import Display, RunFailedError, make_display, watch_run
@@ -36,7 +38,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.failpoints import ENVIRONMENT_NAME as FAULTS_VARIABLE
 from deadpool_megatron.preflight.gpus import VISIBLE
 
-CONFIG = Path(__file__).parents[3] / "configs" / "tiny.args"
+CONFIG = "configs/tiny.args"
 # A machine that is busy with other things may take long to import torch in the first process.
 _SILENCE_SECONDS = 300.0
 # The learning rate of the configuration warms up for five.
@@ -103,7 +105,7 @@ def launch_command(run_directory: Path, iterations: int, shape: Shape = ON_CPUS)
         *("--nodes", str(shape.nodes), "--spares", str(shape.spares)),
         *("--nproc-per-node", str(shape.nproc_per_node), "--run-dir", str(run_directory)),
         *("--deadpool-communicator", shape.communicator, "--"),
-        *("-m", "deadpool_megatron.trainer", f"@{CONFIG}"),
+        *("-m", "deadpool_megatron.trainer", f"@{find_shipped(CONFIG)}"),
         *("--tensor-model-parallel-size", str(shape.tensor)),
         *("--pipeline-model-parallel-size", str(shape.pipeline)),
         *("--use-distributed-optimizer", "--train-iters", str(iterations)),
@@ -319,8 +321,14 @@ def _check(args: argparse.Namespace) -> None:
         raise DemoError(
             f"--iterations must be at least {_FEWEST_ITERATIONS}, got {args.iterations}", 2
         )
-    if not CONFIG.is_file():
-        raise DemoError(f"{CONFIG} is missing: run the demo from a checkout of the repository", 2)
+    if find_shipped(CONFIG) is None:
+        raise DemoError(f"{CONFIG} is missing: install the package again", 2)
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("megatron") is None:
+        raise DemoError(
+            "it trains with torch and megatron-core, which are not installed here:"
+            " pip install 'deadpool-megatron[megatron]'",
+            2,
+        )
     for path in (args.json, args.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise DemoError(f"the folder of {path} does not exist", 2)

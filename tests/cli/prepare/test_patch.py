@@ -316,7 +316,7 @@ def test_patch_sets_of_an_installation(tmp_path: Path, monkeypatch: pytest.Monke
 def test_every_patch_set_is_installed() -> None:
     with open(REPOSITORY / "pyproject.toml", "rb") as file:
         declared = tomllib.load(file)["tool"]["setuptools"]["data-files"]
-    assert declared == {
+    assert {name: files for name, files in declared.items() if "/patches/" in name} == {
         f"share/deadpool_megatron/patches/{directory.name}": [f"patches/{directory.name}/*"]
         for directory in PATCHES.iterdir()
     }

@@ -1,0 +1,82 @@
+"""``deadpool examples``: the argument files, plans and batch scripts that come with the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cli.shipped import find_shipped, shipped_roots
+
+_DESCRIPTION = """\
+Copies configs/ (models for `deadpool plan`, arguments for the embedded trainer and for
+pretrain_gpt.py) and scripts/ (Slurm, ssh, Kubernetes) into DIR, so that commands of the
+documentation that name them work there. A checkout of the repository has them already.
+"""
+_EXAMPLES = """\
+examples:
+  deadpool examples                     into this directory
+  deadpool plan configs/65b.yaml
+  $EDITOR scripts/slurm/pretrain_65b.sbatch
+
+exit status: 0 done, or everything is there; 2 refused, one line says why
+"""
+# A file by which the root of each folder is known.
+_FOLDERS = {
+    "configs": "configs/tiny.args",
+    "scripts/slurm": "scripts/slurm/job.sh",
+    "scripts/launch": "scripts/launch/ssh.sh",
+}
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``examples`` to the commands."""
+    parser = subparsers.add_parser(
+        "examples",
+        help="copy example configs and batch scripts here",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "directory", type=Path, nargs="?", default=Path(), metavar="DIR", help="(default: here)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool examples``. Raises CommandError before anything is written."""
+    new = []
+    for name, source in _files().items():
+        target = args.directory / name
+        if not os.path.lexists(target):
+            new.append((name, source, target))
+        elif not target.is_file() or target.read_bytes() != source.read_bytes():
+            raise CommandError(f"{target} is there and differs: name an empty directory")
+    try:
+        for name, source, target in new:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+            print(name)
+    except OSError as error:
+        raise CommandError(f"cannot write to {args.directory}: {error}") from error
+    if not new:
+        print("everything is there already")
+    return 0
+
+
+def _files() -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for folder, known in _FOLDERS.items():
+        found = find_shipped(known)
+        if found is None:
+            looked = ", ".join(map(str, shipped_roots()))
+            raise CommandError(
+                f"{known} is missing: install the package again (looked in {looked})"
+            )
+        root = found.parents[len(Path(known).parts) - 1]
+        for source in sorted((root / folder).rglob("*")):
+            if source.is_file():
+                files[str(source.relative_to(root))] = source
+    return files

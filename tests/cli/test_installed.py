@@ -1,0 +1,148 @@
+"""What an installed wheel offers, outside of any checkout."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.cli.prepare import patch
+from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+
+pytestmark = pytest.mark.slow
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = Path(sysconfig.get_path("purelib"))
+#: what is in the checkout and in no distribution
+_OURS_ALONE = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.egg-info")
+#: what `pip install deadpool-megatron` brings, and what `deadpool plan` reads its files with
+_LIGHT = ("numpy", "numpy.libs", "xxhash", "immutables", "yaml", "_yaml")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a source distribution, as an installation from the package index may be."""
+    place = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(REPOSITORY, place / "tree", ignore=_OURS_ALONE)
+    sdist = place / build("sdist", place / "tree", place)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(place, filter="data")
+    return place / build("wheel", place / sdist.name.removesuffix(".tar.gz"), place)
+
+
+def build(kind: str, tree: Path, out: Path) -> str:
+    program = f"import setuptools.build_meta as b; print('made', b.build_{kind}({str(out)!r}))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return re.findall(r"^made (\S+)$", done.stdout, re.MULTILINE)[-1]
+
+
+@dataclass(frozen=True)
+class Installation:
+    """An environment with the wheel, and an empty directory to work in."""
+
+    environment: Path
+    here: Path
+
+    def deadpool(self, *words: str | Path) -> subprocess.CompletedProcess[str]:
+        variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        variables["PATH"] = f"{self.environment / 'bin'}:{variables['PATH']}"
+        command = ["deadpool", *map(str, words)]
+        return subprocess.run(command, cwd=self.here, env=variables, capture_output=True, text=True)
+
+
+def install(wheel: Path, place: Path) -> Installation:
+    """An environment whose other packages are in ``place/base``."""
+    environment = place / "environment"
+    for command in (
+        ["-m", "venv", "--without-pip", environment],
+        ["-m", "pip", "--python", environment, "install", "-q", "--no-index", "--no-deps", wheel],
+    ):
+        subprocess.run([sys.executable, *map(str, command)], check=True)
+    [packages] = environment.glob("lib/python*/site-packages")
+    (packages / "base.pth").write_text(f"{place / 'base'}\n")
+    (place / "here").mkdir()
+    return Installation(environment, place / "here")
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """Beside torch and Megatron."""
+    place = tmp_path_factory.mktemp("installed")
+    (place / "base").symlink_to(PACKAGES)
+    return install(wheel, place)
+
+
+@pytest.fixture(scope="module")
+def light(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    """On a machine that has neither torch nor Megatron."""
+    place = tmp_path_factory.mktemp("light")
+    (place / "base").mkdir()
+    for name in _LIGHT:
+        if (PACKAGES / name).exists():
+            (place / "base" / name).symlink_to(PACKAGES / name)
+    return install(wheel, place)
+
+
+def test_torch_and_megatron_are_left_to_the_machine(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        [name] = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    needs = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert {re.split(r"\W", line)[0] for line in needs} == {"numpy", "xxhash", "immutables"}
+
+
+def test_every_example_is_installed(installed: Installation) -> None:
+    done = installed.deadpool("examples")
+    assert done.returncode == 0, done.stderr
+    for folder in ("configs", "scripts/slurm", "scripts/launch"):
+        for file in (REPOSITORY / folder).rglob("*"):
+            if file.is_file():
+                copy = installed.here / file.relative_to(REPOSITORY)
+                assert copy.read_bytes() == file.read_bytes()
+                assert os.access(copy, os.X_OK) == os.access(file, os.X_OK)
+    assert installed.deadpool("examples").stdout == "everything is there already\n"
+    (installed.here / "configs" / "tiny.args").write_text("mine\n")
+    done = installed.deadpool("examples")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "configs/tiny.args is there and differs" in done.stderr
+
+
+def test_a_node_is_lost_and_replaced(installed: Installation) -> None:
+    done = installed.deadpool("demo", "--iterations", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit-identical: yes" in done.stdout
+
+
+@needs_megatron_lm
+@pytest.mark.megatron_lm
+def test_patches_come_along(installed: Installation, tmp_path: Path) -> None:
+    source = checkout()
+    assert source is not None
+    for name in {name for patch_set in patch.find_patch_sets() for name in patch_set.hashes}:
+        if (source / name).is_file():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, tmp_path / name)
+    done = installed.deadpool("patch", "apply", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_torch_all_but_training_works(light: Installation) -> None:
+    assert light.deadpool("examples", ".").returncode == 0
+    assert light.deadpool("plan", "configs/65b.yaml", "--json").returncode == 0
+    assert light.deadpool("status", "runs/none").returncode == 2
+    done = light.deadpool("demo")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "deadpool demo: it trains with torch and megatron-core, which are not installed here:"
+        " pip install 'deadpool-megatron[megatron]'"
+    ]
