@@ -114,6 +114,23 @@ def test_ci_and_the_readme_name_the_same_commands() -> None:
     assert "./scripts/test.sh" in readme
 
 
+def test_no_link_of_the_documentation_is_broken(tmp_path: Path) -> None:
+    """The site's own builder says it of docs/; for the rest the files are looked up."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in ROOT.glob("*.md"):
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", page.read_text()):
+            file = ROOT / target if target else page
+            assert file.exists(), f"{page.name}: {target}"
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in map(anchor_of, headings), f"{page.name}: {anchor}"
+
+
+def anchor_of(heading: str) -> str:
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+
+
 def test_the_command_line_does_not_load_torch() -> None:
     """``deadpool status`` and friends answer at once, also on a host without torch's memory."""
     program = (
