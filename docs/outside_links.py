@@ -10,16 +10,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+
 _LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#]+)(?:#[^)]*)?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_others: Any) -> str:
-    """Return the page with links to the outside replaced. Raises FileNotFoundError."""
+    """Return the page with links to the outside replaced. Raises PluginError."""
     root = Path(config["docs_dir"]).parent
 
     def named(match: re.Match[str]) -> str:
         if not (root / match[2]).exists():
-            raise FileNotFoundError(f"{page.file.src_path}: {match[2]} does not exist")
+            raise PluginError(f"{page.file.src_path}: {match[2]} does not exist")
         return f"{match[1]} (`{match[2]}`)"
 
     return _LINK.sub(named, markdown)
