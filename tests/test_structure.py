@@ -116,7 +116,7 @@ def test_ci_and_the_readme_name_the_same_commands() -> None:
 
 def test_no_link_of_the_documentation_is_broken(tmp_path: Path) -> None:
     """The site's own builder says it of docs/; for the rest the files are looked up."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     for page in ROOT.glob("*.md"):
