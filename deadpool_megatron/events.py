@@ -59,6 +59,7 @@ class Kind(StrEnum):
     # over: it is as fast as its peers again
     SLOW_NODE = "slow-node"
     EVALUATION = "evaluation"  # loss (hexadecimal float)
+    SEGMENT = "segment"  # boundary (evaluation, save, ...), seconds: what role 0 did between steps
     STATE_HASH = "state-hash"  # sha256
     SEALED = "sealed"  # lineage, parts; of a vault, not in the files of a run
     # Of a vault: lineage, boundary, released, bytes, ship_seconds, window_seconds, commit_seconds

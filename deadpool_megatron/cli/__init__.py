@@ -32,6 +32,7 @@ COMMANDS = {
     "stop": "control.commands",
     "persist": "control.persist",
     "report": "show.report",
+    "metrics": "observe.metrics",
     "compare": "show.compare",
     "verify": "storage.verify",
     "demo": "show.demo",

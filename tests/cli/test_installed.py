@@ -104,7 +104,7 @@ def test_torch_and_megatron_are_left_to_the_machine(wheel: Path) -> None:
 def test_every_example_is_installed(installed: Installation) -> None:
     done = installed.deadpool("examples")
     assert done.returncode == 0, done.stderr
-    for folder in ("configs", "scripts/slurm", "scripts/launch"):
+    for folder in ("configs", "scripts/slurm", "scripts/launch", "share"):
         for file in (REPOSITORY / folder).rglob("*"):
             if file.is_file():
                 copy = installed.here / file.relative_to(REPOSITORY)

@@ -88,7 +88,7 @@ def describe(directory: Path, story: Story, result: RunResult | None) -> list[st
         lines += ["", *describe_failure(failure, story)]
     if story.failures:
         lines += ["", "Seconds in each phase", *_phase_table(story.failures)]
-    lines += ["", *_describe_protection(story)]
+    lines += ["", *_describe_protection(story), *_describe_time(story)]
     return lines
 
 
@@ -176,6 +176,18 @@ def _phase_table(failures: list[Interruption]) -> list[str]:
     return table(["phase", "failures", "mean", "longest"], cells)
 
 
+def _describe_time(story: Story) -> list[str]:
+    """A row per use, in seconds of nodes."""
+    goodput = story.account.goodput()
+    if goodput is None:
+        return []
+    spent = {use: value for use, value in story.account.seconds().items() if value > 0}
+    whole = sum(spent.values())
+    rows = [[use.value, seconds(value), f"{value / whole:.1%}"] for use, value in spent.items()]
+    lines = ["", f"Where the time of the nodes went: goodput {goodput:.1%} of those with roles"]
+    return [*lines, *table(["use", "seconds", "part"], rows)]
+
+
 def _describe_protection(story: Story) -> list[str]:
     lines = [f"  commit gate: {_describe_gate(story)}"]
     if story.bytes_by_kind:
@@ -251,6 +263,8 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
         "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
         "counts": {kind.value: number for kind, number in story.counts.items()},
         "durable": [event.data.get("path") for event in story.durable],
+        "node_seconds": {use.value: spent for use, spent in story.account.seconds().items()},
+        "goodput": story.account.goodput(),
     }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+from deadpool_megatron.cli.show.accounting import Account
 from deadpool_megatron.cli.show.numbers import StepTable
 from deadpool_megatron.cli.show.run_result import FinishedRecovery
 from deadpool_megatron.events import Event, Kind
@@ -103,6 +104,7 @@ class Story:
     durable: list[Event] = field(default_factory=list)
     coordinators: list[Event] = field(default_factory=list)
     bytes_by_kind: dict[Kind, int] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
     last_wall: float = 0.0
     _losses: list[Event] = field(default_factory=list)
     _stacks: list[Event] = field(default_factory=list)
@@ -110,6 +112,7 @@ class Story:
 
     def add(self, event: Event) -> None:
         """Take in one event."""
+        self.account.add(event)
         self.last_wall = max(self.last_wall, event.wall_seconds)
         self.epoch = max(self.epoch, event.epoch)
         if event.kind in _COUNTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -91,9 +92,13 @@ class EpochCourse(Course):
         self._reports.section = boundary
         self._reports.iteration = self.generation.iteration
         failpoints.set_context(iteration=self.generation.iteration, section=boundary)
+        began = time.monotonic()
         run()
         self._communicators.finish_iteration()
         self.check()
+        if self._reports.role == 0:  # one is enough: all roles wait for each other
+            values = {"boundary": boundary, "seconds": time.monotonic() - began}
+            self._reports.send_event(Kind.SEGMENT, self.generation.iteration, values)
         protection = self._entry.protection
         if protection.holds(self.generation):
             protection.append(self.generation, boundary, self._entry.capture_extras())

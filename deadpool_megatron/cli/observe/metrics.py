@@ -1,0 +1,151 @@
+"""``deadpool metrics DIR``: a run as metrics, for a Prometheus server or a node exporter."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deadpool_megatron
+from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_DESCRIPTION = """\
+Says what a run does as metrics: iterations, recoveries by kind and phase, where the time of its
+nodes went, goodput, exposure. It reads the events of the run and asks the coordinator, as
+`deadpool status` does; no part of the run waits for it. Any node that sees the run directory may
+run it.
+
+Without --listen and --textfile it prints them once.
+"""
+_EXAMPLES = """\
+examples:
+  deadpool metrics runs/first
+  deadpool metrics runs/first --listen 127.0.0.1:9478     for a server that scrapes
+  deadpool metrics runs/first --textfile /var/lib/node_exporter/deadpool.prom
+
+share/ has a dashboard for Grafana and rules for alerts. Exit status: 0 printed, or the run is over;
+2 bad arguments; 130 interrupted.
+"""
+_INTERVAL_SECONDS = 5.0
+# After the end of a run its last numbers can be fetched for so long.
+_LINGER_SECONDS = 60.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``metrics`` to the commands."""
+    parser = raw(
+        subparsers.add_parser(
+            "metrics",
+            help="a run as metrics, for Prometheus",
+            description=_DESCRIPTION,
+            epilog=_EXAMPLES,
+        )
+    )
+    add_run_directory(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="ADDR:PORT", help="answer GET /metrics there")
+    where.add_argument(
+        "--textfile", type=Path, metavar="FILE.prom", help="write the file anew every few seconds"
+    )
+    parser.add_argument(
+        "--linger-seconds",
+        type=float,
+        default=_LINGER_SECONDS,
+        metavar="S",
+        help="stay so long after the end of the run (default: %(default)g)",
+    )
+
+
+class Watched:
+    """A run whose metrics can be collected at any time; the collector of ``prometheus_client``.
+
+    One lock: a server may scrape from several threads.
+    """
+
+    def __init__(self, run: RunDirectory) -> None:
+        """Raises RunDirectoryError when there is no run."""
+        from deadpool_megatron.cli.observe.samples import Samples
+
+        self._run = run
+        info = run.read_run(only_to_show=True)
+        self._samples = Samples(info.run_id, deadpool_megatron.__version__)
+        self._tail = EventTail(run.events)
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics as of now."""
+        with self._lock:
+            self._read()
+            yield from self._samples.metrics(self._status(), time.time())
+
+    def _read(self) -> None:
+        while events := self._tail.poll():
+            for event in events:
+                # A damaged event costs itself alone.
+                with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+                    self._samples.add(event)
+
+    def _status(self) -> dict[str, Any] | None:
+        if self.is_over():
+            return None
+        try:
+            status: dict[str, Any] = ask(self._run, {"command": "status"})["status"]
+        except CommandError:
+            return None
+        return status
+
+    def is_over(self) -> bool:
+        """Whether the run has its result."""
+        return self._run.final.exists()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out ``deadpool metrics``. Raises CommandError."""
+    try:
+        import prometheus_client
+    except ImportError:
+        raise CommandError("it needs prometheus-client: pip install prometheus-client") from None
+    watched = Watched(RunDirectory(args.run_dir))
+    registry = prometheus_client.CollectorRegistry(auto_describe=False)
+    registry.register(watched)
+    try:
+        if args.listen is not None:
+            host, port = _address(args.listen)
+            server, _ = prometheus_client.start_http_server(port, host, registry)
+            print(f"http://{host}:{server.server_port}/metrics", flush=True)
+            _stay(watched, args.linger_seconds, lambda: None)
+        elif args.textfile is not None:
+            write = prometheus_client.write_to_textfile
+            _stay(watched, args.linger_seconds, lambda: write(str(args.textfile), registry))
+        else:
+            print(prometheus_client.generate_latest(registry).decode(), end="")
+    except OSError as error:
+        raise CommandError(f"{args.listen or args.textfile}: {error}") from error
+    return 0
+
+
+def _stay(watched: Watched, linger_seconds: float, look: Any) -> None:
+    """Look every few seconds, until some time after the end of the run."""
+    ended: float | None = None
+    while ended is None or time.monotonic() - ended < linger_seconds:
+        look()
+        if ended is None and watched.is_over():
+            ended = time.monotonic()
+            look()
+        time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise CommandError(f"--listen {text}: give ADDRESS:PORT, like 127.0.0.1:9478")
+    return host.strip("[]") or "0.0.0.0", int(port)

@@ -1,0 +1,199 @@
+"""Where the time of a run has gone: each second of each node belongs to one use.
+
+Pure: fed with the events of a run in their order, live or afterwards, with the same result. The
+uses are those of Google's ml-goodput-measurement (start, wasted progress, recovery, checkpoints,
+other), with recovery by phase. The sum over all uses is the time for which nodes were there.
+
+Boundaries: what happens within a step (waits at the commit gate, a slow node) counts as training.
+The seconds of a node between its last event and a restart of the whole run are nobody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, Kind
+
+# What lies between the close and a decision, and is neither, is a wait where it is longer.
+_LONGEST_DECISION_SECONDS = 1.0
+
+
+class Use(StrEnum):
+    """What a second of a node went into."""
+
+    START = "start"
+    TRAINING = "training"
+    # Steps that had to be computed again, and the part of a step that an interruption cut off.
+    RECOMPUTED = "recomputed"
+    CLOSE = "recovery-close"
+    DECIDE = "recovery-decide"
+    ADOPT = "recovery-adopt"
+    REBUILD = "recovery-rebuild"
+    RESTORE = "recovery-restore"
+    SYNC = "recovery-sync"
+    VERIFY = "recovery-verify"
+    OTHER_RECOVERY = "recovery-other"  # between phases, and epochs that failed before they opened
+    WAITING_FOR_SPARE = "waiting-for-spare"
+    SAVING = "saving"
+    EVALUATION = "evaluation"
+    STANDING_STILL = "standing-still"  # a hang, until it was found
+    ENDING = "ending"
+    SPARE = "spare"  # nodes without a role
+
+
+_OF_PHASE: Mapping[str, Use] = {
+    "close": Use.CLOSE,
+    "decide": Use.DECIDE,
+    "adopt": Use.ADOPT,
+    "rebuild": Use.REBUILD,
+    "restore": Use.RESTORE,
+    "sync": Use.SYNC,
+    "verify": Use.VERIFY,
+}
+# What nodes did since the last step when an epoch was closed for such a reason; for another one, a
+# part of a step that is computed again.
+_BEFORE_CLOSE: Mapping[str, Use] = {
+    FailureKind.HANG: Use.STANDING_STILL,
+    FailureKind.DRAINED: Use.TRAINING,  # it ends behind a step
+    FailureKind.RESTART: Use.START,
+}
+
+
+@dataclass
+class _Stay:
+    """Seconds of one node that belong to no use yet; ``until`` once it has left."""
+
+    since: float
+    is_spare: bool
+    until: float | None = None
+
+    def seconds(self, now: float) -> float:
+        return max(0.0, (now if self.until is None else self.until) - self.since)
+
+
+class Account:
+    """Seconds of nodes by use. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(Use, 0.0)
+        self._stays: dict[int, _Stay] = {}
+        self._left: list[_Stay] = []
+        # What goes on now: the use of a second that nothing later says more about.
+        self._now = Use.START
+        self._newest = 0.0
+        self._closed_at = 0.0
+        self._waited_seconds = 0.0
+        self._is_replaying = False
+
+    def add(self, event: Event) -> None:
+        """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""
+        if self._now is Use.ENDING and event.kind is not Kind.NODE_JOINED:
+            return
+        at = event.wall_seconds
+        match event.kind:
+            case Kind.NODE_JOINED if event.node is not None:
+                self._stays[event.node] = _Stay(at, bool(event.data.get("spare")))
+            case Kind.NODE_LOST if event.node in self._stays:
+                stay = self._stays.pop(event.node)
+                stay.until = at
+                self._left.append(stay)
+            case Kind.STEP if not self._is_replaying:
+                self._settle(at, {Use.TRAINING: 1.0})
+            case Kind.SEGMENT:
+                self._end_segment(at, event)
+            case Kind.EPOCH_CLOSED:
+                self._close(at, str(event.data.get("kind", "")))
+            case Kind.EPOCH_DECIDED if self._closed_at:
+                self._waited_seconds = at - self._closed_at
+            case Kind.EPOCH_OPENED:
+                self._open(at, event.data.get("phases", {}))
+            case Kind.RECOVERED:
+                self._go_on(at, event)
+            case Kind.RUN_ENDED:
+                self._settle(at, {Use.ENDING: 1.0})
+                self._now = Use.ENDING
+                self._stays.clear()
+            case _:
+                pass
+        self._newest = max(self._newest, at)
+
+    def seconds(self, now: float | None = None) -> dict[Use, float]:
+        """Return the seconds of all nodes by use, up to the newest event or ``now`` (wall clock);
+        what is not decided yet counts as what goes on.
+        """
+        found, until = dict(self._seconds), self._newest if now is None else now
+        for stay in [*self._stays.values(), *self._left]:
+            found[Use.SPARE if stay.is_spare else self._now] += stay.seconds(until)
+        return found
+
+    def settled(self) -> dict[Use, float]:
+        """Return the seconds whose use will not change any more: they never become fewer."""
+        return dict(self._seconds)
+
+    def goodput(self, now: float | None = None) -> float | None:
+        """Return the part of the time of nodes with roles in which they trained on; None before
+        there is any such time.
+        """
+        found = self.seconds(now)
+        used = sum(seconds for use, seconds in found.items() if use is not Use.SPARE)
+        return found[Use.TRAINING] / used if used > 0 else None
+
+    def _settle(self, at: float, shares: Mapping[Use, float]) -> None:
+        """Divide the seconds that belong to no use yet by ``shares``, whose sum is 1."""
+        for stay in [*self._stays.values(), *self._left]:
+            seconds = stay.seconds(at)
+            if stay.is_spare:
+                self._seconds[Use.SPARE] += seconds
+            else:
+                for use, share in shares.items():
+                    self._seconds[use] += share * seconds
+            stay.since += seconds
+        self._left.clear()
+
+    def _end_segment(self, at: float, event: Event) -> None:
+        """What lies between the last step and this is the segment, but for some microseconds."""
+        is_save = event.data.get("boundary") == "save"
+        self._settle(at, {Use.SAVING if is_save else Use.EVALUATION: 1.0})
+
+    def _close(self, at: float, kind: str) -> None:
+        if self._closed_at:  # another failure before the last one was over
+            self._settle(at, {Use.OTHER_RECOVERY: 1.0})
+            return
+        self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
+        self._closed_at, self._now = at, Use.OTHER_RECOVERY
+        self._waited_seconds = 0.0
+        self._is_replaying = False
+
+    def _open(self, at: float, phases: Mapping[str, float]) -> None:
+        if not self._closed_at:
+            if self._now is Use.START:
+                self._settle(at, {Use.START: 1.0})
+                self._now = Use.TRAINING
+            return  # a coordinator that took over says again which epoch is open
+        whole = max(at - self._closed_at, 1e-9)
+        shares = {
+            use: max(0.0, float(phases.get(phase, 0.0))) / whole for phase, use in _OF_PHASE.items()
+        }
+        told = float(phases.get("close", 0.0)) + float(phases.get("decide", 0.0))
+        waited = self._waited_seconds - told
+        if waited > _LONGEST_DECISION_SECONDS:
+            shares[Use.WAITING_FOR_SPARE] = waited / whole
+        total = sum(shares.values())
+        if total > 1.0:  # phases of different roles overlap by a little
+            shares = {use: share / total for use, share in shares.items()}
+        shares[Use.OTHER_RECOVERY] = max(0.0, 1.0 - total)
+        self._settle(at, shares)
+        self._closed_at, self._now, self._is_replaying = 0.0, Use.TRAINING, True
+
+    def _go_on(self, at: float, event: Event) -> None:
+        """Of the steps since the epoch opened, the last one is new."""
+        again = int(event.data.get("steps_recomputed") or 0)
+        new = 1.0 / (again + 1)
+        self._settle(at, {Use.TRAINING: new, Use.RECOMPUTED: 1.0 - new})
+        self._is_replaying = False
+        for _old, seat in event.data.get("seats_changed", {}).values():
+            if int(seat[0]) in self._stays:
+                self._stays[int(seat[0])].is_spare = False

@@ -1,0 +1,162 @@
+"""A run as metrics: read by a real Prometheus, of a real run that loses a node."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.show.accounting import Account
+from deadpool_megatron.events import Kind, take_events
+from tests.cluster.running import Run, environment, send
+from tests.ports import free_port
+from tests.waiting import wait_for
+
+SHARE = Path(__file__).parents[3] / "share"
+CONFIG = """\
+global: { scrape_interval: 1s, evaluation_interval: 1s }
+rule_files: [%s]
+scrape_configs:
+  - job_name: deadpool
+    static_configs: [{ targets: ['127.0.0.1:%d'] }]
+"""
+#: what is there once it has happened only
+_LATER = ("checkpoint_iteration",)
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="no prometheus: scripts/system-packages.sh"
+)
+
+
+@needs_prometheus
+def test_rules_fire_and_clear() -> None:
+    for words in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        command = ["promtool", *words]
+        there = SHARE / "prometheus"
+        done = subprocess.run(command, cwd=there, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Prometheus:
+    """A server of its own that scrapes one port."""
+
+    def __init__(self, port: int) -> None:
+        self._base = f"http://127.0.0.1:{port}/api/v1"
+
+    def values(self, expression: str) -> list[float]:
+        """The values of an instant query."""
+        query = urllib.parse.urlencode({"query": expression})
+        with urllib.request.urlopen(f"{self._base}/query?{query}", timeout=10) as answer:
+            found = json.load(answer)["data"]["result"]
+        return [float(series["value"][1]) for series in found]
+
+    def is_up(self) -> bool:
+        try:
+            return self.values("up") == [1.0]
+        except (OSError, urllib.error.URLError):
+            return False
+
+
+@contextmanager
+def process(*command: object, log: Path) -> Iterator[None]:
+    with open(log, "wb") as output:
+        child = subprocess.Popen(
+            list(map(str, command)), env=environment(), stdout=output, stderr=output
+        )
+        try:
+            yield
+        finally:
+            child.kill()
+            child.wait()
+
+
+@contextmanager
+def prometheus(place: Path, scraped: int) -> Iterator[Prometheus]:
+    port = free_port()
+    config = place / "prometheus.yml"
+    config.write_text(CONFIG % (SHARE / "prometheus" / "alerts.yml", scraped))
+    words = [f"--config.file={config}", f"--storage.tsdb.path={place / 'tsdb'}"]
+    address = f"--web.listen-address=127.0.0.1:{port}"
+    with process("prometheus", *words, address, log=place / "prometheus.log"):
+        yield Prometheus(port)
+
+
+def dashboard() -> list[str]:
+    """Every expression of the dashboard, for the last seconds of all runs."""
+    panels = json.loads((SHARE / "grafana" / "deadpool.json").read_text())["panels"]
+    found = [target["expr"] for panel in panels for target in panel["targets"]]
+    return [e.replace("$instance", ".*").replace("$__rate_interval", "10s") for e in found]
+
+
+@needs_prometheus
+@pytest.mark.slow
+def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
+    scraped = free_port()
+    deadpool = (sys.executable, "-m", "deadpool_megatron")
+    listen = ("--listen", f"127.0.0.1:{scraped}")
+    with Run(tmp_path / "r") as run:
+        run.wait_iteration(3)
+        with (
+            process(*deadpool, "metrics", run.run.path, *listen, log=tmp_path / "metrics.log"),
+            prometheus(tmp_path, scraped) as server,
+        ):
+            run.wait_for("a first scrape", server.is_up)
+            run.wait_for("a coordinator", lambda: server.values("deadpool_up") == [1.0])
+            run.wait_for("the spare", lambda: spares(server) == [1.0])
+            send(run.listing(0)["agent"])
+            recovered = 'deadpool_recoveries_total{kind="node-lost"}'
+            run.wait_for("the recovery", lambda: server.values(recovered) == [1.0])
+            run.wait_for("the spare to be used", lambda: spares(server) == [0.0])
+            alert = 'ALERTS{alertname="DeadpoolNoSpare"}'
+            run.wait_for("the alert to be pending", lambda: server.values(alert) == [1.0])
+            wanted = [e for e in dashboard() if not any(name in e for name in _LATER)]
+            run.wait_for("all panels", lambda: all(map(server.values, wanted)))
+            run.finish()
+            wait_for("the end", lambda: server.values("deadpool_exit_status") == [0.0])
+
+
+def spares(server: Prometheus) -> list[float]:
+    return server.values('deadpool_nodes{state="spare"}')
+
+
+@pytest.mark.slow
+def test_the_account_of_a_run_is_the_time_of_its_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = {"id": "n", "point": "member.step", "match": {"role": 1, "iteration": 9}}
+    with Run(tmp_path / "r", "--iterations", "20", faults=[{**fault, "target": "node"}]) as run:
+        run.check_result(20)
+        account = Account()
+        take_events(run.run.events, account.add)
+        joined = {e.node: e.wall_seconds for e in run.events(Kind.NODE_JOINED)}
+        left = {e.node: e.wall_seconds for e in reversed(run.events(Kind.NODE_LOST))}
+        [ended] = run.events(Kind.RUN_ENDED)
+    there = sum(min(left.get(n, math.inf), ended.wall_seconds) - at for n, at in joined.items())
+    assert sum(account.seconds().values()) == pytest.approx(there, rel=0.01)
+    textfile = tmp_path / "deadpool.prom"
+    words = ["--textfile", str(textfile), "--linger-seconds", "0.1"]
+    assert cli.main(["metrics", str(run.run.path), *words]) == 0
+    assert cli.main(["metrics", str(run.run.path)]) == 0
+    assert textfile.read_text() == capsys.readouterr().out
+    goodput = re.search(r"^deadpool_goodput_ratio (\S+)$", textfile.read_text(), re.MULTILINE)
+    assert goodput is not None
+    assert float(goodput[1]) == account.goodput()
+
+
+@pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
+def test_addresses_that_are_none(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["metrics", str(tmp_path), "--listen", text]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1

@@ -1,0 +1,140 @@
+"""Each second of each node belongs to one use; their sum is the time for which nodes were there."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.cli.show.accounting import Account, Use
+from deadpool_megatron.events import Event, Kind
+
+PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0.5, "verify": 1.0}
+
+
+def event(what: Kind, at: float, **values: object) -> Event:
+    fields = {k: values.pop(k) for k in ("node", "iteration", "epoch") if k in values}
+    return Event(what, wall_seconds=at, monotonic_seconds=at, data=values, **fields)  # type: ignore[arg-type]
+
+
+def started(nodes: int = 2, spares: int = 1) -> list[Event]:
+    joined = [event(Kind.NODE_JOINED, 0.0, node=n, spare=n >= nodes) for n in range(nodes + spares)]
+    return [*joined, event(Kind.EPOCH_OPENED, 10.0, epoch=1, phases={})]
+
+
+def account(events: list[Event]) -> Account:
+    found = Account()
+    for one in events:
+        found.add(one)
+    return found
+
+
+def spent(found: Account) -> dict[str, float]:
+    return {use.value: s for use, s in found.seconds().items() if s > 1e-9}
+
+
+def test_a_run_without_a_failure() -> None:
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k) for k in range(1, 6)]
+    save = event(Kind.SEGMENT, 23.0, boundary="save", seconds=3.0)
+    check = event(Kind.SEGMENT, 24.0, boundary="evaluation", seconds=1.0)
+    found = account([*started(), *steps, save, check, event(Kind.RUN_ENDED, 25.0, exit_status=0)])
+    assert spent(found) == {
+        "start": 20.0,
+        "training": 20.0,
+        "saving": 6.0,
+        "evaluation": 2.0,
+        "ending": 2.0,
+        "spare": 25.0,
+    }
+    assert found.goodput() == 20.0 / 50.0
+
+
+def recovery(at: float, again: int, kind: str = "node-lost", wait: float = 0.0) -> list[Event]:
+    """An epoch is closed, node 1 is replaced by node 2, and ``again`` steps are done once more."""
+    opened = at + wait + sum(PHASES.values())
+    return [
+        event(Kind.NODE_LOST, at, node=1),
+        event(Kind.EPOCH_CLOSED, at, kind=kind),
+        event(Kind.EPOCH_DECIDED, at + 1.5 + wait),
+        event(Kind.EPOCH_OPENED, opened, epoch=2, phases=PHASES),
+        event(Kind.STEP, opened + 2.0 * (again + 1), iteration=3),
+        event(
+            Kind.RECOVERED,
+            opened + 2.0 * (again + 1),
+            kind=kind,
+            steps_recomputed=again,
+            seats_changed={"1": [[1, 0, 0], [2, 0, 0]]},
+        ),
+    ]
+
+
+def test_a_lost_node_costs_a_part_of_a_step_a_recovery_and_what_is_computed_again() -> None:
+    steps = [event(Kind.STEP, 10.0 + 2 * k, iteration=k) for k in range(1, 3)]
+    found = account([*started(), *steps, *recovery(15.0, again=1)])
+    # Of the spare's time until it has a role nothing but "spare" can be said.
+    assert spent(found) == {
+        "start": 20.0,
+        "training": 8.0 + 2.0,
+        "recomputed": 2.0 + 2.0,
+        "recovery-close": 1.0,
+        "recovery-decide": 0.5,
+        "recovery-rebuild": 2.0,
+        "recovery-restore": 1.0,
+        "recovery-sync": 0.5,
+        "recovery-verify": 1.0,
+        "spare": 25.0,
+    }
+
+
+def test_a_wait_for_a_spare_is_told_apart_from_the_recovery() -> None:
+    found = account([*started(), *recovery(15.0, again=0, wait=100.0)])
+    assert found.seconds()[Use.WAITING_FOR_SPARE] == pytest.approx(100.0)
+    assert found.seconds()[Use.OTHER_RECOVERY] == pytest.approx(0.0)
+
+
+def test_a_hang_stands_still_and_a_planned_swap_loses_nothing() -> None:
+    hang = account([*started(), *recovery(310.0, again=0, kind="hang")])
+    assert hang.seconds()[Use.STANDING_STILL] == 600.0
+    planned = account([*started(), *recovery(15.0, again=0, kind="drained")])
+    assert planned.seconds()[Use.RECOMPUTED] == 0.0
+
+
+def test_nobody_works_while_a_whole_run_is_away() -> None:
+    steps = [event(Kind.STEP, 12.0, iteration=1)]
+    again = [event(Kind.NODE_JOINED, 1000.0, node=n, spare=n == 2) for n in range(3)]
+    restart = [
+        *again,
+        event(Kind.EPOCH_CLOSED, 1005.0, kind="restart"),
+        event(Kind.EPOCH_OPENED, 1005.0 + sum(PHASES.values()), epoch=2, phases=PHASES),
+    ]
+    found = account([*started(), *steps, *restart])
+    assert found.seconds()[Use.START] == 20.0 + 10.0
+    assert sum(found.seconds().values()) == pytest.approx(3 * 12.0 + 3 * 11.0)
+
+
+KINDS = st.sampled_from(
+    [
+        *(Kind.STEP, Kind.EPOCH_CLOSED, Kind.EPOCH_DECIDED, Kind.EPOCH_OPENED, Kind.RECOVERED),
+        *(Kind.SEGMENT, Kind.NODE_LOST, Kind.COORDINATOR),
+    ]
+)
+
+
+@given(st.lists(st.tuples(KINDS, st.floats(0.0, 50.0)), max_size=40))
+def test_nothing_is_counted_twice_or_forgotten(story: list[tuple[Kind, float]]) -> None:
+    """Whatever the order of events: the sum is the time, and what is settled only grows."""
+    found, now, there, left = account(started(3, 1)), 10.0, {0, 1, 2, 3}, 0.0
+    before = found.settled()
+    for kind, later in story:
+        now += later
+        values: dict[str, object] = {"kind": "node-lost", "phases": PHASES, "boundary": "save"}
+        if kind is Kind.NODE_LOST and there:
+            values["node"] = there.pop()
+            left += now
+        if kind is Kind.STEP:
+            values["iteration"] = 1
+        found.add(event(kind, now, **values))
+        assert sum(found.seconds(now).values()) == pytest.approx(left + now * len(there))
+        after = found.settled()
+        assert all(after[use] >= before[use] for use in Use)
+        before = after
