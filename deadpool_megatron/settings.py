@@ -73,6 +73,14 @@ class Settings:
         "how nodes are judged before they get roles: facts (versions, GPUs, memory, limits); links"
         " (all connections, clocks and the speed of the network, too, before the first epoch); off",
     )
+    health_command: str = _setting(
+        "",
+        "the site's own check of a node, by the shell: exit status 0 good, 1 a spare only, 2 out;"
+        " asked when a node joins, each minute of a spare, and after a device error",
+    )
+    health_seconds: float = _setting(
+        60.0, "limit for the health command; a node whose command needs longer is used last"
+    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
@@ -243,6 +251,11 @@ class Settings:
         if not 0 <= self.shm_gb < 1e9:
             raise SettingsError(f"--deadpool-shm-gb must be 0 or more, got {self.shm_gb:g}")
         self._check_choice("check", ("off", "facts", "links"))
+        if self.health_command and self.check == "off":
+            raise SettingsError(
+                "--deadpool-health-command is a part of what nodes are judged by:"
+                " --deadpool-check must not be off"
+            )
         if not 0 <= self.rate_limit_gbps < math.inf:
             raise SettingsError(
                 "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
@@ -404,6 +417,7 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("fence_seconds", "rejoin_seconds", 1.25, "a node that stays away stops before its roles go"),
     ("fence_seconds", "takeover_seconds", 0.5, "a late sign of life is not a dead coordinator"),
     ("beat_interval_seconds", "fence_seconds", 5, "a few late beats are not a cut"),
+    ("health_seconds", "start_seconds", 1, "a node's health is asked before its members start"),
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),
     ("drain_seconds", "close_seconds", 2, "draining is part of leaving the epoch"),

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from deadpool_megatron.preflight.health import Answer, Health
+
 
 @dataclass(frozen=True)
 class HostFacts:
@@ -24,10 +26,13 @@ class HostFacts:
     memory_bytes: int = 0
     memlock_bytes: int | None = None
     open_files: int | None = None
+    # What the site's own command says; good where there is none.
+    health: Answer = field(default_factory=Answer)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON form."""
-        return {**dataclasses.asdict(self), "versions": dict(self.versions)}
+        health = {"health": int(self.health.health), "health_text": self.health.text}
+        return {**dataclasses.asdict(self), "versions": dict(self.versions), **health}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> HostFacts:
@@ -46,6 +51,7 @@ class HostFacts:
             shm_bytes=int(values["shm_bytes"]),
             shm_free_bytes=int(values["shm_free_bytes"]),
             memory_bytes=int(values["memory_bytes"]),
+            health=Answer(Health(values["health"]), str(values["health_text"])),
             **limits,
         )
 

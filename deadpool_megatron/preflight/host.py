@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import deadpool_megatron
+from deadpool_megatron.preflight import health
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.preflight.gpus import visible_gpus
 from deadpool_megatron.vault.memory.limits import cgroup_memory, memlock_bytes
@@ -24,8 +25,9 @@ _NCCL_FILES = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/
 _IFF_UP = 1
 
 
-def read_facts(address: str) -> HostFacts:
-    """Returns the facts of this host, whose address for others is ``address``.
+def read_facts(address: str, command: str = "", limit_seconds: float = 0.0) -> HostFacts:
+    """Returns the facts of this host, whose address for others is ``address``. ``command``: the
+    site's own word on its health, which is waited for ``limit_seconds`` at most; none if empty.
 
     Takes as long as nvidia-smi, where there is one. Loads neither torch nor the driver: processes
     may still be forked.
@@ -44,6 +46,7 @@ def read_facts(address: str) -> HostFacts:
         memory_bytes=available_memory() or 0,
         memlock_bytes=memlock_bytes(),
         open_files=_limit(resource.RLIMIT_NOFILE),
+        health=health.ask(command, limit_seconds) if command else health.Answer(),
     )
 
 

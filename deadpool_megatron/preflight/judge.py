@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from deadpool_megatron.preflight.facts import HostFacts, Needs, NodeReport
+from deadpool_megatron.preflight.health import Health
 
 # Containers get 64 MiB of shared memory unless told otherwise: only a tiny model fits in it.
 CONTAINER_SHM_BYTES = 64 << 20
@@ -139,6 +140,10 @@ def judge(reports: Iterable[NodeReport], needs: Needs) -> dict[int, Judgement]:
 def problems(facts: HostFacts, needs: Needs) -> list[Finding]:
     """Returns what is wrong with a node by itself, without a look at the others."""
     found = []
+    if facts.health.health is Health.OUT:
+        found.append(_out(f"its health command says: {facts.health.text}"))
+    elif facts.health.health is Health.SPARE_ONLY:
+        found.append(_weak(f"its health command says: {facts.health.text}"))
     if not facts.interface_up:
         found.append(_out(f"interface {facts.interface} of {facts.address} is down"))
     if facts.shm_free_bytes < needs.shm_bytes:

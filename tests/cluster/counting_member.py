@@ -333,6 +333,8 @@ class Counting:
     def hang_if_asked(self, iteration: int) -> None:
         if self.args.misbehave == "fail" and iteration == 8 and self.role == 1:
             raise RuntimeError("bad sample")
+        if self.args.misbehave == "device" and (self.role, self.epoch, iteration) == (1, 1, 8):
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         if self.args.misbehave == "hang" and iteration == 5 and self.role == 1 and self.epoch == 1:
             self.section = "train"
             self.wait(lambda: False)
@@ -371,9 +373,8 @@ def main() -> int:
     parser.add_argument("--step-seconds", type=float, default=0.01)
     parser.add_argument("--lockstep", type=Path, help="file, if not one in the run directory")
     parser.add_argument("--save-interval", type=int, default=0)
-    parser.add_argument(
-        "--misbehave", default="", choices=("", "raise", "hang", "diverge", "exit", "fail")
-    )
+    ways = ("", "raise", "hang", "diverge", "exit", "fail", "device")
+    parser.add_argument("--misbehave", default="", choices=ways)
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     failpoints.hit("member.start")

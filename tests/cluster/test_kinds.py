@@ -60,3 +60,21 @@ def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) ->
         final = run.finish()
     assert "put aside, used only when no other spare is left: [1]" in shown
     assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
+
+
+def test_a_device_error_asks_for_the_health_of_its_node(tmp_path: Path) -> None:
+    """A process would start again in place; the site's own check knows better."""
+    sick = tmp_path / "sick"
+    command = f"test ! -e {sick} || {{ echo row remapping failed; exit 2; }}"
+    options = ("--deadpool-health-command", command)
+    with Run(tmp_path / "r", "--misbehave", "device", options=options) as run:
+        run.wait_event(Kind.EPOCH_OPENED)
+        sick.touch()  # the spare was asked when it joined, and is again in a minute
+        aside = run.wait_event(Kind.NODE_ASIDE)
+        assert aside.node == 1
+        assert aside.data["cause"].endswith("its health command says: row remapping failed")
+        run.wait_event(Kind.RECOVERED, 2)
+        final = run.finish()
+    assert kinds_of(final) == ["device-error", "drained"]
+    assert final["recoveries"][1]["seats_changed"]["1"][1][0] == 2
+    assert final["recoveries"][1]["steps_recomputed"] == 0

@@ -21,7 +21,7 @@ def main() -> int:
     made_up: dict[str, Any] = json.loads(sys.argv[1])
     read = host.read_facts
 
-    def read_facts(address: str) -> HostFacts:
+    def read_facts(address: str, *_health: object) -> HostFacts:
         return dataclasses.replace(read(address), **{**USUAL, **made_up})
 
     host.read_facts = read_facts

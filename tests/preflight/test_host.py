@@ -94,10 +94,10 @@ def test_a_plan_says_how_much_memory_is_needed(
 ) -> None:
     plan = Path(__file__).parents[2] / "configs" / "65b.yaml"
     roomy = dataclasses.replace(host.read_facts(""), **ROOMY)
-    monkeypatch.setattr(host, "read_facts", lambda _: roomy)
+    monkeypatch.setattr(host, "read_facts", lambda *_: roomy)
     assert cli.main(["check", "--plan", str(plan)]) == 0
     small = dataclasses.replace(roomy, shm_free_bytes=40 * 10**9)
-    monkeypatch.setattr(host, "read_facts", lambda _: small)
+    monkeypatch.setattr(host, "read_facts", lambda *_: small)
     assert cli.main(["check", "--plan", str(plan)]) == 1
     assert "problem: /dev/shm has 40.0 GB free, 50.3 GB are needed" in capsys.readouterr().out
 

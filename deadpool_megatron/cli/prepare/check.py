@@ -64,13 +64,19 @@ def add_parser(subparsers: Any) -> None:
     need.add_argument(
         "--shm-gb", type=float, default=0.0, metavar="X", help="GB of shared memory a node needs"
     )
+    parser.add_argument(
+        "--health-command", default="", metavar="CMD", help="as --deadpool-health-command"
+    )
+    parser.add_argument(
+        "--health-seconds", type=float, default=60.0, metavar="S", help="limit for it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
     needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
-    facts = host.read_facts(_address(args))
+    facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
     found = [finding.text for finding in problems(facts, needs)]
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}

@@ -43,9 +43,11 @@ def run_agent(options: AgentOptions) -> int:
     failpoints.set_context(run_dir=str(options.run.path), node=options.node, process="agent")
     started = time.monotonic()
     found = found_slots(options.node, options.segments)
-    # Before the loop: nvidia-smi may take long.
-    if options.info.settings.check != "off":
-        options = replace(options, facts=host.read_facts(options.host))
+    # Before the loop: nvidia-smi and the health command may take long.
+    settings = options.info.settings
+    if settings.check != "off":
+        facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)
+        options = replace(options, facts=facts)
     code = asyncio.run(Agent(options, found).run())
     os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)

@@ -39,6 +39,7 @@ from deadpool_megatron.cluster.agent.members.members import (
 from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.members.stacks import LastStacks
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
+from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
 from deadpool_megatron.cluster.link.agent_link import CoordinatorLink, CoordinatorLost, first_of
 from deadpool_megatron.cluster.link.record_delta import RecordKeeper
@@ -355,13 +356,12 @@ class Agent:
         """Report a reaped member, unless the run is over and it just left."""
         self._members.remove(member)
         self._drained.set()
-        how: dict[str, Any] = {"exit_code": ending.exit_code}
-        if ending.signal_name is not None:
-            how = {"signal": ending.signal_name}
         if self._ending is None:
-            how["ordered"] = ordered
+            how = {**ending.to_dict(), "ordered": ordered}
             self._reporter.lost(member.slot, member.incarnation, how, cause)
             self._write_listing()
+            if kind_of_end(cause) is FailureKind.DEVICE_ERROR:
+                self._examiner.ask_health()
 
     def _told(self) -> dict[str, Any]:
         """What people who ask the coordinator are shown of this node."""

@@ -55,7 +55,7 @@ class NodeJoined(Input):
 
 @dataclass(frozen=True)
 class FactsTold(Input):
-    """A node without a role has looked at its host again."""
+    """A node without a role, or one whose device has failed, has looked at its host again."""
 
     node: int
     facts: HostFacts

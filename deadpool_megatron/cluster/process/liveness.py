@@ -11,6 +11,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.exit_words import last_words
@@ -36,6 +37,12 @@ class Ending:
             return Ending(signal_name=signal.Signals(-code).name)
         except ValueError:
             return Ending(signal_name=f"signal {-code}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As an agent tells it."""
+        if self.signal_name is not None:
+            return {"signal": self.signal_name}
+        return {"exit_code": self.exit_code}
 
     def __str__(self) -> str:
         if self.signal_name is not None:

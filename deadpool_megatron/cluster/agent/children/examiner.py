@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
@@ -41,8 +41,12 @@ class Examiner:
         self._vault = vault
         self._send = send
         self._record = record
-        self._command = (*command, "--host", options.host)
-        self._probes: set[asyncio.Task[None]] = set()
+        settings = options.info.settings
+        self._limit_seconds = _LIMIT_SECONDS + settings.health_seconds
+        health = ("--health-command", settings.health_command) if settings.health_command else ()
+        limit = ("--health-seconds", str(settings.health_seconds))
+        self._command = (*command, "--host", options.host, *health, *limit)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def told(self) -> dict[str, Any] | None:
         """Returns what a join says about the host; None where nobody asks for it."""
@@ -67,9 +71,17 @@ class Examiner:
 
     def probe(self, order: Mapping[str, Any]) -> None:
         """Try links by order of the coordinator."""
-        task = asyncio.get_running_loop().create_task(self._probe(order))
-        self._probes.add(task)
-        task.add_done_callback(self._probes.discard)
+        self._spawn(self._probe(order))
+
+    def ask_health(self) -> None:
+        """A device of this node has failed: look again at once, if the site has a word on it."""
+        if self._facts is not None and self._options.info.settings.health_command:
+            self._spawn(self.look())
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _is_spare(self) -> bool:
         """Whether there is an epoch in which this node has no role."""
@@ -96,7 +108,7 @@ class Examiner:
             self._command, options.run, options.info.run_id, answer, lambda _: None, {}
         )
         try:
-            await asyncio.wait_for(child.ended.wait(), _LIMIT_SECONDS)
+            await asyncio.wait_for(child.ended.wait(), self._limit_seconds)
         finally:
             child.kill()
         *_, line = answer.read_text().splitlines() or [""]

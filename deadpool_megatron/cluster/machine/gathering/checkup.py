@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.machine.actions import Probe
 from deadpool_megatron.cluster.machine.epoch.closing import drop_node
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.epoch.ending import finish
+from deadpool_megatron.cluster.machine.epoch.pausing import consider_pause
 from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.phases import Gathering
 from deadpool_megatron.cluster.machine.state.state import Config, State
@@ -27,6 +28,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.nccl_environment import may_be_nccl
 from deadpool_megatron.preflight import judge, schedule
 from deadpool_megatron.preflight.facts import HostFacts, Link, Needs, NodeReport
+from deadpool_megatron.preflight.health import Health
 from deadpool_megatron.preflight.judge import Judgement, Standing
 from deadpool_megatron.preflight.schedule import Checkup, Pair
 
@@ -92,8 +94,8 @@ def agree_again(turn: Turn) -> None:
 
 
 def told(turn: Turn, event: ev.FactsTold) -> None:
-    """A node without a role has looked at itself again. Memory is not asked for any more: by now
-    it may hold copies.
+    """A node without a role has looked at itself again, or one with roles after a device error.
+    Memory is not asked for any more: by now it may hold copies.
     """
     state, fleet = turn.state, turn.state.fleet
     if event.node not in fleet.nodes:
@@ -102,6 +104,18 @@ def told(turn: Turn, event: ev.FactsTold) -> None:
     turn.state = state._replace(fleet=fleet.with_node(event.node, known))
     if event.node not in state.seats.nodes:
         look_again(turn, event.node, fresh=False)
+    elif event.facts.health.health is Health.OUT and event.node not in fleet.drains:
+        _move_away(turn, event.node, event.facts.health.text)
+
+
+def _move_away(turn: Turn, node: int, text: str) -> None:
+    """The roles of a node that trains go to a spare as soon as there is one; without one it goes
+    on, as it has so far.
+    """
+    cause = f"node {node} is put aside, its health command says: {text}"
+    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=FailureKind.DEVICE_ERROR)
+    turn.state = turn.state._replace(fleet=turn.state.fleet.draining(node))
+    consider_pause(turn)
 
 
 def look_again(turn: Turn, node: int, *, fresh: bool) -> None:

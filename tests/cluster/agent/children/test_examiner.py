@@ -94,12 +94,10 @@ def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("timeit", "-n1", "-r1", "while True: pass"), ("this",)])
-def test_what_cannot_be_found_out_stays_as_it_was(
-    command: tuple[str, ...], segments: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_found_out_stays_as_it_was(command: tuple[str, ...], segments: Path) -> None:
     """A process that hangs, and one that answers nothing of use."""
-    monkeypatch.setattr(module, "_LIMIT_SECONDS", 0.3 if command[0] == "timeit" else 30.0)
     made, sent = examiner(segments, 1, *command)
+    made._limit_seconds = 0.3 if command[0] == "timeit" else 30.0
     made._command = command
     asyncio.run(made.look())
     assert sent == []
@@ -112,7 +110,7 @@ def test_a_vault_that_does_not_answer_is_no_reason_to_end(segments: Path) -> Non
     async def ask(vault: FakeVault) -> Any:
         made, sent = examiner(segments, 1, vault=vault)
         made.probe(order)
-        await asyncio.gather(*made._probes)
+        await asyncio.gather(*made._tasks)
         return sent
 
     good = asyncio.run(ask(FakeVault()))

@@ -12,6 +12,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Inventory
 from deadpool_megatron.preflight.facts import HostFacts, Link
+from deadpool_megatron.preflight.health import Answer, Health
 from deadpool_megatron.preflight.judge import Standing
 from tests.cluster.machine.rig import Phase, Rig, g, nodes_of
 
@@ -169,6 +170,32 @@ def test_a_spare_becomes_weak_and_good_again() -> None:
     assert rig.state.fleet.avoid == frozenset()
     rig.feed(ev.FactsTold(0, OTHER))
     assert not rig.of(act.DropNode), "a node that trains is not judged"
+
+
+def test_a_node_whose_health_is_gone_gives_its_roles_to_a_spare() -> None:
+    """It is asked after a device error."""
+    sick = dataclasses.replace(GOOD, health=Answer(Health.OUT, "row remapping failed"))
+    rig = Rig(nodes=2, spares=1)
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.FactsTold(1, sick))
+    assert rig.state.fleet.drains == {1}
+    aside = rig.emitted(Kind.NODE_ASIDE)[0]
+    assert aside.data["cause"].endswith("its health command says: row remapping failed")
+    rig.feed(ev.FactsTold(1, sick))
+    assert not rig.emitted(Kind.NODE_ASIDE), "told once"
+    assert rig.state.phase is Phase.PAUSING
+
+
+def test_a_node_whose_health_is_gone_trains_on_while_there_is_no_spare() -> None:
+    rig = Rig(nodes=2, spares=0)
+    come(rig)
+    rig.journal()
+    rig.restored()
+    rig.feed(ev.FactsTold(1, dataclasses.replace(GOOD, health=Answer(Health.OUT, "ECC"))))
+    assert rig.state.phase is Phase.RUNNING
+    assert rig.state.fleet.drains == {1}
 
 
 def test_after_a_takeover_the_nodes_agree_again() -> None:
