@@ -63,6 +63,11 @@ class Settings:
         "most host memory for generations on each node: own slots, copies and parity blocks"
         " (0: as much as /dev/shm has)",
     )
+    extras_room_mb: float = _setting(
+        0.0,
+        "least room for what changes beside the optimizer's state (counters, log sums, buffers) of"
+        " each role, in 10^6 bytes (0: 1.5 times what it takes at the start, and 64 KiB)",
+    )
     shm_gb: float = _setting(
         0.0,
         "shared memory that a node needs, as 'deadpool plan' says: a node with less free when it"
@@ -248,6 +253,10 @@ class Settings:
                 )
         if not 0 <= self.memory_gb < 1e9:
             raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
+        if not 0 <= self.extras_room_mb < 1e6:
+            raise SettingsError(
+                f"--deadpool-extras-room-mb must be 0 or more, got {self.extras_room_mb:g}"
+            )
         if not 0 <= self.shm_gb < 1e9:
             raise SettingsError(f"--deadpool-shm-gb must be 0 or more, got {self.shm_gb:g}")
         self._check_choice("check", ("off", "facts", "links"))
@@ -384,6 +393,11 @@ class Settings:
     def memory_bytes(self) -> int:
         """Limit of a node's generations in bytes; 0: none."""
         return int(self.memory_gb * 1e9)
+
+    @property
+    def extras_room_bytes(self) -> int:
+        """Least room for the extras of a role at each boundary."""
+        return int(self.extras_room_mb * 1e6)
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back to an equal object."""

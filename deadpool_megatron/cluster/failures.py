@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+# Of a process, and of its run: what changes beside the optimizer's state is too large for its room.
+EXIT_EXTRAS_OUTGROWN = 76
+
 
 class FailureKind(StrEnum):
     """Why an epoch ended, or a node or process was lost."""

@@ -87,6 +87,9 @@ class Protection:
     extras_bytes_per_role: int = _key(
         "random states, counters, buffers of one role", 500_000, least=0
     )
+    extras_room_mb: float = _key(
+        "--deadpool-extras-room-mb: least room for them", Settings.extras_room_mb, least=0
+    )
 
     @property
     def survived(self) -> int:

@@ -24,14 +24,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import BOUNDARIES
 from deadpool_megatron.planning.keys import Plan
 from deadpool_megatron.planning.roles import Placement
 
 GIGA = 1e9
-# hooks/generations/layouts.py gives extras this much room to grow, at each boundary.
-_EXTRAS_GROWTH = 1.5
-_EXTRAS_PAGES = 64 << 10
 _GRADIENT_BYTES = 4.0
 # vault/core/pace.py: of the time from the seal to the gate, the part in which copies are over.
 _PACED_SHARE = 0.7
@@ -63,7 +61,8 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     what they hold as buddies; the slots that they make while they wait are made where there is room
     for them."""
     extras = plan.protection.extras_bytes_per_role
-    room = len(BOUNDARIES) * (int(extras * _EXTRAS_GROWTH) + _EXTRAS_PAGES)
+    least = int(plan.protection.extras_room_mb * 1e6)
+    room = len(BOUNDARIES) * extras_room_bytes(extras, least)
     slots = placement.slots
     unique, own, copies, out, into = (Counter[int]() for _ in range(5))
     for role in placement.roles:

@@ -49,7 +49,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
         )
     complete_state(loop.optimizer)
     parts = ShardState(loop.optimizer).parts
-    layout = role_layout(role, parts, 0, [role], 2, "")
+    layout = role_layout(role, parts, 64 << 10, [role], 2, "")
     made = make_skeleton(loop, parts, layout)
     assert not made.refusal, made.refusal
     write_skeleton(folder, made)

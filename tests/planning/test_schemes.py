@@ -14,7 +14,7 @@ from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16  # 16 roles, two on each of 8 nodes
 EXTRAS = 1000
-ROOM = 5 * (1500 + 65536)
+ROOM = 5 * (128 << 10)
 SLOTS = 2
 
 

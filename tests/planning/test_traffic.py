@@ -16,7 +16,7 @@ from tests.planning.plans import make
 
 SHARD = 12 * 10**10 // 16
 EXTRAS = 1000
-ROOM = 5 * (1500 + 65536)
+ROOM = 5 * (128 << 10)
 
 
 def loads_of(plan: Plan) -> dict[int, NodeLoad]:

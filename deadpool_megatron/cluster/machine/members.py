@@ -6,7 +6,12 @@ import signal
 from dataclasses import replace
 from typing import Any
 
-from deadpool_megatron.cluster.failures import FailureKind, kind_of_end, same_text
+from deadpool_megatron.cluster.failures import (
+    EXIT_EXTRAS_OUTGROWN,
+    FailureKind,
+    kind_of_end,
+    same_text,
+)
 from deadpool_megatron.cluster.machine import faults, protection
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.epoch.closing import (
@@ -14,6 +19,7 @@ from deadpool_megatron.cluster.machine.epoch.closing import (
     close,
     drop_node,
     note_failure,
+    save_and_end,
 )
 from deadpool_megatron.cluster.machine.epoch.ending import end_as_found
 from deadpool_megatron.cluster.machine.epoch.pausing import (
@@ -125,7 +131,12 @@ def _lost(turn: Turn, event: ev.MemberLost) -> None:
         end_as_found(turn, LastWords(EXIT_BAD_INPUT, event.last_line or cause))
         return
     if state.heard_epoch is not None and role is not None:
-        close(turn, failure)
+        if event.exit_code == EXIT_EXTRAS_OUTGROWN:
+            # Any other process in its place would end like that as well.
+            words = LastWords(EXIT_EXTRAS_OUTGROWN, event.last_line or cause, failure.kind)
+            save_and_end(turn, words)
+        else:
+            close(turn, failure)
         if not on_purpose:
             faults.crashed(turn, event.node, failure)
     elif state.phase is phases.Phase.GATHERING and failure.exited:

@@ -44,6 +44,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import TypeVar
 
 from deadpool_megatron import failpoints
@@ -73,6 +74,10 @@ _Answer = TypeVar("_Answer")
 
 class ProtectionError(RuntimeError):
     """A generation could not be handed to the vault; the message says why."""
+
+
+class ExtrasOutgrown(ProtectionError):
+    """No slot has room for the extras; the message names the setting that gives more."""
 
 
 @dataclass(frozen=True)
@@ -374,9 +379,11 @@ class Protection:
     def _check_room(self, extras: bytes, boundary: str) -> None:
         capacity = next(p.nbytes for p in self.layout.parts if p.name == extras_part(boundary))
         if len(extras) > capacity:
-            raise ProtectionError(
-                f"extras have grown to {len(extras)} bytes, room for {capacity}: state that grows"
-                " without bound in counters, log sums or buffers cannot be protected"
+            more = ceil(2 * len(extras) / 1e6)
+            raise ExtrasOutgrown(
+                "what changes beside the optimizer's state (counters, log sums, buffers) has grown"
+                f" to {len(extras)} bytes, there is room for {capacity}: go on with"
+                f" --deadpool-extras-room-mb {more}, or more if it still grows"
             )
 
     def _await_sealer(self) -> None:

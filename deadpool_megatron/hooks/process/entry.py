@@ -36,6 +36,7 @@ from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.hooks.leftovers import Leftovers
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
@@ -350,7 +351,7 @@ class EpochEntry(Stages):
         layout = role_layout(
             self.role,
             parts,
-            len(self._pristine),
+            extras_room_bytes(len(self._pristine), self._settings.extras_room_bytes),
             list(dist.get_process_group_ranks(group)),
             slots,
             self._loop.stage_class(),

@@ -28,11 +28,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.comms import CommunicatorFault, Communicators, EpochClosed
 from deadpool_megatron.hooks.checkpoints.durable_saves import DurableSaves
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
 from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
@@ -247,6 +249,10 @@ class Session:
             elif isinstance(error, NoRoom):
                 print(error, file=sys.stderr, flush=True)
                 sys.exit(EXIT_NO_ROOM)
+            elif isinstance(error, ExtrasOutgrown):
+                # Another process would come to the same: the state is saved, and the run ends.
+                print(error, file=sys.stderr, flush=True)
+                sys.exit(EXIT_EXTRAS_OUTGROWN)
             elif isinstance(error, SkeletonError | UnsupportedOptimizer):
                 raise error  # that this program cannot be protected is no consequence of anything
             elif isinstance(error, VaultError):

@@ -20,6 +20,16 @@ _ENTRY_BYTES = 32
 _FIXED_BYTES = 1024
 _PART_BYTES = 128
 _NUMBER_BYTES = 18
+_EXTRAS_GROWTH = 1.5
+_EXTRAS_STEP_BYTES = 64 << 10
+
+
+def extras_room_bytes(extras_bytes: int, least_bytes: int = 0) -> int:
+    """Room for the extras of one boundary that take so many bytes at the start: with some to grow
+    (longer counters, sums of losses that appear later), in coarse steps; at least ``least_bytes``.
+    """
+    wanted = max(int(extras_bytes * _EXTRAS_GROWTH) + _EXTRAS_STEP_BYTES, least_bytes)
+    return -(-wanted // _EXTRAS_STEP_BYTES) * _EXTRAS_STEP_BYTES
 
 
 def own_bytes(layout: RoleLayout) -> int:

@@ -149,7 +149,7 @@ class Rig:
             platform=platform,
             settings=self.settings,
             parts=parts,
-            layout=role_layout(0, parts, 100, [0, 1], 2 + self.settings.max_lag, "pp0"),
+            layout=role_layout(0, parts, 128 << 10, [0, 1], 2 + self.settings.max_lag, "pp0"),
             interrupt_fd=self.interrupt_fd,
             closed_epoch=lambda: self.closed,
             report_wait=lambda g, seconds, over: self.waits.append((g, over)),

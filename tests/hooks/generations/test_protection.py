@@ -12,10 +12,12 @@ import torch
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.layouts import role_layout
-from deadpool_megatron.hooks.generations.protection import ProtectionError
+from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
 from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 from tests.hooks.generations import protection_rig
 from tests.hooks.generations.protection_rig import (
@@ -250,9 +252,9 @@ def test_extras_that_outgrow_their_room_are_refused(make: Callable[..., Rig]) ->
     rig = make()
     rig.start()
     room = rig.protection.layout.parts[-1].nbytes
-    with pytest.raises(ProtectionError, match=f"grown to {room + 1} bytes, room for {room}"):
+    with pytest.raises(ExtrasOutgrown, match="go on with --deadpool-extras-room-mb 1, or more"):
         rig.protection.complete(bytes(room + 1))
-    with pytest.raises(ProtectionError, match="have grown"):
+    with pytest.raises(ExtrasOutgrown, match=f"{room + 1} bytes, there is room for {room}"):
         rig.protection.append(generation(0), "save", bytes(room + 1))
 
 
@@ -406,9 +408,12 @@ def test_a_driver_that_does_not_lock_memory_costs_speed_only(make: Callable[...,
 def test_layouts_of_equal_roles_are_interchangeable() -> None:
     def build(value: float, nbytes: int) -> Any:
         parts = [Part("shard0", [torch.full((5,), value)], (0,))]
-        return role_layout(0, parts, nbytes, [1, 0], 2, "pp0")
+        return role_layout(0, parts, extras_room_bytes(nbytes), [1, 0], 2, "pp0")
 
     one, other = build(1.0, 500), build(2.0, 520)
     assert one == other, "extras have room to grow, in coarse steps"
+    roomier = Settings(extras_room_mb=3).extras_room_bytes
+    assert 3_000_000 <= extras_room_bytes(500, roomier) < 3_000_000 + (64 << 10)
+    assert extras_room_bytes(3_000_000, roomier) > 4_500_000, "room to grow all the same"
     assert one.peers == (0, 1)
     assert one.shard_parts == ("shard0",)

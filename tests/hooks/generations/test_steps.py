@@ -201,8 +201,8 @@ def test_copies_of_an_interrupted_step_are_handed_out_to_be_waited_for() -> None
 
 def test_the_layout_has_room_for_steps_only_where_they_are_kept() -> None:
     rig = Rig()
-    plain = role_layout(0, [rig.part], 100, [0], 2, "pp0")
-    kept = role_layout(0, [rig.part], 100, [0], 2, "pp0", rig.keeper.layout_parts(0))
+    plain = role_layout(0, [rig.part], 128 << 10, [0], 2, "pp0")
+    kept = role_layout(0, [rig.part], 128 << 10, [0], 2, "pp0", rig.keeper.layout_parts(0))
     assert kept.layout_hash != plain.layout_hash
     assert kept.shard_parts == plain.shard_parts == ("shard0",)
     assert GRADIENTS in [part.name for part in kept.parts]

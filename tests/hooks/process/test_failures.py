@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.failures import EXIT_EXTRAS_OUTGROWN
 from deadpool_megatron.cluster.member.link import StopOrder
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.hooks.dimensions.dimension import PeerMismatch
+from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.leftovers import forget_frames
 from deadpool_megatron.hooks.process.entry import RestoreFailed
 from deadpool_megatron.hooks.process.session import drain_seconds
@@ -75,6 +77,22 @@ def test_an_exception_without_a_close_is_the_programs_own(rig: Rig) -> None:
     assert ended.__traceback__ is not None
     assert rig.said("drained") == []
     assert rig.entry.calls[-1] == "close"
+
+
+def test_extras_without_room_end_the_process_with_their_status(
+    rig: Rig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And with one line, the last one, which the coordinator repeats."""
+
+    def step() -> None:
+        raise ExtrasOutgrown("grown to 9 bytes, go on with more")
+
+    rig.entry.loop.acts[1] = step
+    rig.record(1)
+    ended = rig.result()
+    assert isinstance(ended, SystemExit)
+    assert ended.code == EXIT_EXTRAS_OUTGROWN
+    assert capfd.readouterr().err.endswith("grown to 9 bytes, go on with more\n")
 
 
 def test_an_exception_while_building_ends_the_process_at_once(rig: Rig) -> None:

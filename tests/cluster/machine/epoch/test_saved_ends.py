@@ -47,7 +47,20 @@ def no_spare(rig: Rig) -> None:
     rig.tick(rig.settings.spare_timeout_seconds)
 
 
-CAUSES = [(bug, 1), (nan, 4), (divergence, 3), (no_journal, 1), (slow_journal, 1), (no_spare, 75)]
+def outgrown(rig: Rig) -> None:
+    """Once: a process that follows would come to the same."""
+    rig.feed(ev.MemberLost(*rig.seat(1), exit_code=76, last_line="has grown to 900 bytes"))
+
+
+CAUSES = [
+    (bug, 1),
+    (nan, 4),
+    (divergence, 3),
+    (no_journal, 1),
+    (slow_journal, 1),
+    (no_spare, 75),
+    (outgrown, 76),
+]
 causes = pytest.mark.parametrize(("cause", "status"), CAUSES)
 
 
