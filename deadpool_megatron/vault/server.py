@@ -264,6 +264,7 @@ class _Connection:
             raise Refused(Refusal.EARLY)
         try:
             segment = room.ensure_copy(state, offer.layout, generation, wanted)
+            room.require_fit(segment, {name: size for name, size, _ in needed})
         except VaultError as error:
             raise Refused(Refusal.NO_ROOM, str(error)) from error
         slot = state.claim(segment, generation, offer.epoch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,14 @@ def test_puts_that_are_not_accepted(tmp_path: Path) -> None:
         assert refused(generation=Generation(0, 9)) == "abandoned lineage"
         other = make_layout(0, 999)
         assert refused(layout=other) == "no copy possible"
+        # The hash does not cover the room for extras: the copy has been made with less.
+        first, *others = LAYOUTS[0].parts
+        roomier = replace(LAYOUTS[0], parts=(replace(first, nbytes=2 * first.nbytes), *others))
+        assert refused(layout=roomier, nbytes=2 * first.nbytes) == "no copy possible"
         assert node.status()["holdings"] == before
         assert node.count("refused: stale") == 1
         assert node.count("refused: sender") == 2
-        assert node.count("refused") == 8  # early is no offence
+        assert node.count("refused") == 9  # early is no offence
         node.told(Kind.REFUSED, why="stale")
 
 

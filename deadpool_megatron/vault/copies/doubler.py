@@ -62,6 +62,7 @@ class Doubler(Sender):
         state = self._state
         names = [place.name for place in places]
         segment = room.ensure_copy(state, self._layout, generation, names)
+        room.require_fit(segment, {place.name: place.nbytes for place in places})
         slot = state.claim(segment, generation, self._epoch)
         if slot is None:
             return []

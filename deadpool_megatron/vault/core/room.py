@@ -15,7 +15,7 @@ Chains of steps are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout.cadence import successors_by
@@ -119,6 +119,17 @@ def reserve(
         if not give_back(state, generation):
             raise
         segment.reserve(names, [slot])
+
+
+def require_fit(segment: Segment, sizes: Mapping[str, int]) -> None:
+    """Raise NoRoom for a part that is larger than its place. A segment stays as it was made, while
+    layouts whose extras have other room count as the same."""
+    for name, nbytes in sizes.items():
+        if nbytes > segment.capacity(name):
+            raise NoRoom(
+                f"{segment.path.name} has room for {segment.capacity(name)} bytes of {name},"
+                f" not for {nbytes}"
+            )
 
 
 def own_come_first(state: VaultState) -> bool:

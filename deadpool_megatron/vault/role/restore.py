@@ -225,6 +225,7 @@ class Obtainer:
         """Copy what this node holds elsewhere: a copy of the role, or the slots of a process that
         played it here. Returns the wrong checksum of damaged bytes."""
         with self._target(layout, wanted) as (segment, slot):
+            room.require_fit(segment, {wanted.name: place.nbytes})
             self._open(segment, slot, wanted.name)
             target, source = segment.data(slot, wanted.name, place.nbytes), place.view
             digest, size = xxhash.xxh3_64(), self._state.settings.chunk_bytes
@@ -333,6 +334,7 @@ class Obtainer:
     ) -> Place | None:
         """Read a part into the slot; None when its bytes are damaged."""
         state, entry = self._state, dumped.entry(source, name)
+        room.require_fit(segment, {name: entry.nbytes})
         self._open(segment, slot, name)
         digest = xxhash.xxh3_64()
         view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
