@@ -12,8 +12,29 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+#: attributes that torch 2.15 has and torch 2.13 has not, of the same kind as the next ones
+NEWER_NOT_COMMUNICATION = frozenset(
+    {
+        "_add_ephemeral_timeout",
+        "get_backend",
+        "get_reconfigure_handle",
+        "new_window",
+        "reconfigure",
+        "register_abort_hook",
+        "register_post_hook",
+        "register_pre_hook",
+        "supports_abort_hooks",
+        "supports_completion_hooks",
+        "supports_reconfigure",
+        "supports_window",
+        "unregister_abort_hook",
+        "unregister_post_hook",
+        "unregister_pre_hook",
+    }
+)
+
 #: attributes of ProcessGroup that start no operation and return no Work
-NOT_COMMUNICATION = frozenset(
+NOT_COMMUNICATION = NEWER_NOT_COMMUNICATION | frozenset(
     {
         "BackendType",
         "CUSTOM",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import threading
 import time
@@ -246,8 +247,9 @@ def stock_batch(member: Member) -> bool:
     value = torch.ones(2)
     peer = 1 - member.rank
     ops = [dist.P2POp(dist.isend, value, peer), dist.P2POp(dist.irecv, torch.zeros(2), peer)]
-    with pytest.raises(RuntimeError, match="unbatched"):
-        stock(ops)
+    if "isinstance(group, ProcessGroup)" not in inspect.getsource(stock):  # torch 2.13
+        with pytest.raises(RuntimeError, match="unbatched"):
+            stock(ops)
     works = dist.batch_isend_irecv(ops)
     assert len(works) == 1
     works[0].wait()

@@ -222,6 +222,9 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "reduce_scatter_single_coalesced": _each(_scatter_single),
     "reduce_scatter_tensor_coalesced": _each(_scatter_single),
     "gather": _gather,
+    # Empty but at the root.
+    "gather_single": _gather_single,
+    "gather_into_tensor": _gather_single,
     "scatter": _scatter,
     "broadcast": _broadcast,
     "recv": _receive,

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deadpool_megatron.comms.groups.detached import DetachedGroup
+from deadpool_megatron.comms.groups.stand_in import NAME_IN_CPP, show_stand_in
 from deadpool_megatron.comms.inner import GroupSpec, InnerGroup
 from deadpool_megatron.comms.operations import COMMUNICATION
 
@@ -46,6 +47,7 @@ class ReconfigurableGroup(ProcessGroup):
         options: Any,
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        show_stand_in(self, rank, len(ranks))
         self.ranks = ranks
         self.transport = transport
         self.requested = requested
@@ -103,7 +105,7 @@ class ReconfigurableGroup(ProcessGroup):
         return len(self.ranks)
 
     def getBackendName(self) -> str:
-        return self.requested
+        return NAME_IN_CPP
 
     def getGroupName(self) -> str:
         return self._name
@@ -111,7 +113,7 @@ class ReconfigurableGroup(ProcessGroup):
     def name(self) -> str:
         return self.requested
 
-    # The base class keeps the name in its backends, of which there are none here.
+    # The base class keeps the name in its backends, and none here knows it.
     @property
     def group_name(self) -> str:  # type: ignore[override]
         return self._name
@@ -140,6 +142,10 @@ class ReconfigurableGroup(ProcessGroup):
         if torch.device(device).type not in {self._device.type, "cpu"}:
             raise RuntimeError(f"no backend for device {device} in group {self.description}")
         return self.inner.backend()
+
+    # Its name from torch 2.15 on.
+    def get_backend(self, device: torch.device) -> Any:
+        return self._get_backend(device)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Timeout of later operations; remembered over exchanges of the inner group."""
