@@ -1,6 +1,7 @@
 """The operations of one epoch: how they are waited for, left, and cleared away.
 
 epoch    its flag, its operations in flight, and how it is closed
+futures  their futures, which end with the epoch
 works    the Work objects that callers get
 waiters  blocking calls that can be left
 asleep   whether a thread of gloo sleeps, so that what it does cannot proceed

@@ -94,8 +94,8 @@ class Epoch:
 
     ``closed`` is set once and never cleared; ``in_flight`` maps a serial number to operations that
     nobody has waited for, ``abandoned`` holds those whose wait was left, ``waits`` maps a thread id
-    to what it waits in. Dictionaries are only touched by single operations, atomic in CPython, so
-    the hot path takes no lock.
+    to what it waits in, ``ends`` holds what to call at the close. Dictionaries are only touched by
+    single operations, atomic in CPython, so the hot path takes no lock.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Epoch:
         self.in_flight: dict[int, Pending] = {}
         self.abandoned: list[Pending] = []
         self.waits: dict[int, Waiting] = {}
+        self.ends: dict[int, Callable[[], None]] = {}
         self.fabrics: list[Fabric] = []
         self.fabric_of: dict[str, Fabric] = {}
         self.groups: list[InnerGroup] = []
@@ -136,6 +137,8 @@ class Epoch:
         self.pool.wake_all()
         self.abort()
         self.pool.wake_all()
+        for end in list(self.ends.values()):
+            end()
 
     def retire(self) -> None:
         """Set the flag without harming peers that may still be reading: a planned change."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch, Stuck
+from deadpool_megatron.comms.in_flight.futures import ending_with
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter
 from deadpool_megatron.comms.operations import RECEIVES, tensors_in
 
@@ -75,8 +76,8 @@ class SeamWork(dist.Work):
         self.inner.block_current_stream()
 
     def get_future(self) -> Any:
-        """The inner future; a wait on it ends with the operation, not with the epoch."""
-        return self.inner.get_future()
+        """The inner future; a wait on it ends with the operation, or with the epoch."""
+        return ending_with(self.epoch, self.inner.get_future(), self.operation)
 
     def get_future_result(self) -> Any:
         return self.inner.get_future_result()
