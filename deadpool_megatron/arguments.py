@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from deadpool_megatron.hookpoints import FLAG
 from deadpool_megatron.refusals.unreviewed import ALLOW_UNREVIEWED
-from deadpool_megatron.settings import Settings, flag_name
+from deadpool_megatron.settings import NCCL_DEFAULTS, Settings, flag_name
 
 ALLOW_UNTESTED = "--deadpool-allow-untested-megatron"
 
@@ -45,22 +45,33 @@ def add_arguments(
         )
     for entry in dataclasses.fields(Settings):
         default = entry.default if defaults is None else getattr(defaults, entry.name)
+        kind, shown = type(default), repr(default)
+        if defaults is None and entry.name in NCCL_DEFAULTS:
+            default, shown = None, f"{default!r}, with NCCL {NCCL_DEFAULTS[entry.name]!r}"
         group.add_argument(
             flag_name(entry.name),
             *_ALIASES.get(entry.name, ()),
             dest=f"{_PREFIX}{entry.name}",
-            type=type(default),
+            type=kind,
             default=default,
-            metavar=_UNITS.get(entry.name.rsplit("_", 1)[-1], _METAVARS[type(default)]),
-            help=f"{entry.metadata['help']} (default: {default!r})".replace("%", "%%"),
+            metavar=_UNITS.get(entry.name.rsplit("_", 1)[-1], _METAVARS[kind]),
+            help=f"{entry.metadata['help']} (default: {shown})".replace("%", "%%"),
         )
 
 
-def settings_from(namespace: argparse.Namespace) -> Settings:
-    """The settings in parsed arguments. Raises SettingsError with one clear line."""
-    return Settings(
-        **{f.name: getattr(namespace, f"{_PREFIX}{f.name}") for f in dataclasses.fields(Settings)}
-    )
+def communicator_in(namespace: argparse.Namespace) -> str:
+    """The communication library that parsed arguments name."""
+    return str(getattr(namespace, f"{_PREFIX}communicator"))
+
+
+def settings_from(namespace: argparse.Namespace, *, nccl: bool = False) -> Settings:
+    """The settings in parsed arguments; ``nccl``: communicators will be NCCL's, which have other
+    defaults. Raises SettingsError with one clear line.
+    """
+    names = [entry.name for entry in dataclasses.fields(Settings)]
+    values = {name: getattr(namespace, f"{_PREFIX}{name}") for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    return Settings(**{**(NCCL_DEFAULTS if nccl else {}), **given})
 
 
 def put_into(namespace: argparse.Namespace, values: Mapping[str, Any]) -> None:

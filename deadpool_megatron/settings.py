@@ -126,9 +126,6 @@ class Settings:
     close_seconds: float = _setting(
         10.0, "limit for members to leave a closed epoch; who is later is killed and replaced"
     )
-    drain_seconds: float = _setting(
-        2.0, "limit for abandoned communication to finish before its process is replaced"
-    )
     adopt_seconds: float = _setting(120.0, "limit for a spare to build its new role")
     rebuild_seconds: float = _setting(60.0, "limit for connecting all groups of a new epoch")
     restore_seconds: float = _setting(120.0, "limit for fetching, checking and loading state")
@@ -373,6 +370,11 @@ class Settings:
                 )
 
     @property
+    def drain_seconds(self) -> float:
+        """Abandoned communication on a CPU, and threads that are left, end in it or never."""
+        return self.close_seconds / 5
+
+    @property
     def gather_seconds(self) -> float:
         """After a close, a node that has not told what it holds for so long is given up: longer
         than its agent takes when everything there has to be killed.
@@ -417,9 +419,13 @@ class Settings:
         return Settings.from_json(environment.get(ENVIRONMENT_NAME, "{}"))
 
 
+#: Other defaults where communicators are NCCL's. An abort takes 0.5 s and 10 ms for each operation
+#: that is pending (as NVRx has measured), after whatever the device had to do before them. The
+#: first communicator of a process takes up to a minute (nccl#1646), and a member has tens of them.
+NCCL_DEFAULTS: Mapping[str, float] = {"close_seconds": 40.0, "rebuild_seconds": 180.0}
+
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
-
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 
@@ -434,7 +440,6 @@ _LADDER: tuple[tuple[str, str, float, str], ...] = (
     ("health_seconds", "start_seconds", 1, "a node's health is asked before its members start"),
     ("node_silence_seconds", "hang_seconds", 1, "a lost node is not a hang"),
     ("hang_seconds", "first_step_seconds", 1, "the first step takes longer than later ones"),
-    ("drain_seconds", "close_seconds", 2, "draining is part of leaving the epoch"),
     ("close_seconds", "operation_timeout_seconds", 1, "a survivor waits for the close in it"),
     ("close_seconds", "rebuild_seconds", 1, "a failure during rebuild has to be closed in it"),
 )

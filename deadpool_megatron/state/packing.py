@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Start of each tensor in a part. 64 is a cache line and enough for every dtype and vector width.
 ALIGNMENT_BYTES = 64
+ARENA_BYTES = 256 << 20
 
 
 def aligned(nbytes: int) -> int:
@@ -105,12 +106,15 @@ def _view(buffer: memoryview, offset: int, like: Tensor) -> Tensor:
 
 
 def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Re-point tensors that own their storage to slices of one flat arena per dtype and device.
+    """Re-point tensors that own their storage to slices of flat arenas, by dtype and device.
 
     Thousands of small optimizer tensors become a few large ones, so that a snapshot is a few copies
-    and no loop. Returns what now covers the same bytes: the arenas, then the tensors that are views
-    of somebody else's storage (an fp32 distributed optimizer's shards of the parameter buffer) and
-    stay where they are. The tensor objects stay the same; only their storage changes.
+    and no loop. An arena is of 256 MiB at most, and the memory of what went into it is free before
+    the next one is made: no more than that is there twice. A larger tensor stays as it is.
+
+    Returns what now covers the same bytes: the arenas, then the tensors that are views of somebody
+    else's storage (an fp32 distributed optimizer's shards of the parameter buffer) and stay where
+    they are. The tensor objects stay the same; only their storage changes.
     """
     movable: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     rest: list[Tensor] = []
@@ -119,8 +123,23 @@ def move_into_arenas(tensors: Sequence[Tensor]) -> list[Tensor]:
             movable.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
             rest.append(tensor)
-    arenas = [_fill_arena(group) for group in movable.values()]
+    arenas = [_fill_arena(some) for group in movable.values() for some in _by_arena(group)]
     return [*arenas, *rest]
+
+
+def _by_arena(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """In order, as many as fit into one arena each time."""
+    some: list[Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        size = aligned(tensor.numel() * tensor.element_size())
+        if some and nbytes + size > ARENA_BYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append(tensor)
+        nbytes += size
+    if some:
+        yield some
 
 
 def _owns_storage(tensor: Tensor) -> bool:
@@ -133,6 +152,8 @@ def _owns_storage(tensor: Tensor) -> bool:
 
 
 def _fill_arena(tensors: Sequence[Tensor]) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
     item = tensors[0].element_size()
     starts, end = [], 0
     for tensor in tensors:

@@ -34,7 +34,6 @@ _STACKS_SECONDS = 1.0
 _IMPORTED = ("deadpool_megatron.cli.start.run", "deadpool_megatron.cli.start.agent")
 FAST = (
     *("--deadpool-close-seconds", "6"),
-    *("--deadpool-drain-seconds", "1"),
     *("--deadpool-freeze-seconds", "1.5"),
     *("--deadpool-node-silence-seconds", "2"),
     *("--deadpool-fence-seconds", "1.5"),

@@ -6,6 +6,7 @@ ranks for different hosts (socket transport on loopback), which is slow but real
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing as mp
 import os
 import signal
@@ -43,11 +44,11 @@ def play(rank: int, epoch: int, folder: str, orders: Connection) -> None:
     from deadpool_megatron.comms import Communicators, EpochClosed
     from deadpool_megatron.hooks.process.session import drain_seconds
     from deadpool_megatron.platform.cuda import CudaPlatform
-    from deadpool_megatron.settings import Settings
+    from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 
     torch.cuda.set_device(rank % torch.cuda.device_count())
     # The limit that a member has.
-    limit = drain_seconds("nccl", Settings())
+    limit = drain_seconds("nccl", dataclasses.replace(Settings(), **NCCL_DEFAULTS))
     communicators = Communicators("nccl", close_wait_seconds=30.0, drain_seconds=limit)
     platform = CudaPlatform()
     communicators.install()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.state import packing
 from deadpool_megatron.state.packing import Part, move_into_arenas
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
@@ -58,19 +61,40 @@ def test_a_buffer_too_small_is_refused() -> None:
 
 
 def test_arenas_keep_the_objects_and_move_the_storage() -> None:
-    owner = torch.arange(6.0).view(2, 3)
+    owner, other = torch.arange(6.0).view(2, 3), torch.ones(4)
     half = torch.arange(5, dtype=torch.bfloat16)
     base = torch.arange(8.0)
     view = base[2:5]
-    moved = move_into_arenas([owner, view, half])
+    moved = move_into_arenas([owner, other, view, half])
     assert len(moved) == 3
+    assert moved[1] is half, "alone of its kind"
     assert moved[2] is view
     owner.mul_(2)
     assert moved[0][:6].tolist() == [0, 2, 4, 6, 8, 10]
-    assert half.tolist() == list(range(5))
-    assert moved[1].dtype == torch.bfloat16
+    assert moved[0][16:20].tolist() == [1, 1, 1, 1]
     view.add_(1)
     assert base[2].item() == 3
+
+
+def test_no_more_than_one_arena_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a large shard does not fit into a device's memory a second time."""
+    monkeypatch.setattr(packing, "ARENA_BYTES", 4096)
+    tensors = [torch.full((256,), float(number)) for number in range(16)]  # 1024 bytes each
+    large = torch.zeros(2048)
+    before = [tensor.data_ptr() for tensor in tensors]
+    unmoved: list[int] = []
+
+    def zeros(*args: Any, **options: Any) -> torch.Tensor:
+        pairs = zip(tensors, before, strict=True)
+        unmoved.append(sum(tensor.data_ptr() == at for tensor, at in pairs))
+        return torch.empty(*args, **options).zero_()
+
+    monkeypatch.setattr(packing.torch, "zeros", zeros)
+    moved = move_into_arenas([*tensors[:8], large, *tensors[8:]])
+    assert unmoved == [16, 12, 8, 4]
+    assert [arena.numel() for arena in moved] == [1024, 1024, 2048, 1024, 1024]
+    assert moved[2] is large
+    assert [t[0].item() for t in tensors] == list(range(16))
 
 
 def test_optimizer_goes_on_exactly_in_arenas() -> None:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
+
+
+def will_be_nccl(communicator: str, environment: Mapping[str, str]) -> bool:
+    """Returns whether training processes with this environment will communicate by NCCL; limits
+    of time follow from it.
+    """
+    return communicator == "nccl" or (communicator == "auto" and bool(visible_gpus(environment)))
 
 
 def gpus_to_share(

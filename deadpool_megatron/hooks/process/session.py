@@ -57,7 +57,7 @@ EXIT_UNCLEAN = 71
 EXIT_NO_ROOM = 2
 _LOOK_SECONDS = 0.05
 # Twice, and the word has to be with the agent in time.
-_DRAIN_SHARE_OF_CLOSE = 0.45
+_NCCL_SHARE = 0.45
 
 
 class Session:
@@ -404,10 +404,7 @@ class Session:
 def drain_seconds(kind: str, settings: Settings) -> float:
     """Limit for the end of abandoned communication, and again for the device to come to rest.
 
-    gloo comes to its end at once or not at all. NCCL's aborts take 0.5 s and 10 ms for each pending
-    operation (as NVRx has measured), and before that comes whatever the device had to do: they get
-    as long as the agent waits for this process.
+    gloo comes to its end at once or not at all. With NCCL both together get nearly all of the time
+    for which the agent waits for this process.
     """
-    if kind == "gloo":
-        return settings.drain_seconds
-    return max(settings.drain_seconds, _DRAIN_SHARE_OF_CLOSE * settings.close_seconds)
+    return settings.drain_seconds if kind == "gloo" else _NCCL_SHARE * settings.close_seconds

@@ -66,7 +66,7 @@ def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SC
         (("--deadpool-protection", "twice"), "must be one of buddy, parity, local"),
         (("--spares", "-1"), "--spares must be at least 0"),
         (("--refill", "-1"), "--refill must be at least 0"),
-        (("--deadpool-close-seconds", "1"), "--deadpool-close-seconds (1 s) must be at least"),
+        (("--deadpool-close-seconds", "90"), "--deadpool-operation-timeout-seconds (60 s) must be"),
         (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
         (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
         (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
@@ -140,7 +140,7 @@ def test_run_directory_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def old_run(path: Path, world_size: int = 2) -> RunDirectory:
     run = RunDirectory(path)
-    brief = Settings(drain_seconds=0.1, close_seconds=0.2)
+    brief = Settings(close_seconds=0.2)
     info = RunInfo("01d01d01", world_size, world_size, 0, 1, ("x.py",), brief, "/dev/shm/x")
     run.create(info)
     return run

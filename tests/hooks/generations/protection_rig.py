@@ -142,7 +142,7 @@ class Rig:
         self.warnings: list[str] = []
         self.tensors = [torch.arange(100.0), torch.arange(7.0)]
         parts = [Part(f"shard{i}", [tensor], (0,)) for i, tensor in enumerate(self.tensors)]
-        quick = {"close_seconds": 0.3, "drain_seconds": 0.1, **settings}
+        quick = {"close_seconds": 0.5, **settings}
         self.settings = dataclasses.replace(Settings(), **quick)
         self.protection = Protection(
             vault=self.vault,  # type: ignore[arg-type]

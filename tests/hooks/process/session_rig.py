@@ -31,7 +31,7 @@ SECONDS = 10.0
 SEAT = Seat(0, 0, 0)
 ELSEWHERE = Seat(1, 0, 0)
 QUICK = dataclasses.replace(
-    Settings(), close_seconds=0.4, drain_seconds=0.1, beat_interval_seconds=0.02, hash_interval=1
+    Settings(), close_seconds=0.5, beat_interval_seconds=0.02, hash_interval=1
 )
 
 
