@@ -1,4 +1,6 @@
-"""Parity blocks of roles of 64 MB on loopback: ``python -m tests.vault.parity.bench_making``.
+"""What it costs to make parity blocks, of roles of 64 MB on loopback.
+
+    .venv/bin/python scripts/bench/parity_making.py
 
 Processor seconds of the vaults for each GB of shards, everything in; figures of a shared machine
 with two cores say something about the software only. Prints a line for each group.
@@ -6,15 +8,19 @@ with two cores say something about the software only. Prints a line for each gro
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common.machine import ROOT
 
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
+
+sys.path.insert(0, str(ROOT))  # the vaults are driven as in the tests
 from tests.vault.harness import Cluster, Member, cluster, make_layout
 
 BYTES = 64 << 20

@@ -1,6 +1,6 @@
 """One lost role from parity and from a buddy's copy.
 
-``python -m tests.vault.parity.bench_decoding``.
+    .venv/bin/python scripts/bench/parity_decoding.py [--megabytes N] [--rounds N]
 
 Real vault processes on loopback with segments written by hand; the two ways take turns, each time
 on another spare. Figures of a shared machine with two cores say something about the software only,
@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,11 +22,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from common.machine import ROOT
 
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
 from deadpool_megatron.layout.records import Restore, Seat, Source
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.parity.erasure import Coder
+
+sys.path.insert(0, str(ROOT))  # the vaults are driven as in the tests
 from tests.vault.harness import Cluster, Member
 from tests.vault.parity.coded import CodedGroup
 
