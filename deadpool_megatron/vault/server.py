@@ -174,12 +174,14 @@ class Server:
 
 @dataclass(frozen=True)
 class _Offer:
-    """Parts of a generation that the vault of its role has: name -> (bytes, checksum)."""
+    """Parts of a generation that the vault of its role has: name -> (bytes, checksum).
+    ``elsewhere``: name, bytes and checksum of those that it does not send."""
 
     epoch: int
     generation: Generation
     layout: RoleLayout
     parts: Mapping[str, tuple[int, int]]
+    elsewhere: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def role(self) -> int:
@@ -276,6 +278,8 @@ class _Connection:
                 room.reserve(state, segment, wanted, slot, generation)
             except VaultError as error:
                 raise Refused(Refusal.NO_ROOM, str(error)) from error
+            # Before the extras are sealed: with them there is what the shards have to be like.
+            state.note_elsewhere(segment, slot, offer.elsewhere, offer.epoch)
             self._channel.send({"t": "need", "parts": wanted})
             return self._intake.take(segment, slot, needed, offer.epoch)
         finally:
@@ -308,9 +312,15 @@ class _Connection:
         if layout is None or layout.role != role or layout.layout_hash != message["layout_hash"]:
             raise Refused(Refusal.WRONG_LAYOUT)
         capacities = {part.name: part.nbytes for part in layout.parts}
-        if any(not 0 <= size <= capacities.get(name, -1) for name, (size, _) in parts.items()):
+        elsewhere = tuple(
+            (str(name), int(size), int(digest))
+            for name, size, digest in message.get("elsewhere", ())
+        )
+        sizes = [(name, size) for name, (size, _) in parts.items()]
+        sizes += [(name, size) for name, size, _ in elsewhere]
+        if any(not 0 <= size <= capacities.get(name, -1) for name, size in sizes):
             raise Refused(Refusal.WRONG_PART)
-        return _Offer(epoch, generation, layout, parts)
+        return _Offer(epoch, generation, layout, parts, elsewhere)
 
     def _open_record(self, epoch: int) -> EpochRecord:
         """The record of an epoch that is open. Raises Refused."""
@@ -333,17 +343,19 @@ class _Connection:
         with self._state.lock:
             table = self._state.table
             layout = table.layout(role)
-            parts = {}
+            parts, elsewhere = {}, dict[str, tuple[int, int]]()
             if layout is not None and asked is not None:
                 generation = Generation.from_list(asked)
                 parts = {
                     part.name: table.find(role, generation, part.name) for part in layout.parts
                 }
+                elsewhere = table.elsewhere(role, generation)
         held = [
             [name, found[0].nbytes, found[0].checksum] for name, found in parts.items() if found
         ]
         described = layout.to_dict() if layout else None
-        self._channel.send({"t": "layout", "layout": described, "parts": held})
+        others = [[name, *vouched] for name, vouched in elsewhere.items()]
+        self._channel.send({"t": "layout", "layout": described, "parts": held, "elsewhere": others})
 
     def _fetch(self, message: Mapping[str, Any]) -> None:
         epoch, node, role = (int(message[key]) for key in ("epoch", "node", "role"))

@@ -3,8 +3,9 @@
 Nothing is queued: what is owed follows from the table and the ledger, so a broken connection, a
 stopped or restarted buddy and a restart of this vault all resume by looking again.
 
-One put: ``put`` with the parts on offer, ``need`` with those the buddy lacks, their raw bytes in
-that order, ``sealed``. The bytes go from the mapped slot to the socket without a copy in Python.
+One put: ``put`` with the parts on offer and the checksums of those that peers hold anyway,
+``need`` with those the buddy lacks, their raw bytes in that order, ``sealed``. The bytes go from
+the mapped slot to the socket without a copy in Python.
 
 Each of several buddies is sent its own copy, by a thread of its own: none waits for another.
 """
@@ -43,7 +44,8 @@ class Shipper(Sender):
         with self._state.lock:
             follows = self._state.steps.follows(self._layout.role, generation)
         base = None if follows is None else follows.to_list()
-        channel.send(self._offered("put", work, follows=base))
+        elsewhere = self._state.elsewhere(self._layout, generation)
+        channel.send(self._offered("put", work, follows=base, elsewhere=elsewhere))
         answer = channel.receive()
         if refused := Refused.in_answer(answer):
             return self._refused(refused, generation, places)

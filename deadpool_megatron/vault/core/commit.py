@@ -90,6 +90,14 @@ class Ledger:
             }
         return owed
 
+    def elsewhere(self, layout: RoleLayout) -> list[str]:
+        """Shard parts that reach no other node, as peers hold the same bytes."""
+        return [
+            part.name
+            for part in layout.parts
+            if part.name in layout.shard_parts and self._covered(layout, part.replicas)
+        ]
+
     def exposed(self, layout: RoleLayout) -> bool:
         """True when something has to be shipped and fewer nodes are left for it than are wanted."""
         wanted = self._record.replicas

@@ -186,7 +186,8 @@ def _unneeded(segment: Segment, slot: int, owed: Collection[str], *, is_old: boo
     names = []
     for part in segment.layout.parts:
         entry = segment.entry(slot, part.name)
-        is_sealed = segment.state(slot) is SlotState.SEALED and entry.state is PartState.SEALED
+        vouched_for = entry.state in (PartState.SEALED, PartState.ELSEWHERE)
+        is_sealed = segment.state(slot) is SlotState.SEALED and vouched_for
         if part.name in owed or (is_sealed and not is_old):
             continue
         segment.invalidate_part(slot, part.name, PartState.ABSENT)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from deadpool_megatron import failpoints
@@ -328,6 +328,22 @@ class VaultState:
                 if places := [there[0] for there in found if there]:
                     return generation, places
             return None
+
+    def elsewhere(self, layout: RoleLayout, generation: Generation) -> list[tuple[str, int, int]]:
+        """Name, bytes and checksum of the own parts that are not shipped, as peers hold them."""
+        with self.lock:
+            names = () if self.ledger is None else self.ledger.elsewhere(layout)
+            found = (self.table.find(layout.role, generation, name) for name in names)
+            return [(there[0].name, there[0].nbytes, there[0].checksum) for there in found if there]
+
+    def note_elsewhere(
+        self, segment: Segment, slot: int, parts: Iterable[tuple[str, int, int]], epoch: int
+    ) -> None:
+        """Keep what the owner of a copy vouches for of parts that are not in it."""
+        with self.lock:
+            for name, nbytes, digest in parts if self.is_open(epoch) else ():
+                if segment.entry(slot, name).state is PartState.ABSENT:
+                    segment.note_part(slot, name, nbytes, digest, epoch)
 
     def shipped(self, role: int, nbytes: int, epoch: int) -> None:
         """So many bytes of a role have been sent to protect it."""

@@ -51,3 +51,16 @@ def ask(
     if len(found) != len(parts):
         raise WireError(f"{len(found)} parts instead of {len(parts)}")
     return found
+
+
+def ask_elsewhere(
+    channel: Channel, source: Source, generation: Generation
+) -> dict[str, tuple[int, int]]:
+    """Returns size (bytes) and checksum, as the owner had them, of the parts of a generation that
+    a copy lacks because peers of the role hold the same bytes.
+
+    Raises what :meth:`Channel.receive` raises.
+    """
+    channel.send({"t": "describe", "role": source.role, "generation": generation.to_list()})
+    found = channel.receive()["elsewhere"]
+    return {str(name): (int(nbytes), int(checksum)) for name, nbytes, checksum in found}

@@ -81,6 +81,8 @@ class Obtainer:
         self._seat = record.seats[role]
         self._channels: dict[int, Channel] = {}
         self._silent: set[int] = set()
+        # Bytes and checksum that the role itself had, of parts that peers hold in its place.
+        self._vouched: dict[str, tuple[int, int]] = {}
         self._decoder = Decoder(state, record, role, self._supply, self._target, self._seal)
 
     def describe(self) -> RoleLayout | None:
@@ -150,7 +152,12 @@ class Obtainer:
         return wanted
 
     def _names(self, layout: RoleLayout) -> tuple[str, ...]:
-        return (*layout.shard_parts, extras_part(self._record.restore.boundary))
+        # Extras first: who has them knows what the others have to be like.
+        return (self._extras, *layout.shard_parts)
+
+    @property
+    def _extras(self) -> str:
+        return extras_part(self._record.restore.boundary)
 
     @property
     def _replay_sources(self) -> Mapping[Generation, Mapping[str, tuple[Source, ...]]]:
@@ -207,6 +214,7 @@ class Obtainer:
         """Checked bytes that this node holds for the role itself, laid out as it wants them."""
         with self._state.lock:
             places = self._state.table.find(self._role, wanted.generation, wanted.name)
+            self._vouched |= self._state.table.elsewhere(self._role, wanted.generation)
         for place in places:
             if place.segment.layout.layout_hash != layout.layout_hash:
                 continue
@@ -242,6 +250,8 @@ class Obtainer:
         if source == Source(self._state.node, self._role):
             return self._find(layout, wanted)
         channel = self._channel(source.node)
+        if wanted.name == self._extras:
+            self._vouched |= fetch.ask_elsewhere(channel, source, wanted.generation)
         try:
             ((nbytes, expected),) = fetch.ask(
                 channel,
@@ -271,6 +281,12 @@ class Obtainer:
         if not 0 <= nbytes <= segment.capacity(name):
             self._forget(source.node)
             raise _Hopeless(f"part of {nbytes} bytes does not fit")
+        vouched = self._vouched.get(name, (nbytes, expected))
+        if (nbytes, expected) != vouched:
+            self._forget(source.node)
+            where = f"role {source.role} on node {source.node}"
+            state.reports.corruption(self._role, generation, name, where, vouched[1], expected)
+            raise _Hopeless("not the bytes that the role had")
         self._open(segment, slot, name)
         found = receive_part(channel, segment, slot, name, nbytes)
         if found != expected:

@@ -72,6 +72,7 @@ class PartState(IntEnum):
     FILLED = 1  # the member has finished; no checksum yet
     SEALED = 2
     BAD = 3  # the checksum did not match when it was read again
+    ELSEWHERE = 4  # other roles hold the bytes; the checksum is that of the owner
 
 
 # What the words mean. Anything else was stored by nobody of ours, and vouches for nothing.
@@ -405,11 +406,20 @@ class Segment:
 
     def seal_part(self, slot: int, name: str, nbytes: int, digest: int, epoch: int) -> None:
         """Vouch for the bytes of a part."""
+        self._vouch(slot, name, nbytes, digest, epoch, PartState.SEALED)
+
+    def note_part(self, slot: int, name: str, nbytes: int, digest: int, epoch: int) -> None:
+        """Keep what the owner vouches for of an ABSENT part, whose bytes are elsewhere."""
+        self._vouch(slot, name, nbytes, digest, epoch, PartState.ELSEWHERE)
+
+    def _vouch(
+        self, slot: int, name: str, nbytes: int, digest: int, epoch: int, state: PartState
+    ) -> None:
         words, base = self._slots[slot], self._entry(name)
         self._store(words, base + _E_NBYTES, nbytes)
         self._store(words, base + _E_CHECKSUM, digest ^ self._identity(slot, name))
         self._store(words, base + _E_EPOCH, epoch)
-        self._store(words, base + _E_STATE, PartState.SEALED)
+        self._store(words, base + _E_STATE, state)
 
     def set_state(self, slot: int, state: SlotState) -> None:
         """SEALED after the parts of a FILLED slot were sealed; EMPTY to drop a generation."""

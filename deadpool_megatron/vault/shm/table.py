@@ -157,6 +157,16 @@ class Table:
         """Names of the parts of a generation that are sealed somewhere on this node."""
         return {n for s in self.sealed(role) if s.generation == generation for n in s.parts}
 
+    def elsewhere(self, role: int, generation: Generation) -> dict[str, tuple[int, int]]:
+        """Bytes and checksum, as the role had them, of the parts that other roles hold for it."""
+        return {
+            part.name: (entry.nbytes, entry.checksum)
+            for slot in self.sealed(role)
+            if slot.generation == generation
+            for part in slot.segment.layout.parts
+            if (entry := slot.segment.entry(slot.slot, part.name)).state is PartState.ELSEWHERE
+        }
+
     def holdings(self) -> tuple[Holding, ...]:
         """Everything sealed, one entry for each role and generation."""
         united: dict[tuple[int, Generation], set[str]] = {}

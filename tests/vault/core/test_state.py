@@ -296,7 +296,7 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     network = FakeNetwork()
     theirs = network.transport("h", 1, 10.0)
     assert state.record is not None
-    sources = {0: {"shard": (Source(1, 0),)}}
+    sources = {0: {"extras@step": (Source(1, 0),)}}
     restore = Restore("memory", RESTORED, sources=sources)
     record = replace(state.record, restore=restore, seats={0: Seat(0, 0, 1)})  # it has no slots
     obtainer = Obtainer(state, network.transport("here", 2, 10.0), record, 0)
@@ -305,6 +305,8 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     def refuse() -> None:
         channel = theirs.accept(10.0)
         assert channel is not None
+        assert channel.receive()["t"] == "describe"
+        channel.send({"t": "layout", "layout": None, "parts": [], "elsewhere": []})
         assert channel.receive()["t"] == "fetch"
         channel.send({"t": "refused", "why": "not held"})
 

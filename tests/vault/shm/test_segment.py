@@ -278,7 +278,7 @@ def sealed_twice(directory: Path) -> Segment:
     return segment
 
 
-@pytest.mark.parametrize("word", [4, 7, 1 << 63, (1 << 64) - 1])
+@pytest.mark.parametrize("word", [5, 7, 1 << 63, (1 << 64) - 1])
 def test_a_foreign_state_word_is_worth_nothing(tmp_path: Path, word: int) -> None:
     segment = sealed_twice(tmp_path)
     damage(segment, 0, 0, word)
