@@ -13,7 +13,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore, Seat
 from deadpool_megatron.vault.errors import RestoreUnavailable, VaultError
 from deadpool_megatron.vault.shm.names import copy_name, own_name
-from deadpool_megatron.vault.shm.segment import Segment
+from deadpool_megatron.vault.shm.segment import PartState, Segment
 from tests.vault.harness import (
     Member,
     cluster,
@@ -228,6 +228,30 @@ def test_a_copy_damaged_after_it_was_received(tmp_path: Path) -> None:
         running.nodes[0].told(Kind.CORRUPTION)  # found at its home
         assert fresh.wait(FIRST) == "committed"  # the damaged copy has been replaced
         copy = Segment.open(running.nodes[0].directory / copy_name(1))
+        entry = copy.entry(0, "shard")
+        assert bytes(copy.data(0, "shard", entry.nbytes)) == content(1, FIRST, "shard", 64 << 10)
+
+
+def test_a_restored_part_that_rots_is_fetched_again(tmp_path: Path) -> None:
+    """After its check, before it is in a second place: the gate waits for it in this epoch."""
+    with cluster(tmp_path, 3, roles=2) as running:
+        begin(running)
+        inventories = running.close(1)
+        # Node 1 is drained, not dead. Node 0 lacks a part of its copy.
+        copy = Segment.open(running.nodes[0].directory / copy_name(1))
+        copy.invalidate_part(0, "shard", PartState.BAD)
+        found = sources_from(inventories, FIRST, LAYOUTS, first=1)
+        seats = {0: Seat(0, 0, 0), 1: Seat(2, 0, 0)}
+        record = running.record(2, Restore("memory", FIRST, sources=found), seats)
+        for node in running.nodes[1:]:
+            node.adopt(record)
+        fresh = Member(running.nodes[2], LAYOUTS[1])
+        fresh.client.register(LAYOUTS[1], 2)
+        fresh.check(record)
+        flip(running.nodes[2], own_name(1, fresh.seat), FIRST, "shard")
+        running.nodes[0].adopt(record)  # nothing is sent there before
+        assert fresh.wait(FIRST) == "committed"
+        running.nodes[2].told(Kind.CORRUPTION)
         entry = copy.entry(0, "shard")
         assert bytes(copy.data(0, "shard", entry.nbytes)) == content(1, FIRST, "shard", 64 << 10)
 

@@ -133,6 +133,9 @@ class RoleWorker(threading.Thread):
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
             wanted = bool(self._waiting)
+        rotten = self._rotten()
+        if rotten:
+            self._outcome = None
         if self._outcome is None and not wanted and not self._may_restore_unasked():
             return
         if self._outcome is None or (wanted and isinstance(self._outcome, VaultError)):
@@ -141,7 +144,20 @@ class RoleWorker(threading.Thread):
             except VaultError as error:
                 log.warning("role %d: %s", self._role, error)
                 self._outcome = error
+                if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
+                    self._state.on_bad(self._role, self._record.restore.generation, rotten)
         self._answer(self._outcome)
+
+    def _rotten(self) -> str:
+        """A part that was restored, and found damaged before it could be sent on; empty if none."""
+        outcome = self._outcome if isinstance(self._outcome, dict) else {}
+        restored = self._record.restore.generation
+        for place in outcome.values():
+            segment, slot = place.segment, place.slot
+            is_bad = segment.entry(slot, place.name).state is PartState.BAD
+            if is_bad and segment.generation(slot) == restored:
+                return place.name
+        return ""
 
     def _may_restore_unasked(self) -> bool:
         """Whether to restore before the member asks for it.
