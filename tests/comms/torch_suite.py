@@ -11,6 +11,10 @@ test_barrier_timeout_full_group  wants the time-out that new_group was given. Ou
     run, which has to be longer than it takes to notice that a node is lost.
 test_barrier_timeout_global  makes WORLD anew from a file, by itself. Ours are connected by
     Communicators.attach only, and complete their operations locally before.
+
+And one that fails now and then on torch's own groups, more often on ours:
+
+test_new_subgroups_with_group_param  destroys a group that another rank still connects.
 """
 
 from __future__ import annotations

@@ -1,0 +1,35 @@
+"""The DistributedDataParallel loop of docs/own-loop.md, word for word, loses a node."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness.jobs import (
+    Program,
+    assert_unnoticed,
+    fault,
+    recomputed,
+    run_program,
+    undisturbed,
+)
+
+pytestmark = pytest.mark.slow
+DOCUMENT = Path(__file__).parents[2] / "docs" / "own-loop.md"
+REPLICAS = 3
+
+
+def test_a_node_lost_in_the_backward_pass_changes_no_bit(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```python\n(# ddp\.py\n.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    script = tmp_path / "ddp.py"
+    script.write_text(text)
+    program = Program((str(script),), REPLICAS)
+    # DDP's reduction of a bucket: called by C++ in the backward pass.
+    faults = [
+        fault("death", "comm", when_op="allreduce", when_role=1, when_iteration=6, target="node")
+    ]
+    outcome = run_program(tmp_path / "run", program, faults, spares=1)
+    assert_unnoticed(outcome, undisturbed(program), faults)
+    assert max(recomputed(outcome)) <= 1
