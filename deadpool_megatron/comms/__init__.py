@@ -7,6 +7,7 @@ in_flight/     the operations of one epoch, and its end
 inner          the seam between them
 operations     which methods of ProcessGroup communicate
 store          in which the communicators of one epoch meet
+torch_versions which ones the groups have been run on
 errors         what a call raises when peers fail
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from deadpool_megatron.comms import torch_versions
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.gloo.fabric import GlooFabric
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
@@ -84,7 +86,13 @@ class Communicators:
     # -- installation --------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Make c10d create our groups from now on. Starts nothing, opens nothing."""
+        """Make c10d create our groups from now on. Starts nothing, opens nothing.
+
+        Warns of a version of torch that no test has run on; raises UnsupportedTorch for one that
+        cannot work.
+        """
+        if said := torch_versions.remark(torch.__version__):
+            warnings.warn(said, stacklevel=2)
         installation = Installation(self)
         installation.apply()
         self._installation = installation

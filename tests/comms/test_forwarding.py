@@ -19,6 +19,7 @@ from deadpool_megatron.comms.operations import (
     NEWER_NOT_COMMUNICATION,
     NOT_COMMUNICATION,
 )
+from deadpool_megatron.comms.torch_versions import UnsupportedTorch, remark
 
 from .ranks import Member, plain_gloo, run
 
@@ -208,6 +209,14 @@ def test_every_method_of_this_torch_is_accounted_for() -> None:
     unknown = NOT_COMMUNICATION - set(dir(ProcessGroup))
     gone = {"_set_sequence_number_for_group"}  # torch 2.15
     assert unknown <= {"XCCL"} | NEWER_NOT_COMMUNICATION | gone, unknown
+
+
+def test_what_is_said_of_a_version_of_torch() -> None:
+    assert remark("2.13.0+cpu") == remark("2.15.0+cu132") == ""
+    assert "run on 2.13, 2.15" in remark("2.16.0a0+gitabc")
+    assert "cannot tell" in remark("nightly")
+    with pytest.raises(UnsupportedTorch, match="too old"):
+        remark("2.9.1")
 
 
 def uneven(member: Member) -> bool:

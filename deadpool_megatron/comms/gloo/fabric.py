@@ -64,7 +64,8 @@ class GlooFabric(Fabric):
         plain._set_default_backend(ProcessGroup.BackendType.GLOO)
         for device in {"cpu", "cuda"} if torch.cuda.is_available() else {"cpu"}:
             plain._register_backend(torch.device(device), ProcessGroup.BackendType.GLOO, backend)
-        backend._set_sequence_number_for_group()
+        if hasattr(ProcessGroup, "_set_sequence_number_for_group"):  # torch 2.15 counts from zero
+            backend._set_sequence_number_for_group()
         return GlooGroup(spec, self._epoch, plain, backend)
 
     def abort(self) -> None:

@@ -81,7 +81,8 @@ class NcclFabric(Fabric):
             ProcessGroup.BackendType.NCCL,
             backend,
         )
-        backend._set_sequence_number_for_group()
+        if hasattr(ProcessGroup, "_set_sequence_number_for_group"):  # torch 2.15 counts from zero
+            backend._set_sequence_number_for_group()
         plain._set_group_name(spec.name)
         plain._set_group_desc(spec.description)
         return plain, backend
