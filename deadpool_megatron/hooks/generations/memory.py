@@ -11,7 +11,6 @@ from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.memory.limits import memlock_bytes
 from deadpool_megatron.vault.memory.needs import node_needs, objection, warnings
 from deadpool_megatron.vault.memory.usable import node_rooms
-from deadpool_megatron.vault.shm.geometry import segment_bytes
 
 
 def admit(
@@ -27,7 +26,7 @@ def admit(
     their part already; ``nodes``: of the run. Raises NoRoom with one line that names needs, limit
     and remedy.
     """
-    needs = node_needs(layout, segment_bytes(layout), roles_per_node, settings, nodes)
+    needs = node_needs(layout, roles_per_node, settings, nodes)
     rooms = node_rooms(directory, settings.memory_bytes)
     if trouble := objection(needs, rooms):
         raise NoRoom(trouble)

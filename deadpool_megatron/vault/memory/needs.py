@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.reckoning.choice import largest_group
+from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.replaying import generations_kept, gradients_part
 from deadpool_megatron.settings import Settings
@@ -60,39 +61,40 @@ def _size(nbytes: int) -> str:
 
 
 def node_needs(
-    layout: RoleLayout,
-    own_segment_bytes: int,
-    roles_per_node: int,
-    settings: Settings,
-    nodes: int = 0,
+    layout: RoleLayout, roles_per_node: int, settings: Settings, nodes: int = 0
 ) -> Needs:
-    """``own_segment_bytes``: of one role, see vault.segment.segment_bytes(). ``nodes``: of the
-    run, spares included; where the scheme is chosen by what fits, they say how large parity groups
-    may be, and it is the least that any plan needs which counts here."""
-    shards = set(layout.shard_parts)
-    replicas = settings.replicas
+    """Reckoned as for a plan, where all layouts are known (layout.reckoning.demand). ``nodes``: of
+    the run, spares included; where the scheme is chosen by what fits, they say how large parity
+    groups may be, and it is the least that any plan needs which counts here."""
+    shards, replicas = set(layout.shard_parts), settings.replicas
     # Bytes that enough peers hold anyway are not copied.
-    owed = sum(p.nbytes for p in layout.parts if p.name in shards and len(p.replicas) <= replicas)
-    extras = sum(p.nbytes for p in layout.parts if p.name not in shards)
-    blocks, scheme = float(replicas), f"for {replicas} copies (--deadpool-replicas {replicas})"
+    owed = {
+        p.name: p.nbytes for p in layout.parts if p.name in shards and len(p.replicas) <= replicas
+    }
+    extras = [p.nbytes for p in layout.parts if p.name not in shards]
+    kept = replicas * copy_bytes(layout, [*owed.values(), *extras])
+    scheme = f"for {replicas} copies (--deadpool-replicas {replicas})"
+    group = 0
     if settings.protection == "local":
-        blocks, extras, scheme = 0.0, 0, "for copies (--deadpool-protection local)"
+        kept, scheme = 0, "for copies (--deadpool-protection local)"
     elif settings.protection == "local-twice":
-        owed, blocks, replicas = sum(p.nbytes for p in layout.parts if p.name in shards), 1.0, 1
+        kept = copy_bytes(layout, [part.nbytes for part in layout.parts])
         scheme = "for second copies (--deadpool-protection local-twice)"
     elif settings.protection == "parity":
-        blocks = replicas / settings.parity_group
-        scheme = f"for parity ({replicas} of {settings.parity_group} roles)"
+        group = settings.parity_group
+        scheme = f"for parity ({replicas} of {group} roles)"
     elif settings.protection == "mixed" and (group := largest_group(nodes, replicas)):
-        blocks = replicas / group
         scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
-    kept = (math.ceil(owed * blocks) + extras * replicas) * layout.slots
-    if settings.protection == "recompute":
-        kept, scheme = _chains(layout, owed, settings), f"for {replicas} copies with their steps"
+    elif settings.protection == "recompute":
+        kept = _chains(layout, sum(owed.values()), settings)
+        scheme = f"for {replicas} copies with their steps"
+    if group:
+        blocks = block_bytes(layout.slots, group, owed) if owed else 0
+        kept = replicas * (copy_bytes(layout, extras) + math.ceil(blocks / group))
     return Needs(
         roles=roles_per_node,
         slots=layout.slots,
-        own=own_segment_bytes * roles_per_node,
+        own=own_bytes(layout) * roles_per_node,
         kept=kept * roles_per_node,
         scheme=scheme,
     )

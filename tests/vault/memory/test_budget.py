@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout.reckoning.demand import Scene, memory_needs
+from deadpool_megatron.layout.reckoning.footprint import PAGE_BYTES
 from deadpool_megatron.layout.records import PartInfo, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
+from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory.budget import Budget, allocated_bytes
@@ -187,7 +190,7 @@ def test_needs_and_objection_agree(
 ) -> None:
     settings = Settings(protection=scheme, replicas=replicas)
     layout = make_layout(0, nbytes=nbytes, slots=slots)
-    needs = node_needs(layout, segment_bytes(layout), roles, settings)
+    needs = node_needs(layout, roles, settings)
     assert needs.own >= nbytes * slots * roles
     if scheme == "buddy":
         assert needs.kept >= nbytes * slots * roles * replicas
@@ -208,16 +211,30 @@ def test_needs_and_objection_agree(
 def test_what_is_chosen_needs_at_least_the_sparest_plan() -> None:
     """Of a member that looks for memory, and knows nothing of the others but how many there are."""
     layout = make_layout(0, nbytes=1 << 20)
-    own, chosen = segment_bytes(layout), Settings(protection="mixed")
-    copies = node_needs(layout, own, 2, Settings())
-    assert node_needs(layout, own, 2, chosen, 2) == copies, "two nodes are too few for parity"
-    three, many = (node_needs(layout, own, 2, chosen, nodes) for nodes in (3, 64))
+    chosen = Settings(protection="mixed")
+    copies = node_needs(layout, 2, Settings())
+    assert node_needs(layout, 2, chosen, 2) == copies, "two nodes are too few for parity"
+    three, many = (node_needs(layout, 2, chosen, nodes) for nodes in (3, 64))
     assert copies.kept > three.kept > many.kept
-    assert (
-        many.kept == node_needs(layout, own, 2, Settings(protection="parity", parity_group=8)).kept
-    )
+    assert many.kept == node_needs(layout, 2, Settings(protection="parity", parity_group=8)).kept
     assert "1 of 8 roles, --deadpool-protection mixed" in many.in_words()
-    assert own == three.own // 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "group"), [("buddy", 0), ("local", 0), ("local-twice", 0), ("parity", 2)]
+)
+def test_a_member_asks_for_what_the_plan_is_reckoned_with(kind: str, group: int) -> None:
+    """And both for what the files take, but for the bound on the size of their descriptions."""
+    roles = range(4)
+    layouts = {role: make_layout(role, nbytes=1 << 20, peers=tuple(roles)) for role in roles}
+    nodes = {role: role for role in roles}
+    scene = Scene(layouts, nodes, {node: f"rack{node}" for node in roles}, (), 1)
+    scheme = Scheme(Kind(kind), group=group) if group else Scheme(Kind(kind))
+    settings = Settings(protection=kind, parity_group=group or 4)
+    reckoned = memory_needs(ProtectionPlan(scheme), scene)
+    needs = node_needs(layouts[0], 1, settings)
+    assert sum(reckoned.values()) == len(roles) * needs.total
+    assert 0 <= needs.own - segment_bytes(layouts[0]) <= PAGE_BYTES
 
 
 def test_the_tightest_of_all_limits_counts(tmp_path: Path) -> None:
@@ -235,7 +252,7 @@ def test_chains_of_steps_are_counted() -> None:
         PartInfo("extras@step", 10, (0,)),
     )
     layout = RoleLayout(0, parts, (0, 1), 2, "hash")
-    needs = node_needs(layout, 4000, 2, Settings(protection="recompute", full_every=8))
+    needs = node_needs(layout, 2, Settings(protection="recompute", full_every=8))
     assert needs.kept == 2 * (2 * 1200 + 10 * 400 + 12 * 30)
     assert "copies with their steps" in needs.in_words()
 
