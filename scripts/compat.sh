@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Runs the tests on a newer torch, Python and megatron-core than those of scripts/setup.sh.
+#
+#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR]
+#
+# Makes a root of Debian trixie (Python 3.13) in DIR, by default in ~/.cache/deadpool-megatron/compat,
+# and installs torch and megatron-core from the package index there; finds them ready the next time.
+# The first time takes four minutes and 6 GB. Then runs, in this order, and says what each came to:
+#
+#   groups   tests/comms, with torch's own suite of torch.distributed over our groups
+#   parts    tests/state, tests/recovery, tests/layout, tests/wire, tests/hooks
+#   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
+#   faults   of tests/faults: a protected run against stock Megatron, ten failures in one run, and the
+#            DistributedDataParallel loop of docs/own-loop.md
+#
+# Needs root, debootstrap and a connection to a Debian mirror. All mounts are in a mount namespace of
+# their own and end with it. Exit status: 0 when all passed, 1 when not, 2 when something is missing.
+set -euo pipefail
+
+checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+torch=2.15
+megatron=0.19
+base=${XDG_CACHE_HOME:-$HOME/.cache}/deadpool-megatron/compat
+
+fail() {
+    printf 'compat: %s\n' "$1" >&2
+    exit 2
+}
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --torch) torch=${2:?} ;;
+        --megatron) megatron=${2:?} ;;
+        --root) base=${2:?} ;;
+        *)
+            sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
+            [ "$1" = -h ] || [ "$1" = --help ] || exit 2
+            exit 0
+            ;;
+    esac
+    shift 2
+done
+
+[ "$(id -u)" = 0 ] || fail "mounts and chroot need root"
+root=$base/trixie
+venv=/venv-torch$torch-megatron$megatron
+
+make_root() {
+    command -v debootstrap >/dev/null || fail "debootstrap was not found. Run: apt install debootstrap"
+    mkdir -p "$base"
+    rm -rf "$root.new"
+    debootstrap --variant=minbase --include=python3,python3-venv,python3-pip,git,ca-certificates \
+        trixie "$root.new" >"$base/debootstrap.log" 2>&1 ||
+        fail "debootstrap failed; its log is $base/debootstrap.log"
+    mv "$root.new" "$root"
+}
+
+[ -d "$root" ] || make_root
+
+# What runs in the namespace: mounts, then the new root. $1: its path; $2: the checkout; the rest: a
+# command.
+in_root='
+set -e
+root=$1 checkout=$2
+shift 2
+for part in proc dev sys; do mount --rbind "/$part" "$root/$part"; done
+for file in /etc/resolv.conf /etc/hosts /etc/ssl/certs/ca-certificates.crt; do
+    [ ! -e "$file" ] || cp -L "$file" "$root$file"
+done
+mkdir -p "$root/checkout"
+mount --bind "$checkout" "$root/checkout"
+mount -t tmpfs tmpfs "$root/tmp"
+exec chroot "$root" env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
+    PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/checkout PIP_CERT=/etc/ssl/certs/ca-certificates.crt "$@"
+'
+inside() { unshare --mount bash -c "$in_root" compat "$root" "$checkout" "$@"; }
+
+# Lower bounds of the package decide nothing here: what is to be tried is named.
+inside bash -euc "
+[ ! -e $venv/ready ] || exit 0
+rm -rf $venv
+python3 -m venv $venv
+$venv/bin/python -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
+$venv/bin/python -m pip install -q numpy xxhash immutables einops PyYAML zfec rich expecttest hypothesis \
+    pytest pytest-timeout
+touch $venv/ready
+" || fail "torch $torch or megatron-core $megatron could not be installed"
+
+inside "$venv/bin/python" -c '
+import platform, torch
+from importlib.metadata import version
+core, python, glibc = version("megatron-core"), platform.python_version(), platform.libc_ver()[1]
+print(f"Python {python}, torch {torch.__version__}, megatron-core {core}, glibc {glibc}")
+'
+
+passed=0
+# part NAME COMMAND...: the last lines of what it printed, and whether it passed.
+part() {
+    local name=$1 started=$SECONDS status=0 output
+    shift
+    output=$(inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c "cd /checkout && $*" 2>&1) || status=$?
+    if [ "$status" = 0 ]; then
+        printf '== %s: passed in %d s\n' "$name" $((SECONDS - started))
+        printf '%s\n' "$output" | tail -n 3
+    else
+        passed=1
+        printf '== %s: FAILED in %d s (status %d)\n' "$name" $((SECONDS - started)) "$status"
+        printf '%s\n' "$output" | tail -n 40
+    fi
+}
+
+pytest="python -m pytest -p no:cacheprovider -W ignore -o addopts=-q"
+part groups "$pytest --timeout 300 tests/comms"
+part parts "$pytest --timeout 120 tests/state tests/recovery tests/layout tests/wire tests/hooks"
+part demo "python -m deadpool_megatron demo"
+part faults "$pytest --timeout 300 tests/faults/test_plain.py tests/faults/test_ddp_example.py" \
+    "tests/faults/test_special.py::test_ten_failures_in_one_run"
+exit "$passed"
