@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.comms import EpochClosed, communicators
 from deadpool_megatron.comms.nccl import fake as fake_nccl
+from deadpool_megatron.comms.nccl.fabric import NcclFabric
+from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from tests.waiting import wait_for
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks, run
@@ -93,53 +98,82 @@ def test_two_threads_that_hang_in_a_set_up_cost_their_process() -> None:
     assert run(1, hung_set_ups, kind=KIND)[0]
 
 
-PENDING = 3
+PENDING = 300
 
 
-def abort_with_pending_operations(member: Member) -> bool:
-    """An abort lasts longer with every operation that is pending, and the drain waits for it."""
-    lasted: list[float] = []
-    looked = threading.Event()
+class Clock:
+    """Time that passes only where a drain sleeps; ``due_seconds``: when aborts end on a device."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.due_seconds = math.inf
+        self.is_due = threading.Event()
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        if self.seconds >= self.due_seconds:
+            self.is_due.set()
+            time.sleep(seconds)  # what ends now needs real time for it
+
+    def abort_lasts(self, seconds: float) -> None:
+        self.due_seconds = self.seconds + seconds
+        assert self.is_due.wait(DEADLINE_SECONDS)
+
+
+def abort_of_a_deep_queue(member: Member) -> float | None:
+    """How long the drain took; None: the process has to be replaced."""
     member.init("nccl")
     member.attach(0)
     if member.rank == 1:
         member.order("go").wait(DEADLINE_SECONDS)
-        return True
+        return None
     for _ in range(PENDING):
         dist.all_reduce(torch.ones(1))  # nobody answers
-
-    def lasts(seconds: float) -> None:
-        lasted.append(seconds)
-        assert looked.wait(DEADLINE_SECONDS)
-
-    fake_nccl.abort_lasts = lasts
+    clock, epoch = Clock(), member.comms._current
+    assert epoch is not None
+    (fabric,) = epoch.fabrics
+    communicators.time = clock  # type: ignore[attr-defined]
+    fake_nccl.abort_lasts = clock.abort_lasts
     threading.Thread(target=member.comms.interrupt, args=(0,), daemon=True).start()
-    wait_for("the abort", lambda: lasted)
-    group = member.comms._current
-    assert group is not None
-    fabric, may_write = group.fabrics[0], group.may_write
-
-    def look() -> bool:
-        found = may_write()
-        assert looked.is_set() or found, "an abort is still under way"
-        looked.set()
-        return found
-
-    group.may_write = look  # type: ignore[method-assign]
-    assert fabric.aborting()
-    assert member.comms.drain()
-    assert not fabric.aborting()
+    wait_for("the abort", lambda: clock.due_seconds < math.inf)
+    clean = member.comms.drain()
+    assert fabric.aborting() is not clean
+    clock.is_due.set()
     member.say(("drained", None))
-    per_operation = fake_nccl.ABORT_SECONDS_PER_OPERATION
-    return lasted == [fake_nccl.ABORT_SECONDS + PENDING * per_operation]
+    return clock.seconds if clean else None
 
 
-def test_aborts_last_and_the_drain_waits_for_them() -> None:
-    with Ranks(2, kind=KIND) as ranks:
-        ranks.start(abort_with_pending_operations)
+@pytest.mark.parametrize("nccl", [True, False])
+def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) -> None:
+    """3.5 s of aborts: 0.45 of the time that there is for a close with NCCL, a fifth without."""
+    close_seconds = NCCL_DEFAULTS["close_seconds"]
+    limit = 0.45 * close_seconds if nccl else Settings().drain_seconds
+    with Ranks(2, kind=KIND, drain_seconds=limit) as ranks:
+        ranks.start(abort_of_a_deep_queue)
         ranks.hear(0, "drained")
         ranks.say(1, "order", "go")
-        assert all(ranks.results().values())
+        took = ranks.results()[0]
+    aborts_seconds = fake_nccl.ABORT_SECONDS + PENDING * fake_nccl.ABORT_SECONDS_PER_OPERATION
+    if nccl:
+        assert took is not None
+        assert aborts_seconds <= took < limit, "the drain waits for the aborts"
+    else:
+        assert took is None
+
+
+def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:
+    released = threading.Event()
+    stuck = SimpleNamespace(abort=lambda: released.wait(DEADLINE_SECONDS / 2))
+    epoch: Any = SimpleNamespace(limits=SimpleNamespace(drain_seconds=0.01))
+    fabric = NcclFabric(epoch)
+    fabric._backends = [stuck] * 4
+    fabric.abort()
+    assert fabric.aborting(), "the limit of a drain is over, and they are not"
+    released.set()
+    wait_for("the end of the aborts", lambda: not fabric.aborting())
 
 
 def peer_dies(member: Member) -> bool:

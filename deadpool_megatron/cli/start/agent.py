@@ -40,7 +40,7 @@ from deadpool_megatron.cli.start.checks import (
     check_sizes,
     check_vault_cpus,
 )
-from deadpool_megatron.cli.start.gpus import will_be_nccl
+from deadpool_megatron.cli.start.gpus import has_nccl_limits
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
 from deadpool_megatron.cli.start.resuming import Others, resume_point, write_what_is_left
 from deadpool_megatron.cli.start.serving import Place, serve
@@ -271,7 +271,8 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     if not args.check_only:
         check_command(args.command)
         scripts.adopt(args)
-    nccl = will_be_nccl(arguments.communicator_in(args), os.environ)
+    communicator = arguments.communicator_in(args)
+    nccl = has_nccl_limits(communicator, args.nproc_per_node, os.environ)
     settings, restore = arguments.settings_from(args, nccl=nccl), None
     if args.resume is not None:
         others = Others(run, args.nodes, args.node_id, settings.connect_seconds)

@@ -7,14 +7,16 @@ from collections.abc import Mapping, MutableMapping
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
+from deadpool_megatron.nccl_environment import will_be_nccl
 from deadpool_megatron.preflight.gpus import VISIBLE, visible_gpus
 
 
-def will_be_nccl(communicator: str, environment: Mapping[str, str]) -> bool:
-    """Returns whether training processes with this environment will communicate by NCCL; limits
-    of time follow from it.
+def has_nccl_limits(communicator: str, processes: int, environment: Mapping[str, str]) -> bool:
+    """Returns whether a run has NCCL's limits of time: its ``processes`` on this host use NCCL, and
+    are not to train on CPUs because there are fewer GPUs.
     """
-    return communicator == "nccl" or (communicator == "auto" and bool(visible_gpus(environment)))
+    has_gpu = communicator == "auto" and len(visible_gpus(environment)) >= max(1, processes)
+    return will_be_nccl(communicator, has_gpu=has_gpu)
 
 
 def gpus_to_share(

@@ -13,7 +13,7 @@ from deadpool_megatron.cli.common import CommandError, listen, raw, warn_in_the_
 from deadpool_megatron.cli.show.live import Follower, make_display
 from deadpool_megatron.cli.slurm_environment import local_address
 from deadpool_megatron.cli.start import checks, scripts
-from deadpool_megatron.cli.start.gpus import gpus_to_share, will_be_nccl
+from deadpool_megatron.cli.start.gpus import gpus_to_share, has_nccl_limits
 from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
     checks.check_command(args.command)
     scripts.adopt(args)
     directory = RunDirectory(args.run_dir)
-    nccl = will_be_nccl(arguments.communicator_in(args), os.environ)
+    processes = (args.nodes + args.spares) * args.nproc_per_node
+    nccl = has_nccl_limits(arguments.communicator_in(args), processes, os.environ)
     settings = arguments.settings_from(args, nccl=nccl)
     restart = restart_of(directory, args, settings)
     if restart is not None:

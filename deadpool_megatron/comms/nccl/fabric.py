@@ -13,6 +13,7 @@ to a device reuses its communicator for unbatched send and receive.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -29,9 +30,6 @@ from deadpool_megatron.comms.in_flight.works import StreamWork, book, communicat
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
 from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.operations import POINT_TO_POINT
-
-#: longest time that interrupt() waits for aborts; they go on by themselves afterwards
-ABORT_SECONDS = 20.0
 
 
 class NcclFabric(Fabric):
@@ -100,8 +98,10 @@ class NcclFabric(Fabric):
             self._aborting += threads
         for thread in threads:
             thread.start()
+        # All together get the time that a drain has; they go on by themselves afterwards.
+        until = time.monotonic() + self._epoch.limits.drain_seconds
         for thread in threads:
-            thread.join(ABORT_SECONDS)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def aborting(self) -> bool:
         return any(thread.is_alive() for thread in self._aborting)

@@ -25,7 +25,7 @@ def take_device(communicator: str, slot: int) -> str:
     """
     kind, has_gpu = communicator, torch.cuda.is_available()
     if kind == "auto":
-        kind = "nccl" if has_gpu else "gloo"
+        kind = "nccl" if nccl_environment.will_be_nccl(kind, has_gpu=has_gpu) else "gloo"
     gpus = torch.cuda.device_count() if has_gpu else 0
     if kind == "nccl":
         problem = nccl_problem(slot, gpus)

@@ -73,6 +73,13 @@ class Session:
         self._provisional_role = wanted % self._world_size
         kind = take_device(settings.communicator, link.seat.slot)
         self._drain_seconds = drain_seconds(kind, settings)
+        print(
+            f"deadpool: {kind}: {settings.close_seconds:g} s to leave a closed epoch, of them"
+            f" {self._drain_seconds:g} s for communication and then for the device;"
+            f" {settings.rebuild_seconds:g} s to connect",
+            file=sys.stderr,
+            flush=True,
+        )
         self._communicators = Communicators(
             kind=kind,
             operation_timeout_seconds=settings.operation_timeout_seconds,

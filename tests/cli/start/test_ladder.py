@@ -44,14 +44,15 @@ def test_a_value_of_the_user_counts_with_both() -> None:
     ("communicator", "visible", "nccl"),
     [
         ("nccl", (), True),
-        ("auto", ("0",), True),
+        ("auto", ("0", "1"), True),
+        ("auto", ("0",), False),  # not one for each: hidden, and the run is on CPUs
         ("auto", (), False),
-        ("gloo", ("0",), False),
-        ("fake-nccl", ("0",), False),
+        ("gloo", ("0", "1"), False),
+        ("fake-nccl", ("0", "1"), False),
     ],
 )
-def test_where_communicators_will_be_nccls(
+def test_a_run_has_nccls_limits_where_it_will_use_nccl(
     communicator: str, visible: tuple[str, ...], nccl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", lambda _: visible)
-    assert gpus.will_be_nccl(communicator, {}) is nccl
+    assert gpus.has_nccl_limits(communicator, 2, {}) is nccl

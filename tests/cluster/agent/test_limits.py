@@ -12,7 +12,7 @@ from deadpool_megatron.cluster.agent.children.vault_keeper import VaultKeeper
 from deadpool_megatron.cluster.agent.limits import CloseLimits
 from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.layout.records import Seat
-from deadpool_megatron.settings import Settings
+from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from tests.cluster.link.line import VirtualLoop
 
 
@@ -54,7 +54,7 @@ class Stuck:
         asyncio.get_running_loop().call_later(self._dies_after_seconds, self.ended.set)
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(close_seconds=15.0)])
+@pytest.mark.parametrize("settings", [Settings(), Settings(**NCCL_DEFAULTS)])
 def test_everything_hangs_and_has_to_be_killed(settings: Settings) -> None:
     limits = CloseLimits.of(settings)
     assert limits.worst_seconds < settings.gather_seconds

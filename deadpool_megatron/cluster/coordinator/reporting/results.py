@@ -14,6 +14,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.nccl_environment import will_be_nccl
 from deadpool_megatron.settings import Settings
 
 EXIT_DIVERGENCE = 3
@@ -28,7 +29,7 @@ def divergence_is_fatal(settings: Settings, has_gpu: bool) -> bool:
     """
     if settings.divergence != "auto":
         return settings.divergence == "stop"
-    return settings.communicator != "nccl" and not (settings.communicator == "auto" and has_gpu)
+    return not will_be_nccl(settings.communicator, has_gpu=has_gpu)
 
 
 class Results:
