@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from threading import get_ident
@@ -25,7 +25,7 @@ from deadpool_megatron.comms.groups.roster import Entry, Roster
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits, Progress
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
-from deadpool_megatron.comms.inner import Fabric, InnerGroup
+from deadpool_megatron.comms.inner import Fabric, InnerGroup, Position
 
 _c10d: Any = c10d
 
@@ -300,6 +300,15 @@ class Communicators:
         """
         epoch = self._attaching or self._current
         return None if epoch is None else epoch.waiting()
+
+    def positions(self) -> Mapping[str, Position] | None:
+        """How far the device is with the operations of each group; None where waits hold the host,
+        and :meth:`waiting_for` says it. Any thread; not often.
+        """
+        epoch = self._attaching or self._current
+        fabrics = () if epoch is None else list(epoch.fabrics)
+        known = [found for fabric in fabrics if (found := fabric.positions()) is not None]
+        return {name: one for found in known for name, one in found.items()} if known else None
 
     def progress(self) -> int:
         """Number of finished operations of this process. Any thread."""

@@ -41,6 +41,25 @@ class GroupSpec:
         return len(self.ranks)
 
 
+@dataclass(frozen=True)
+class Position:
+    """How far a device has come with the operations of one group, by numbers from 1 in each epoch.
+
+    ``collective``: the group has had no messages between two of its ranks, so that equal numbers
+    mean the same operation on all ranks.
+    """
+
+    enqueued: int
+    started: int
+    completed: int
+    collective: bool = True
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether an operation was enqueued and has not ended."""
+        return self.enqueued > self.completed
+
+
 class InnerGroup(ABC):
     """One communicator. Used by the thread that communicates; ``backend`` may be None."""
 
@@ -98,6 +117,12 @@ class Fabric(ABC):
     def ruin(self) -> str:
         """After abort: why this process must not communicate again; empty when it may."""
         return ""
+
+    def positions(self) -> Mapping[str, Position] | None:
+        """How far the device is with each group; None where the host itself waits in operations.
+        Costs a millisecond or so: for a process that stands still.
+        """
+        return None
 
     @abstractmethod
     def quiescent(self) -> bool:

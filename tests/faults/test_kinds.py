@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
 DP4 = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
+HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
 SLOW_TRAINER = str(Path(__file__).parent / "harness" / "slow_trainer.py")
 
 
@@ -41,3 +42,21 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -
     assert recovery["seats_changed"]["2"][1][0] == 4
     assert recovery["steps_recomputed"] == 0
     assert "is slow" in outcome.output
+
+
+@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
+    tmp_path: Path, communicator: str
+) -> None:
+    """With NCCL no host waits in a communication: what the devices do tells who is missing."""
+    plain = trainer(PP2_DP2, ITERATIONS)
+    hanging = Program((HANGING_TRAINER, "1", "20", *plain.command[2:]), PP2_DP2.nodes)
+    settings = f"--deadpool-communicator {communicator} --deadpool-hang-seconds 5"
+    outcome = run_program(tmp_path / "run", hanging, spares=0, settings=settings)
+    assert outcome.status == 0, outcome.story()
+    (recovery,) = outcome.final["recoveries"]
+    assert recovery["kind"] == "hang"
+    assert list(recovery["seats_changed"]) == ["1"]
+    assert "role 1" in recovery["cause"]
+    (stack,) = outcome.of_kind("stack")
+    assert (stack.role, "forward" in str(stack.data["frames"])) == (1, True)

@@ -41,7 +41,8 @@ class Handlers:
     """What the watcher thread calls; each must return soon and must not wait for the main thread.
 
     ``on_close(epoch, cause)`` runs after the interrupt is readable. ``status()`` answers the body
-    of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress.
+    of a beat: section, iteration, waiting ([group, operation, sequence] or None), progress, and
+    device where operations run on one and the process stands still.
     """
 
     on_close: Callable[[int, str], None]

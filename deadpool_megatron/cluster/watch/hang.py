@@ -3,6 +3,12 @@
 A role that waits in a communication waits for somebody. The culprit is the role that does not wait
 in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
 else fewest operations in all.
+
+Where operations run on a device (NCCL), the host waits in none of them: a role waits as long as its
+device has one pending. The culprit is then the role whose device has nothing to do, or has not been
+given the collective that its peers are in, or has it and does not come to start any. Without such
+evidence nobody is named: the epoch is closed, which ends all communication, and who does not leave
+it then is replaced by its agent.
 """
 
 from __future__ import annotations
@@ -31,14 +37,35 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class OnDevice:
+    """A group on the device of one role: numbers of the operations that were enqueued, started and
+    completed. ``collective``: the same number is the same operation on all roles.
+    """
+
+    group: str
+    enqueued: int
+    started: int
+    completed: int
+    collective: bool
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the device is not through with what it was given."""
+        return self.enqueued > self.completed
+
+
+@dataclass(frozen=True)
 class RoleStatus:
-    """One role's last beat. ``progress`` counts operations and iterations, and never goes back."""
+    """One role's last beat. ``progress`` counts operations and iterations, and never goes back.
+    ``device``: None where the host waits in operations, or the role has not stood still for long.
+    """
 
     section: str
     iteration: int
     waiting: Waiting | None
     progress: int
     still_seconds: float
+    device: tuple[OnDevice, ...] | None = None
 
     @staticmethod
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
@@ -52,6 +79,12 @@ class RoleStatus:
             else Waiting(str(waiting[0]), str(waiting[1]), int(waiting[2])),
             progress=int(beat["progress"]),
             still_seconds=still_seconds,
+            device=None
+            if beat.get("device") is None
+            else tuple(
+                OnDevice(str(group), int(enqueued), int(started), int(completed), bool(same))
+                for group, enqueued, started, completed, same in beat["device"]
+            ),
         )
 
 
@@ -97,7 +130,8 @@ def find_hang(statuses: Mapping[int, RoleStatus], settings: Settings) -> Hang | 
     still = min(s.still_seconds for s in statuses.values())
     if still <= limit:
         return None
-    culprits, how = _culprits(busy)
+    on_devices = any(status.device is not None for status in busy.values())
+    culprits, how = _culprits_by_device(busy) if on_devices else _culprits(busy)
     return Hang(culprits, f"no progress of any role for {still:.1f} s: {how}")
 
 
@@ -132,6 +166,58 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
         f"{_name(roles)} did not enter {missed}, but waits in operation {inside.sequence}"
         f" ({inside.operation}) of group {inside.group}"
     )
+
+
+def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
+    known = {role: s.device for role, s in busy.items() if s.device is not None}
+    pending = {role: [one for one in on if one.is_pending] for role, on in known.items()}
+    if len(known) < len(busy):
+        return (), "not every role tells what its device does"
+    idle = tuple(sorted(role for role, on in pending.items() if not on))
+    if len(idle) == len(busy):
+        return (), "no device has anything to do"
+    if idle:
+        first = min(busy[role].iteration for role in idle)
+        roles = tuple(role for role in idle if busy[role].iteration == first)
+        where = f"in section {busy[roles[0]].section} of iteration {first}"
+        return roles, f"the device of {_name(roles)} has nothing to do, {where}; others wait"
+    absent, missed = _absent(known)
+    if absent:
+        return absent, f"{_name(absent)} did not enqueue {missed}, which others are in"
+    waiting = {role: any(one.started > one.completed for one in on) for role, on in pending.items()}
+    stuck = tuple(sorted(role for role, is_inside in waiting.items() if not is_inside))
+    if stuck and len(stuck) < len(busy):
+        return stuck, f"the device of {_name(stuck)} does not start what others are in"
+    return (), "every device is in a communication, none is behind the others"
+
+
+def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...], str]:
+    """Roles that were not given a collective which a peer's device is in, and wait in no group
+    for somebody who is missing there; the operation.
+    """
+    newest: dict[str, int] = {}
+    for on in known.values():
+        for one in on:
+            if one.collective and one.is_pending:
+                newest[one.group] = max(newest.get(one.group, 0), one.completed + 1)
+    missing: dict[int, str] = {}
+    for role, on in sorted(known.items()):
+        for one in on:
+            if one.enqueued < newest.get(one.group, 0):
+                missing.setdefault(role, one.group)
+    groups = set(missing.values())
+    # Who waits in a group where somebody is missing is held up, and holds others up by that only.
+    held = {
+        role
+        for role, on in known.items()
+        for one in on
+        if one.is_pending and one.group in groups and one.enqueued >= newest.get(one.group, 0)
+    }
+    roles = tuple(sorted(missing.keys() - held))
+    if not roles:
+        return (), ""
+    group = missing[roles[0]]
+    return roles, f"operation {newest[group]} of group {group}"
 
 
 def _entered_by_others(busy: Mapping[int, RoleStatus]) -> str:

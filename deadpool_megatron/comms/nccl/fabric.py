@@ -27,8 +27,9 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.comms.errors import EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch
 from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
-from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup, Position
 from deadpool_megatron.comms.nccl.blocks import Blocks
+from deadpool_megatron.comms.nccl.positions import ask_recorder, read_positions
 from deadpool_megatron.comms.operations import POINT_TO_POINT
 
 
@@ -39,6 +40,7 @@ class NcclFabric(Fabric):
         self._epoch = epoch
         self._lock = threading.Lock()
         self._backends: list[Any] = []
+        self._groups: list[NcclGroup] = []
         self._aborting: list[threading.Thread] = []
         self._blocks = Blocks()
 
@@ -53,7 +55,21 @@ class NcclFabric(Fabric):
             # Until this moment no abort could reach it, and from now on nobody would look for it.
             _abort(backend)
             raise EpochClosed(self._epoch.number, "attach")
-        return NcclGroup(spec, self._epoch, plain, backend, self._blocks)
+        group = NcclGroup(spec, self._epoch, plain, backend, self._blocks)
+        self._groups.append(group)
+        return group
+
+    def positions(self) -> Mapping[str, Position]:
+        found = self._numbers()
+        return {
+            group.place: Position(*found[group.name], group.is_collective)
+            for group in list(self._groups)
+            if group.name in found
+        }
+
+    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
+        """Group name -> numbers of operations enqueued, started, completed."""
+        return read_positions(ask_recorder(), {group.name for group in list(self._groups)})
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
@@ -118,6 +134,7 @@ class NcclFabric(Fabric):
     def close(self) -> None:
         with self._lock:
             self._backends.clear()
+        self._groups.clear()
 
 
 class NcclGroup(InnerGroup):
@@ -131,6 +148,9 @@ class NcclGroup(InnerGroup):
         self.epoch = epoch
         self.description = spec.description
         self.size = spec.size
+        self.name = spec.name
+        # Groups of one description are told apart by who is in them.
+        self.place = f"{spec.description}({','.join(map(str, spec.ranks))})"
         self._plain = plain
         self._backend = backend
         self._blocks = blocks
@@ -177,6 +197,11 @@ class NcclGroup(InnerGroup):
                 book(self, operation)
             return None
         return StreamWork(inner, self, operation, sequence)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether its ranks have had no messages for one another."""
+        return not self._messages
 
     def backend(self) -> Any:
         return self._backend

@@ -93,10 +93,15 @@ class FakeNcclFabric(NcclFabric):
     def __init__(self, epoch: Epoch, address: str | None = None) -> None:
         super().__init__(epoch)
         self._gloo = GlooFabric(epoch, address)
+        self._communicators: dict[str, FakeCommunicator] = {}
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)
+        self._communicators[spec.name] = communicator
         return communicator, communicator
+
+    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
+        return {name: one.numbers() for name, one in list(self._communicators.items())}
 
     def abort(self) -> None:
         super().abort()
@@ -107,6 +112,7 @@ class FakeNcclFabric(NcclFabric):
 
     def close(self) -> None:
         super().close()
+        self._communicators.clear()
         self._gloo.close()
 
 
@@ -213,6 +219,11 @@ class FakeCommunicator:
     def ended(self) -> None:
         """An operation has come to its end by itself."""
         self._ended += 1
+
+    def numbers(self) -> tuple[int, int, int]:
+        """Operations enqueued, started and completed; they run one after the other."""
+        launched, ended = self._launched, self._ended
+        return launched, min(launched, ended + 1), ended
 
     def __del__(self) -> None:
         if self._stream is not None:

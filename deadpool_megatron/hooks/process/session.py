@@ -42,6 +42,7 @@ from deadpool_megatron.hooks.process.device import take_device
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
+from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.records import EpochRecord
 from deadpool_megatron.persist.skeleton import SkeletonError
@@ -97,6 +98,7 @@ class Session:
         self._drained_epoch = 0
         self._pause = PausePoint()
         self._own_time = OwnTimeMeter(self._waited_seconds)
+        self._standstill = Standstill()
         self._saves = DurableSaves(
             self._reports, self._check, link.interrupt_fd, settings.restore_seconds
         )
@@ -405,6 +407,7 @@ class Session:
             "waiting": list(waiting) if waiting else None,
             "progress": self._communicators.progress(),
             "own": list(self._own_time.sample),
+            **self._standstill.look(self._communicators),
         }
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from deadpool_megatron.cluster.watch.hang import ProgressClock, RoleStatus, Waiting, find_hang
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deadpool_megatron.cluster.watch.hang import (
+    OnDevice,
+    ProgressClock,
+    RoleStatus,
+    Waiting,
+    find_hang,
+)
 from deadpool_megatron.settings import Settings
 
 SETTINGS = Settings(hang_seconds=10, first_step_seconds=100)
@@ -103,3 +113,73 @@ def test_clock_counts_since_the_last_change() -> None:
     assert clock.update({0: beat(2)}, 15.0)[0].still_seconds == 0.0
     assert clock.update({}, 16.0) == {}
     assert clock.update({0: beat(2)}, 20.0)[0].still_seconds == 0.0
+
+
+def on_device(
+    *groups: tuple[str, int, int, int], iteration: int = 7, messages: tuple[str, ...] = ()
+) -> RoleStatus:
+    """Group, enqueued, started, completed; what is in ``messages`` has numbers of its own."""
+    device = tuple(OnDevice(*group, collective=group[0] not in messages) for group in groups)
+    return RoleStatus("step", iteration, None, 50, 11.0, device)
+
+
+@pytest.mark.parametrize(
+    ("roles", "culprits", "words"),
+    [
+        # Role 1 sleeps before it enqueues: its device has done all it was given.
+        ([(("dp", 5, 5, 4),), (("dp", 4, 4, 4),)], (1,), "role 1 has nothing to do"),
+        # It sleeps in the pipeline, whose numbers say nothing across roles.
+        ([(("pp", 9, 9, 8),), (("pp", 3, 3, 3),)], (1,), "role 1 has nothing to do"),
+        # Role 2 is busy with others in a group of its own, for which role 1 waits.
+        (
+            [
+                (("dp", 5, 5, 4), ("tp", 7, 7, 7)),
+                (("dp", 4, 4, 4), ("tp", 8, 8, 7)),
+                (("dp", 4, 4, 4), ("tp", 7, 7, 7), ("pp", 2, 2, 1)),
+            ],
+            (2,),
+            "did not enqueue operation",
+        ),
+        # The device of role 1 hangs in a kernel of the model: what was enqueued after it waits.
+        ([(("dp", 5, 5, 4),), (("dp", 5, 4, 4),)], (1,), "does not start what others are in"),
+        # All are in it: no evidence.
+        ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none is behind"),
+        ([(("dp", 5, 5, 5),), (("dp", 5, 5, 5),)], (), "no device has anything to do"),
+    ],
+)
+def test_on_devices_only_evidence_names_a_culprit(
+    roles: list[tuple[tuple[str, int, int, int], ...]], culprits: tuple[int, ...], words: str
+) -> None:
+    found = {role: on_device(*groups, messages=("pp",)) for role, groups in enumerate(roles)}
+    hang = find_hang(found, SETTINGS)
+    assert hang is not None
+    assert hang.culprits == culprits
+    assert words in hang.cause
+
+
+def test_nobody_is_named_as_long_as_one_device_is_not_known() -> None:
+    hang = find_hang({0: on_device(("dp", 5, 5, 4)), 1: status(None)}, SETTINGS)
+    assert hang is not None
+    assert hang.culprits == ()
+
+
+def test_what_a_beat_says_of_a_device() -> None:
+    beat = {"section": "step", "iteration": 3, "waiting": None, "progress": 9}
+    told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, 5, 4, True]]}, 2.0)
+    assert told.device == (OnDevice("dp(0,1)", 5, 5, 4, True),)
+    assert RoleStatus.from_beat(beat, 2.0).device is None
+
+
+NUMBERS = st.lists(st.integers(0, 3), min_size=3, max_size=3).map(lambda n: sorted(n, reverse=True))
+
+
+@given(st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=5))
+def test_never_is_every_role_named(roles: list[list[list[int]]]) -> None:
+    """To kill all processes of a job for a hang would cost all that it has in its processes."""
+    found = {
+        role: on_device(*((name, *numbers) for name, numbers in zip("ab", groups, strict=True)))
+        for role, groups in enumerate(roles)
+    }
+    hang = find_hang(found, SETTINGS)
+    assert hang is not None
+    assert len(hang.culprits) < len(roles)

@@ -1,0 +1,36 @@
+"""The embedded trainer, in which one role hangs in a forward pass of its own, once.
+
+Arguments: ROLE PASS, then those of the trainer. The process that takes its place does not hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import threading
+from typing import Any
+
+from deadpool_megatron.trainer import __main__ as trainer
+from deadpool_megatron.trainer import loop
+
+_forward = loop._forward
+
+
+def hanging(role: str, last: int) -> Any:
+    """The forward pass; pass number ``last`` of the first process of ``role`` does not end."""
+    passes = itertools.count(1)
+
+    def forward(*arguments: Any) -> Any:
+        if os.environ["RANK"] == role and next(passes) == last:
+            threading.Event().wait()
+        return _forward(*arguments)
+
+    return forward
+
+
+if __name__ == "__main__":
+    role, last, *rest = sys.argv[1:]
+    if os.environ.get("DEADPOOL_INCARNATION", "0") == "0":
+        loop._forward = hanging(role, int(last))
+    sys.exit(trainer.main(rest))
