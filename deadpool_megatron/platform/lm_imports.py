@@ -16,7 +16,7 @@ from typing import Any
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 # The script by its name, for all that it imports: it is run as a script itself afterwards. The
-# others are imported late, when there is one process per rank.
+# others are imported late, when there is one process per rank; they moved with 0.17.
 _MODULES = (
     "pretrain_gpt",
     "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
@@ -24,6 +24,9 @@ _MODULES = (
     "megatron.training.common_config",
     "megatron.training.resilience_config",
     "megatron.training.training_config",
+    "megatron.training.config.common_config",
+    "megatron.training.config.resilience_config",
+    "megatron.training.config.training_config",
 )
 
 
@@ -65,7 +68,8 @@ def import_all() -> None:
                 "megatron.core.transformer.custom_layers.batch_invariant_kernels"
             )
         for name in _MODULES:
-            importlib.import_module(name)
+            if _is_there(name):
+                importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"Megatron-LM needs the package {error.name}:"
@@ -73,16 +77,23 @@ def import_all() -> None:
         ) from error
 
 
+def _is_there(name: str) -> bool:
+    """Whether the checkout has a module of this name."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor has it the package
+        return False
+
+
 def _use_compiled_helpers() -> None:
     """Take the compiled index builder from the wheel where the checkout has none.
 
     initialize.py:190 would run ``make`` in the checkout, with whatever ``python3-config`` is first
-    on the path, and end the process without a word when that fails. Without a wheel of the same
-    version that still happens.
+    on the path, and end the process without a word when that fails. Without a wheel that was made
+    from the same source that still happens.
     """
-    core = importlib.import_module("megatron.core")
     datasets = importlib.import_module("megatron.core.datasets")
-    library = _compiled_helpers(Path(str(datasets.__file__)).parent, core.__version__)
+    library = _compiled_helpers(Path(str(datasets.__file__)).parent)
     if library is None:
         return
     loader = importlib.machinery.ExtensionFileLoader(_HELPERS, str(library))
@@ -97,15 +108,21 @@ def _use_compiled_helpers() -> None:
     importlib.import_module("megatron.core.datasets.helpers")
 
 
-def _compiled_helpers(own: Path, version: str) -> Path | None:
-    """The library in ``own``, else in a wheel of this version; None when neither has it."""
+def _compiled_helpers(own: Path) -> Path | None:
+    """The library in ``own``, else in a wheel with the same source; None when neither has it."""
     wheels = importlib.metadata.distributions(name="megatron-core")
-    same = (Path(str(wheel.locate_file(""))) for wheel in wheels if wheel.version == version)
-    for folder in (own, *(place / "megatron" / "core" / "datasets" for place in same)):
+    installed = (Path(str(wheel.locate_file("megatron/core/datasets"))) for wheel in wheels)
+    source = _helpers_source(own)
+    for folder in (own, *(place for place in installed if _helpers_source(place) == source)):
         for suffix in importlib.machinery.EXTENSION_SUFFIXES:
             if (library := folder / f"helpers_cpp{suffix}").is_file():
                 return library
     return None
+
+
+def _helpers_source(datasets: Path) -> bytes:
+    source = datasets / "helpers.cpp"
+    return source.read_bytes() if source.is_file() else b""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """What Megatron-LM's training script takes for granted of a GPU, answered where there is none.
 
-With :func:`install` the unedited ``pretrain_gpt.py`` of core_v0.16.1 trains on CPU and gloo. The
-stand-ins of megatron-core are in :mod:`.standins`; here is what ``megatron.training`` adds. Each
-names the place that reaches it, and none is there on a machine with a GPU.
+With :func:`install` the unedited ``pretrain_gpt.py`` trains on CPU and gloo. The stand-ins of
+megatron-core are in :mod:`.standins`; here is what ``megatron.training`` adds. Each names the place
+that reaches it, in core_v0.16.1, and none is there on a machine with a GPU.
 
 What the command line of such a run must say in addition: ``--distributed-backend gloo
 --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion``; with
@@ -14,6 +14,7 @@ Without stand-ins, and so not to be had: context parallelism, FP8, CUDA graphs,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -83,9 +84,11 @@ def _only_for(module: str, function: str, answer: object) -> None:
 
 
 def _replace_kernels() -> None:
-    # initialize.py:224 compiles them with nvcc even when all that use them are switched off.
-    kernels = importlib.import_module("megatron.legacy.fused_kernels")
-    kernels.load = lambda args: None  # type: ignore[attr-defined]
+    # 0.16 compiles them with nvcc even when all that use them are switched off (initialize.py:224);
+    # 0.17 has none.
+    with contextlib.suppress(ModuleNotFoundError):
+        kernels = importlib.import_module("megatron.legacy.fused_kernels")
+        kernels.load = lambda args: None  # type: ignore[attr-defined]
 
 
 def _accept_norms() -> None:

@@ -30,7 +30,7 @@ def write_files(
 ) -> None:
     """Write the files of one rank, one after the other; puts results by file, or the first error.
 
-    Takes the place of FileSystemWriterAsync.write_preloaded_data_multiproc.
+    Takes the place of FileSystemWriterAsync.write_preloaded_data_multiproc, or _multithread.
     """
     writer = importlib.import_module(f"{_STRATEGIES}.filesystem_async").FileSystemWriterAsync
     written: dict[int, Any] = {}
@@ -53,15 +53,28 @@ def install() -> None:
     """Have Megatron save so on its own; megatron.core must have been imported."""
     files = importlib.import_module(f"{_STRATEGIES}.filesystem_async")
     # filesystem_async.py:54 starts the process for results; a queue for each save does here.
-    files._get_write_results_queue = queue.Queue  # type: ignore[attr-defined]
-    # filesystem_async.py:222 forks a process for each file.
-    files.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write_files)
+    _replace(files, _new_queue, "_get_write_results_queue", "get_write_results_queue")
+    # filesystem_async.py:222 forks a process for each file; from 0.17 on these are threads.
+    writer, write = files.FileSystemWriterAsync, staticmethod(write_files)
+    _replace(writer, write, "write_preloaded_data_multiproc", "write_preloaded_data_multithread")
     # async_utils.py:183 forks one for --async-save.
     calls = importlib.import_module(f"{_STRATEGIES}.async_utils")
     calls.TemporalAsyncCaller.schedule_async_call = _schedule
     # async_utils.py:266 spawns a lasting one for --use-persistent-ckpt-worker, without which
     # arguments.py:1138 switches --async-save off.
     calls.AsyncCallsQueue._get_async_caller = lambda _queue: calls.TemporalAsyncCaller()
+    # From 0.17 on it is spawned when groups are made (training/async_utils.py:53).
+    calls.AsyncCallsQueue.warmup_persistent_caller = lambda *_args, **_options: None
+
+
+def _new_queue(mp_mode: str = "") -> queue.Queue[Any]:  # noqa: ARG001
+    return queue.Queue()
+
+
+def _replace(place: Any, replacement: object, *names: str) -> None:
+    """Put ``replacement`` in the place of the one of ``names`` that this version has."""
+    (name,) = (name for name in names if hasattr(place, name))
+    setattr(place, name, replacement)
 
 
 class _Writer(threading.Thread):

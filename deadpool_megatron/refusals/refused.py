@@ -112,7 +112,7 @@ STATE = (
     FlagRow("--fp4-format", on("fp4"), f"fp4: {_SCALES}", "use --bf16"),
     FlagRow(
         "--fp4-param-gather",
-        on("fp4_param"),
+        on("fp4_param", "fp4_param_gather"),
         "weights in 4 bits are state of their own, which no generation holds",
     ),
     FlagRow(
@@ -304,6 +304,19 @@ OTHER = (
         on("profile", "run_workload_inspector_server"),
         "train() starts it at each entry, and a recovery enters it again",
         "leave it out, or use it in a short run without --deadpool",
+    ),
+    FlagRow(
+        "--async-strategy nvrx",
+        lambda args: on("async_save")(args) and among("async_strategy", "nvrx")(args),
+        "its writers and queues belong to another package, and a recovery does not reach them",
+        "use --async-strategy mcore, which is not the default with --async-save",
+        only_with="Megatron-LM 0.17",
+    ),
+    FlagRow(
+        "--optimizer-cuda-graph",
+        on("optimizer_cuda_graph"),
+        "what is captured of a step is played again without asking whether the one before is kept",
+        only_with="Megatron-LM 0.17",
     ),
     FlagRow(
         "--yaml-cfg",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class FlagRow:
     """One row. ``shown``: the flags that lead here, as a user writes them, all of 0.16.1's parser.
 
-    ``only_with``: the package without which the parser does not know the flags.
+    ``only_with``: the package, or newer Megatron-LM, without which the parser does not know them.
     """
 
     shown: str

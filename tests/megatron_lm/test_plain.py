@@ -9,32 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness.jobs import Program, undisturbed
-from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import needs_megatron_lm
-from tests.megatron_lm.harness.ranks import RankParent, Trained
-from tests.megatron_lm.harness.runs import BASE, copy_tree, gpt, tree
+from tests.megatron_lm.harness.runs import BASE, copy_tree, gpt, stock, tree
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 
 
-def train_plainly(folder: Path, within: Path) -> list[Trained]:
-    """The same training on the stock communicators, without --deadpool."""
-    flags = {**BASE, "save": None, "tensorboard_dir": None}
-    folder.mkdir()
-    parent = RankParent(within, folder)
-    try:
-        return parent.train(4, small(**flags))
-    finally:
-        parent.close()
-
-
 def test_protected_equals_stock_and_patches_are_inert(tmp_path: Path, patched: Path) -> None:
-    stock = train_plainly(tmp_path / "stock", tree())
+    wanted = stock(tmp_path / "stock", tree())
     steps = undisturbed(gpt(**BASE)).final["steps"]
-    assert stock[-1].losses == {str(step["iteration"]): step["loss"] for step in steps}
-    assert stock[-1].norms == {str(step["iteration"]): step["grad_norm"] for step in steps}
-    inert = train_plainly(tmp_path / "inert", patched)
-    for one, other in zip(stock, inert, strict=True):
+    assert wanted[-1].losses == {str(step["iteration"]): step["loss"] for step in steps}
+    assert wanted[-1].norms == {str(step["iteration"]): step["grad_norm"] for step in steps}
+    inert = stock(tmp_path / "inert", patched)
+    for one, other in zip(wanted, inert, strict=True):
         assert (one.losses, one.norms, one.state) == (other.losses, other.norms, other.state)
 
 

@@ -18,8 +18,9 @@ from typing import Any
 
 from deadpool_megatron.arguments import ALLOW_UNTESTED
 from deadpool_megatron.hookpoints import POINTS, Point, hookpoint, is_marked
+from deadpool_megatron.hooks.pretraining import names
 
-TESTED = ("0.16.0", "0.16.1")
+TESTED = ("0.16.0", "0.16.1", "0.17.1")
 _PACKAGE_INFO = "megatron.core.package_info"
 Importer = Callable[[str], Any]
 
@@ -51,12 +52,14 @@ class FoundPoint:
 @dataclass(frozen=True)
 class Report:
     """What :func:`examine` found. ``version`` is that of the megatron.core in use, ``beside`` that
-    of the one which lies beside megatron.training (empty: none does).
+    of the one which lies beside megatron.training (empty: none does). ``lacking``: names of
+    :mod:`.names` that a version which was never tried does not have.
     """
 
     version: str
     beside: str
     points: tuple[FoundPoint, ...]
+    lacking: tuple[str, ...] = ()
 
     @property
     def missing(self) -> tuple[FoundPoint, ...]:
@@ -66,23 +69,31 @@ class Report:
 
 def examine(importer: Importer = importlib.import_module) -> Report:
     """Look at the Megatron-LM that can be imported. ``importer``: how."""
-    core = importer(_PACKAGE_INFO)
+    version, tree = str(importer(_PACKAGE_INFO).__version__), _tree(importer)
+    # Of those that were tried the tests know; reading the source takes a second.
+    untried = tree is not None and version not in TESTED
     return Report(
-        version=str(core.__version__),
-        beside=_version_beside(importer),
+        version=version,
+        beside=_version_beside(tree),
         points=tuple(_look_at(point, importer) for point in POINTS),
+        lacking=names.lacking(tree, version) if tree is not None and untried else (),
     )
 
 
-def _version_beside(importer: Importer) -> str:
-    """megatron is a namespace package: its core may come from a wheel, its training from a tree."""
+def _tree(importer: Importer) -> Path | None:
+    """The folder that holds the package ``megatron`` to which megatron.training belongs."""
     try:
         place = getattr(importer("megatron.training"), "__file__", None)
     except ImportError:
-        place = None
-    if place is None:
+        return None
+    return None if place is None else Path(place).parents[2]
+
+
+def _version_beside(tree: Path | None) -> str:
+    """megatron is a namespace package: its core may come from a wheel, its training from a tree."""
+    if tree is None:
         return ""
-    info = Path(place).parents[1] / "core" / "package_info.py"
+    info = tree / "megatron" / "core" / "package_info.py"
     return str(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
 
 
@@ -102,13 +113,18 @@ def _look_at(point: Point, importer: Importer) -> FoundPoint:
 def check(report: Report, allow_untested: bool) -> None:
     """Raise UntestedMegatron unless protection has been tried with this one, or may try.
 
-    ``allow_untested`` helps against another version and other parameters, not against functions
-    that are not there or two Megatrons in one process.
+    ``allow_untested`` helps against another version that has all that is relied upon, not against
+    names that are not there or two Megatrons in one process.
     """
     if report.beside and report.beside != report.version:
         raise UntestedMegatron(
             f"two Megatrons: megatron.core is {report.version}, megatron.training belongs to"
             f" {report.beside}\nput the folder of your training script first in PYTHONPATH"
+        )
+    if report.lacking:
+        raise UntestedMegatron(
+            f"protection has not been tried with Megatron-LM {report.version}, which lacks"
+            f" {'; '.join(report.lacking)}; tried were {', '.join(TESTED)}"
         )
     if allow_untested and not report.missing:
         return
@@ -139,9 +155,9 @@ def install_points() -> tuple[str, ...]:
     }
     waiting = {point: one for point, one in originals.items() if not is_marked(one)}
     if waiting and len(waiting) < len(originals):
-        names = ", ".join(point.function for point in waiting)
+        left = ", ".join(point.function for point in waiting)
         raise UntestedMegatron(
-            f"this Megatron-LM is patched in part ({names} are not): run 'deadpool patch apply' or"
+            f"this Megatron-LM is patched in part ({left} are not): run 'deadpool patch apply' or"
             " 'deadpool patch revert' on it"
         )
     for original in waiting.values():

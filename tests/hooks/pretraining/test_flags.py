@@ -24,7 +24,7 @@ from deadpool_megatron.refusals.unreviewed import (
 )
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
 from tests.megatron_lm.harness.arguments import small
-from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import PINNED, TAG, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Answer, Question, ask, in_checkout
 
 ROOT = Path(__file__).parents[3]
@@ -96,12 +96,15 @@ EXAMPLES = {
     "--profile": "",
     "--run-workload-inspector-server": "",
 }
-# The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package.
+# The parser of 0.16.1 has no other values, replaces its arguments by a file's, or lacks a package
+# or the flag.
 BY_HAND = {
     "--distributed-backend": {"distributed_backend": "mpi"},
     "--yaml-cfg": {"yaml_cfg": "model.yaml"},
     "--kitchen-config-file": {"kitchen_config_file": "kitchen.yaml"},
     "--kitchen-recipe-number": {"kitchen_recipe_number": 0},
+    "--async-strategy": {"async_strategy": "nvrx", "async_save": True},
+    "--optimizer-cuda-graph": {"optimizer_cuda_graph": True},
 }
 # Megatron itself accepts these only with other flags, packages or sizes: they are parsed alone.
 PARSED_ONLY = {
@@ -399,7 +402,11 @@ def test_every_flag_of_the_parser_is_judged_and_no_other() -> None:
     known = {flag for flag in in_checkout("flags") if flag.startswith("--")}
     judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
     judged |= {flag for row in REFUSED if not row.only_with for flag in row.flags}
-    assert judged == known
+    if TAG == PINNED:
+        assert judged == known
+    # Nobody has read what came later: it is refused until somebody has.
+    judged |= {flag for row in REFUSED for flag in row.flags}
+    assert all(unreviewed(["pretrain_gpt.py", flag]) for flag in known - judged)
     assert not [flag for flag in known if flag.startswith("--deadpool")]
 
 
@@ -411,7 +418,8 @@ def test_every_script_of_the_checkout_but_one_is_unreviewed() -> None:
     found = {
         path.name for pattern in ("pretrain_*.py", "train_*.py") for path in tree.glob(pattern)
     }
-    assert found == {"pretrain_gpt.py", *UNREVIEWED_SCRIPTS}
+    assert found - {"pretrain_gpt.py"} <= set(UNREVIEWED_SCRIPTS)
+    assert TAG != PINNED or found >= set(UNREVIEWED_SCRIPTS)
 
 
 def configuration(name: str) -> list[str]:
@@ -449,6 +457,8 @@ def answers() -> dict[str, Answer]:
 @pytest.mark.parametrize("flag", EXAMPLES)
 def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
     answer = answers[f"{flag} {EXAMPLES[flag]}".strip()]
+    if TAG != PINNED and answer.error.startswith("SystemExit"):
+        pytest.skip(f"{TAG} does not have it")
     assert answer.error == ""
     # Graphs turn on the generators of another row.
     assert answer.refused.startswith(row_of(flag).line)
@@ -460,6 +470,9 @@ def test_each_flag_is_refused(answers: dict[str, Answer], flag: str) -> None:
 @pytest.mark.parametrize("extra", HARMLESS)
 def test_near_misses_are_accepted(answers: dict[str, Answer], extra: str) -> None:
     answer = answers[extra or "nothing"]
+    if "--async-save" in extra and TAG != PINNED:
+        assert answer.refused.startswith(row_of("--async-strategy").line)
+        return
     assert (answer.error, answer.refused) == ("", "")
 
 

@@ -14,7 +14,7 @@ import pytest
 from deadpool_megatron.hookpoints import POINTS, hookpoint, is_marked
 from deadpool_megatron.hooks.pretraining import versions
 from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
-from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import in_checkout
 
 TRAIN = "megatron.training.training"
@@ -64,12 +64,31 @@ def test_a_tested_one(modules: dict[str, Any]) -> None:
 
 
 def test_another_version(modules: dict[str, Any]) -> None:
-    modules["megatron.core.package_info"].__version__ = "0.17.1"
+    modules["megatron.core.package_info"].__version__ = "0.15.0"
     report = examine(modules)
     text = refused(report)
-    assert "its version is 0.17.1; tried were 0.16.0, 0.16.1" in text
+    assert f"its version is 0.15.0; tried were {', '.join(versions.TESTED)}" in text
     assert text.endswith("--deadpool-allow-untested-megatron tries nevertheless")
     versions.check(report, allow_untested=True)
+
+
+def test_an_untried_version_is_told_what_it_lacks_in_one_line(
+    modules: dict[str, Any], tmp_path: Path
+) -> None:
+    """Before anything runs, and whatever is allowed: it would end in the first recovery."""
+    training = tmp_path / "megatron" / "training"
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    training.mkdir()
+    (training / "training.py").write_text("def train_step(model):\n    pass\n")
+    modules["megatron.training"].__file__ = str(training / "__init__.py")
+    versions.check(examine(modules), allow_untested=False)
+    modules["megatron.core.package_info"].__version__ = "0.99.0"
+    for allow in (False, True):
+        text = refused(examine(modules), allow)
+        assert "\n" not in text
+        assert "has not been tried with Megatron-LM 0.99.0, which lacks" in text
+        assert "; iteration of train_step() in megatron/training/training.py;" in text
+        assert "; Timer._started in megatron/core/timers.py;" in text
 
 
 def test_a_parameter_that_is_gone(modules: dict[str, Any]) -> None:
@@ -165,7 +184,7 @@ def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
 def test_the_real_one() -> None:
     (line,) = in_checkout("points")
     facts = json.loads(line)
-    assert facts["version"] == facts["beside"] == "0.16.1"
+    assert facts["version"] == facts["beside"] == TAG.removeprefix("core_v")
     assert facts["troubles"] == []
     patched = all(facts["marked before"])
     assert len(facts["installed"]) == (0 if patched else len(POINTS))

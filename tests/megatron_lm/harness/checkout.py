@@ -10,25 +10,33 @@ from pathlib import Path
 
 import pytest
 
-TAG = "core_v0.16.1"
-_VARIABLE = "MEGATRON_LM_DIR"
-_EXTRACTED = Path("~/.cache/deadpool-megatron") / f"Megatron-LM-{TAG}"
+#: supported, each with a patch set
+TAGS = ("core_v0.16.1", "core_v0.17.1")
+PINNED = TAGS[0]
+_TAG_VARIABLE = "MEGATRON_LM_TAG"
+_TREE_VARIABLE = "MEGATRON_LM_DIR"
+#: the one that the tests run, all but those of :mod:`tests.megatron_lm.test_tags`
+TAG = os.environ.get(_TAG_VARIABLE, PINNED)
 
 
-def checkout() -> Path | None:
-    """The tree that ``MEGATRON_LM_DIR`` names, else the extracted one; None: there is none.
+def checkout(tag: str = TAG) -> Path | None:
+    """The extracted tree of ``tag``, or for :data:`TAG` the one that ``MEGATRON_LM_DIR`` names;
+    None: there is none.
 
     Tests read it and write only to copies.
     """
-    named = os.environ.get(_VARIABLE)
-    tree = Path(named) if named else _EXTRACTED.expanduser()
+    named = os.environ.get(_TREE_VARIABLE) if tag == TAG else None
+    tree = Path(named or _extracted(tag)).expanduser()
     return tree if (tree / "megatron" / "training" / "training.py").is_file() else None
+
+
+def _extracted(tag: str) -> str:
+    return f"~/.cache/deadpool-megatron/Megatron-LM-{tag}"
 
 
 needs_megatron_lm = pytest.mark.skipif(
     checkout() is None,
-    reason=f"no Megatron-LM checkout: set {_VARIABLE} or extract {TAG} to"
-    " ~/.cache/deadpool-megatron/Megatron-LM-core_v0.16.1",
+    reason=f"no Megatron-LM checkout: set {_TREE_VARIABLE} or extract {TAG} to {_extracted(TAG)}",
 )
 
 

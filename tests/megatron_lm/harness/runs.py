@@ -23,6 +23,7 @@ from tests.faults.harness.jobs import (
 )
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import checkout
+from tests.megatron_lm.harness.ranks import RankParent, Trained
 
 #: a checkpoint, an evaluation and a test on the way, each in the directory of its own run
 SEGMENTS: dict[str, object] = {
@@ -67,6 +68,17 @@ def gpt(nodes: int = 4, within: Path | None = None, **flags: object) -> Program:
     """pretrain_gpt.py of a tree, by default the checkout, with the small model's flags changed."""
     script = (within or tree()) / "pretrain_gpt.py"
     return Program((str(script), *small(**flags), "--deadpool"), nodes)
+
+
+def stock(folder: Path, within: Path) -> list[Trained]:
+    """What :data:`BASE` trains on the stock communicators, without --deadpool."""
+    flags = {**BASE, "save": None, "tensorboard_dir": None}
+    folder.mkdir()
+    parent = RankParent(within, folder)
+    try:
+        return parent.train(4, small(**flags))
+    finally:
+        parent.close()
 
 
 def dies(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.pretraining.checkpoints.storage_faults import StorageFaults
+from deadpool_megatron.hooks.pretraining.families import family
 
 
 class Saves:
@@ -70,17 +71,8 @@ class Saves:
 
     def abandon(self) -> None:
         """After an interrupt: stop writers; what they were writing is owed."""
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-        from megatron.training import async_utils
-
-        queue = async_utils._async_calls_queue
         self._faults.forget()
-        callers = {id(call.async_caller): call.async_caller for call in queue.async_calls}
-        for caller in callers.values():
-            caller.close(abort=True)
-        async_utils._async_calls_queue = type(queue)(persistent=queue.persistent)
-        # What an aborted writer has put there would be taken for the next one's result.
-        filesystem_async._results_queue = None
+        family().drop_saves()
 
     def restore(self, unfinished: int) -> None:
         """As the restored generation had it."""

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import replaced
 
 _CHECKPOINTING = "megatron.core.dist_checkpointing"
@@ -65,15 +66,14 @@ class StorageFaults:
         checkpointing = importlib.import_module("megatron.training.checkpointing")
         utils = importlib.import_module("megatron.training.utils")
         serialization = importlib.import_module(f"{_CHECKPOINTING}.serialization")
-        sharded = importlib.import_module(f"{_CHECKPOINTING}.strategies.torch")
-        common = importlib.import_module(f"{_CHECKPOINTING}.strategies.common")
+        common, finalising = family().common_save(), family().finalising()
         writer = importlib.import_module(f"{_CHECKPOINTING}.strategies.filesystem_async")
         names: tuple[tuple[Any, str, Callable[..., Callable[..., Any]]], ...] = (
             (checkpointing, "cleanup_old_non_persistent_checkpoint", self._alone),
-            (common.TorchCommonSaveStrategy, "save_common", self._alone),
+            (common.holder, common.name, self._alone),
             (writer.FileSystemWriterAsync, "finish", self._alone),
             (serialization, "save_config", self._alone),
-            (sharded, "save_state_dict_async_finalize", self._together),
+            (finalising.holder, finalising.name, self._together),
             (checkpointing, "open_file", self._opening),
             (utils, "open_file", self._opening),
             # It would say that the checkpoint was saved.

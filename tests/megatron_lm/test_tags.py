@@ -1,0 +1,32 @@
+"""Each supported tag beside the one that all other tests run: the same as stock, and a recovery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.harness.jobs import restart_kinds, undisturbed
+from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout
+from tests.megatron_lm.harness.runs import BASE, dies, gpt, stock, strike
+
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("tag", [tag for tag in TAGS if tag != TAG])
+def test_nodes_die_and_stock_megatron_computes_the_same(tag: str, tmp_path: Path) -> None:
+    tree = checkout(tag)
+    if tree is None:
+        pytest.skip(f"no checkout of {tag}")
+    program = gpt(within=tree, **BASE)
+    steps = undisturbed(program).final["steps"]
+    plain = stock(tmp_path / "stock", tree)[-1]
+    assert plain.losses == {str(step["iteration"]): step["loss"] for step in steps}
+    assert plain.norms == {str(step["iteration"]): step["grad_norm"] for step in steps}
+    plan = [
+        dies("role 0 in its update", "optimizer.inside", 0, 4),
+        dies("a role in the middle, in an evaluation", "evaluation.begin", 1, 8),
+        dies("the last role in a save", "save.written", 3, 9),
+    ]
+    outcome = strike(tmp_path / "struck", program, plan)
+    assert restart_kinds(outcome)[1:] == ["memory"] * len(plan)
