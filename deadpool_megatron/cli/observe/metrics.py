@@ -121,7 +121,8 @@ def run(args: argparse.Namespace) -> int:
         if args.listen is not None:
             host, port = _address(args.listen)
             server, _ = prometheus_client.start_http_server(port, host, registry)
-            print(f"http://{host}:{server.server_port}/metrics", flush=True)
+            shown = f"[{host}]" if ":" in host else host
+            print(f"http://{shown}:{server.server_port}/metrics", flush=True)
             _stay(watched, args.linger_seconds, lambda: None)
         elif args.textfile is not None:
             write = prometheus_client.write_to_textfile
