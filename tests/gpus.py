@@ -23,8 +23,14 @@ def hide() -> None:
 
 def show() -> None:
     """In this process again."""
-    before = os.environ.get(_BEFORE, _ALL)
-    if before == _ALL:
-        os.environ.pop(VISIBLE, None)
-    else:
-        os.environ[VISIBLE] = before
+    environment = shown()
+    os.environ.pop(VISIBLE, None)
+    os.environ.update(environment)
+
+
+def shown() -> dict[str, str]:
+    """Returns an environment for a process that sees them again."""
+    environment = dict(os.environ)
+    before = environment.get(_BEFORE, _ALL)
+    environment.pop(VISIBLE, None)
+    return environment if before == _ALL else environment | {VISIBLE: before}

@@ -1,0 +1,245 @@
+"""One rank under the seam, as a process that is told by the conductor what happens to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from proof.device import Device
+
+CONNECT_SECONDS = 45.0
+#: what a member has to leave a closed epoch
+CLOSE_SECONDS = 40.0
+
+
+class Fate(StrEnum):
+    """What a rank does to itself when it is told to."""
+
+    NONE = "none"
+    DIE_IN_BATCH = "die in a batch of sends and receives"
+    DIE_IN_REBUILD = "die while communicators are made"
+    DEVICE_ASSERT = "device assert"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all ranks of a flock have in common."""
+
+    device: Device
+    ranks: int
+    spares: int
+    groups: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """A word of a rank: ``ready`` in an epoch, ``left`` one, or ``ruined``: replace me."""
+
+    what: str
+    epoch: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def play(setup: Setup, number: int, line: Connection) -> None:
+    """Be warm; then play the role that the first order names, to the end of the process."""
+    os.environ.update(setup.device.environment(number))
+    from deadpool_megatron import nccl_environment
+
+    nccl_environment.complete(os.environ)
+    import torch
+    import torch.distributed
+
+    if setup.device is Device.CUDA:
+        torch.zeros(1, device="cuda")
+    line.send(Report("warm", -1))
+    try:
+        rank, epoch, fate = line.recv()
+        Rank(setup, rank, line).go_on_from(epoch, fate)
+    except EOFError:
+        return  # the conductor has ended
+
+
+class Rank:
+    """Communicates in all groups, over and over, until told of the close of the epoch."""
+
+    def __init__(self, setup: Setup, rank: int, line: Connection) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from deadpool_megatron.comms import Communicators
+        from deadpool_megatron.hooks.process.session import drain_seconds
+        from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
+
+        self._setup, self._rank, self._line = setup, rank, line
+        # The limits that a member has.
+        self._limit_seconds = drain_seconds("nccl", Settings(**NCCL_DEFAULTS))
+        self._comms = Communicators(
+            setup.device.communicator,
+            close_wait_seconds=30.0,
+            drain_seconds=self._limit_seconds,
+        )
+        self._where = torch.device(setup.device.value)
+        self._fate = Fate.NONE
+        self._interrupt_seconds = 0.0
+        self._comms.install()
+        dist.init_process_group("nccl", rank=rank, world_size=setup.ranks)
+        self._groups: list[tuple[list[int], Any]] = [(list(range(setup.ranks)), dist.group.WORLD)]
+        while len(self._groups) < setup.groups:
+            # All ranks, then all but one, then neighbours, and again.
+            index = len(self._groups)
+            ranks = list(range(setup.ranks))
+            if index % 3 == 1:
+                ranks.remove(index % setup.ranks)
+            elif index % 3 == 2:
+                ranks = sorted({index % setup.ranks, (index + 1) % setup.ranks})
+            self._groups.append((ranks, dist.new_group(ranks)))
+        threading.Thread(target=self._obey, daemon=True).start()
+
+    def _obey(self) -> None:
+        """What the conductor says while the rank communicates: the number of an epoch that is
+        closed, or a fate."""
+        while True:
+            try:
+                order = self._line.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(order, Fate):
+                self._fate = order
+                continue
+            began = time.monotonic()
+            self._comms.interrupt(order)
+            self._interrupt_seconds = time.monotonic() - began
+
+    def go_on_from(self, epoch: int, fate: Fate) -> None:
+        """Enter this epoch and those that follow; ends when the process cannot enter another."""
+        from torch._C._distributed_c10d import FileStore
+
+        from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+
+        while True:
+            try:
+                if fate is Fate.DIE_IN_REBUILD:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                began = time.monotonic()
+                store = FileStore(f"{self._setup.folder}/{epoch}", self._setup.ranks)
+                self._comms.attach(epoch, store, self._rank, CONNECT_SECONDS)
+                self._exchange()
+                seconds = time.monotonic() - began
+                self._say("ready", epoch, rebuild_seconds=seconds, **self._resources())
+                while True:
+                    self._exchange()
+            except (EpochClosed, CommunicatorFault) as error:
+                if not self._leave(epoch, error):
+                    return
+                epoch += 1
+            except (RuntimeError, IndexError) as error:
+                self._say("ruined", epoch, reason=str(error).splitlines()[0])
+                return
+
+    def _leave(self, epoch: int, error: Exception) -> bool:
+        """Come to rest, and say how long that took; False: this process must be replaced."""
+        from deadpool_megatron.comms import EpochClosed
+
+        if not isinstance(error, EpochClosed):
+            self._say("ruined", epoch, reason=str(error))
+            return False
+        began = time.monotonic()
+        clean = self._comms.drain()
+        drained = time.monotonic()
+        if not clean:
+            self._say("ruined", epoch, reason=self._comms.ruin)
+            return False
+        try:
+            self._come_to_rest()
+        except (RuntimeError, TimeoutError) as trouble:
+            self._say("ruined", epoch, reason=str(trouble).splitlines()[0])
+            return False
+        self._say(
+            "left",
+            epoch,
+            abort_seconds=self._interrupt_seconds,
+            drain_seconds=drained - began,
+            device_seconds=time.monotonic() - drained,
+        )
+        return True
+
+    def _come_to_rest(self) -> None:
+        if self._setup.device is Device.CUDA:
+            from deadpool_megatron.platform.cuda import CudaPlatform
+
+            CudaPlatform().synchronize(self._limit_seconds)
+
+    def _exchange(self) -> None:
+        """A sum in every group and a ring of messages. Raises RuntimeError for a wrong result."""
+        import torch
+        import torch.distributed as dist
+
+        for ranks, group in self._groups:
+            if self._rank in ranks:
+                value = torch.full((1 << 12,), float(self._rank + 1), device=self._where)
+                dist.all_reduce(value, group=group)
+                found, wanted = value[-1].item(), float(sum(ranks) + len(ranks))
+                self._comms.finish_iteration()  # raises if an abort has left junk
+                if found != wanted:
+                    raise RuntimeError(f"wrong sum: {found} instead of {wanted}")
+        if self._fate is Fate.DEVICE_ASSERT:
+            _assert_on_device(self._where)
+        if self._fate is Fate.DIE_IN_BATCH:
+            _die_in_the_next_send(self._setup.folder)
+        after, before = (self._rank + 1) % self._setup.ranks, (self._rank - 1) % self._setup.ranks
+        sent = torch.full((1 << 12,), float(self._rank), device=self._where)
+        received = torch.empty_like(sent)
+        batch = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        value_received = received[-1].item()
+        self._comms.finish_iteration()
+        if value_received != float(before):
+            raise RuntimeError(f"wrong message: {value_received} instead of {before}")
+
+    def _resources(self) -> dict[str, int]:
+        used = 0
+        if self._setup.device is Device.CUDA:
+            import torch
+
+            free, total = torch.cuda.mem_get_info()
+            used = total - free  # of all ranks of the GPU, NCCL's part included
+        return {
+            "threads": len(list(Path("/proc/self/task").iterdir())),
+            "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+            "device_bytes": used,
+            "reaping": self._comms.reaping,
+        }
+
+    def _say(self, what: str, epoch: int, **values: Any) -> None:
+        self._line.send(Report(what, epoch, values))
+
+
+def _assert_on_device(where: Any) -> None:
+    """An index out of bounds: an assert of a kernel, which ruins the context of the process."""
+    import torch
+
+    row = torch.zeros(4, device=where)
+    row[torch.tensor([9], device=where)].sum().item()
+
+
+def _die_in_the_next_send(folder: str) -> None:
+    """By the point at which operations enter a communicator: the block is open then."""
+    from deadpool_megatron import failpoints
+
+    fault = {"id": f"batch-{os.getpid()}", "point": "comm", "match": {"op": "send"}}
+    plan = Path(folder, f"{os.getpid()}.faults")
+    plan.write_text(json.dumps([{**fault, "action": "signal", "target": "self", "signal": "KILL"}]))
+    failpoints.load(plan)
+    sys.stdout.flush()
