@@ -49,7 +49,7 @@ def megatron_lm(device: Device, size: Size, checkout: Path | None, out: Path) ->
     if device is Device.CPU:
         words += (folder / "cpu.args").read_text().split()
     program = [str(checkout / "pretrain_gpt.py"), *words]
-    program += ["--train-iters", str(size.iterations), "--deadpool"]
+    program += ["--train-iters", str(size.iterations), "--lr-warmup-iters", "2", "--deadpool"]
     communicator = "nccl" if device is Device.CUDA else "gloo"
     return _strike(device, program, communicator, out / f"pretrain-{device}")
 
@@ -71,6 +71,7 @@ def _strike(device: Device, program: Sequence[str], communicator: str, base: Pat
         job.run(whole, 0, [])
         job.run(struck, len(victims), [_fault(role, at) for role, at in moments.items()])
         undisturbed, result = read_result(whole), read_result(struck)
+        comparison = compare_results(undisturbed, result)
     except (ResultError, TimeoutError, subprocess.SubprocessError) as error:
         found.problems.append(str(error))
         return found
@@ -87,7 +88,6 @@ def _strike(device: Device, program: Sequence[str], communicator: str, base: Pat
         }
         for one in result.recoveries
     ]
-    comparison = compare_results(undisturbed, result)
     found.facts["bit-identical to the undisturbed run"] = comparison.identical
     found.facts["first differences"] = [str(one) for one in comparison.differences[:4]]
     if device is Device.CPU:
