@@ -37,5 +37,5 @@ PARTS = (
     Part("trainer", "the embedded trainer loses nodes", trainings.embedded),
     Part("pretrain", "pretrain_gpt.py loses nodes", trainings.megatron_lm),
     Part("copies", "steps with and without copies to the host", copies.measure),
-    Part("kernels", "TransformerEngine and FusedAdam under capture", kernels.capture),
+    Part("kernels", "optimizers and FP8: state put back, the same bits again", kernels.capture),
 )

@@ -99,7 +99,7 @@ def _strike(device: Device, program: Sequence[str], communicator: str, base: Pat
 def _fault(role: int, iteration: int) -> dict[str, object]:
     return {
         "id": f"role-{role}",
-        "point": "backward",
+        "point": "forward",  # the embedded trainer and pretrain_gpt.py both have it
         "match": {"role": role, "iteration": iteration},
         "action": "signal",
         "target": "node",
