@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
 from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 
@@ -119,10 +120,9 @@ def run(args: argparse.Namespace) -> int:
     registry.register(watched)
     try:
         if args.listen is not None:
-            host, port = _address(args.listen)
+            host, port = listen_address(args.listen)
             server, _ = prometheus_client.start_http_server(port, host, registry)
-            shown = f"[{host}]" if ":" in host else host
-            print(f"http://{shown}:{server.server_port}/metrics", flush=True)
+            print(f"http://{shown_host(host)}:{server.server_port}/metrics", flush=True)
             _stay(watched, args.linger_seconds, lambda: None)
         elif args.textfile is not None:
             write = prometheus_client.write_to_textfile
@@ -143,10 +143,3 @@ def _stay(watched: Watched, linger_seconds: float, look: Any) -> None:
             ended = time.monotonic()
             look()
         time.sleep(min(_INTERVAL_SECONDS, max(0.05, linger_seconds)))
-
-
-def _address(text: str) -> tuple[str, int]:
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise CommandError(f"--listen {text}: give ADDRESS:PORT, like 127.0.0.1:9478")
-    return host.strip("[]") or "0.0.0.0", int(port)

@@ -1,0 +1,130 @@
+"""What the page of a run shows, as JSON values: from its events, and what its coordinator says.
+
+Pure. What is for the eye alone (colours, places) is in ``page.html``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from deadpool_megatron.cli.show.narration import describe_cause, describe_loss, tell
+from deadpool_megatron.cli.show.run_result import PHASES
+from deadpool_megatron.cli.show.story import Interruption, Story, summary
+from deadpool_megatron.events import Event
+
+_SHOWN_LINES = 200
+_SHOWN_RECOVERIES = 50
+# The curve of the loss has so many points at most, whatever the length of the run.
+_POINTS = 400
+
+
+class PageState:
+    """Feed it with events in their order. Not thread-safe."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._story = Story()
+        self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
+
+    def add(self, event: Event) -> None:
+        """Take in one event. Raises LookupError, TypeError, ValueError or AttributeError for a
+        damaged one.
+        """
+        self._story.add(event)
+        line = tell(event)
+        if line is not None and not line.passes:
+            self._lines.append((event.wall_seconds, line.text, line.style))
+
+    def to_dict(self, status: Mapping[str, Any] | None, now: float) -> dict[str, Any]:
+        """Return everything. ``status``: as of ``deadpool status --json``, None if nobody answers;
+        ``now``: wall clock in seconds."""
+        story = self._story
+        ended = story.ended
+        times = summary(story.step_seconds())
+        return {
+            "run": self._run_id,
+            "now": now,
+            "ended": None if ended is None else dict(ended.data),
+            "iteration": story.last_iteration,
+            "epoch": story.epoch,
+            "step_seconds": times.get("p50"),
+            "goodput": story.account.goodput(None if ended is not None else now),
+            "node_seconds": {
+                use.value: seconds
+                for use, seconds in story.account.seconds(None if ended else now).items()
+                if seconds > 0
+            },
+            "loss": self._losses(),
+            "recoveries": [_recovery(failure) for failure in story.failures[-_SHOWN_RECOVERIES:]],
+            "recovery_count": len(story.failures),
+            "phases": dict(PHASES),
+            "lines": [list(line) for line in self._lines],
+            "status": None if status is None else _status(status),
+        }
+
+    def _losses(self) -> list[list[float]]:
+        steps = self._story.steps
+        every = max(1, -(-len(steps) // _POINTS))
+        found = []
+        for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
+            timed = steps[at]
+            if timed.step.loss is not None:
+                found.append([timed.step.iteration, float.fromhex(timed.step.loss)])
+        return found
+
+
+def _recovery(failure: Interruption) -> dict[str, Any]:
+    recovery = failure.recovery
+    return {
+        "number": failure.number,
+        "at": failure.began,
+        "cause": describe_cause({"kind": failure.kind, "cause": failure.cause}),
+        "planned": failure.planned,
+        "after_iteration": failure.last_iteration,
+        "losses": [describe_loss(loss) for loss in failure.losses],
+        "phases": {} if recovery is None else dict(recovery.phases),
+        "seconds": None if recovery is None else recovery.seconds,
+        "recomputed": None if recovery is None else recovery.steps_recomputed,
+        "exposed_seconds": failure.exposure,
+    }
+
+
+def _status(status: Mapping[str, Any]) -> dict[str, Any]:
+    aside = {str(node) for node in status["aside"]}
+    fewer = set(status["fewer_copies"])
+    return {
+        "phase": status["phase"],
+        "waiting_for": status["waiting_for"],
+        "protection": status["protection"],
+        "rpo": status["rpo"]["most_lost"],
+        "coordinator": status["coordinator"],
+        "failing": status["failing"],
+        "requests": [
+            {key: one[key] for key in ("number", "verb", "stage", "why") if key in one}
+            for one in status["requests"]
+        ],
+        "roles": {
+            role: {
+                "node": known["seat"][0],
+                "section": known["section"],
+                "iteration": known["iteration"],
+                "waits": bool(known["waiting"]),
+                "exposed": int(role) in fewer,
+            }
+            for role, known in status["roles"].items()
+        },
+        "nodes": {
+            node: {
+                "host": known["host"],
+                "state": "aside" if node in aside else "spare" if known["spare"] else "training",
+                "standing": known["standing"],
+                "reasons": list(known["reasons"]),
+                "restarts": known["restarts"],
+                "bytes": known["vault"].get("bytes"),
+                "slow": node in status["slow"],
+            }
+            for node, known in status["nodes"].items()
+        },
+    }

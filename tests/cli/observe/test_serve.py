@@ -1,0 +1,202 @@
+"""The page of a run: in a real browser while a node is lost, and closed to whoever has no token."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPMessage
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deadpool_megatron import cli
+from deadpool_megatron.cli.observe import serve
+from deadpool_megatron.cli.observe.page_state import PageState
+from deadpool_megatron.events import Event, Kind
+from tests.cluster.running import Run, environment, send
+from tests.waiting import wait_for
+
+CHROMIUM = shutil.which("chromium")
+#: what keeps a browser from looking for the world outside
+_ALONE = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
+
+
+class Made:
+    """A state that is what it is."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def answer(self) -> bytes:
+        return json.dumps(self.state).encode()
+
+
+@contextmanager
+def served(state: dict[str, Any], token: str = "t0ken") -> Iterator[str]:
+    """The address of a page, without its token."""
+    server = serve.make_server(Made(state), "127.0.0.1", 0, token)  # type: ignore[arg-type]
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def get(address: str) -> tuple[int, bytes, HTTPMessage]:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.read(), error.headers
+
+
+def shown_in_browser(address: str, place: Path, *texts: str) -> str:
+    """The page as its program has drawn it, with all of these texts: on a busy machine the browser
+    may have looked before the first answer.
+    """
+    shown = ""
+
+    def is_drawn() -> bool:
+        nonlocal shown
+        shown = drawn(address, place)
+        return all(text in shown for text in texts)
+
+    wait_for(f"{texts} on the page", is_drawn)
+    return shown
+
+
+def drawn(address: str, place: Path) -> str:
+    assert CHROMIUM is not None
+    profile = f"--user-data-dir={place / 'profile'}"
+    command = [CHROMIUM, *_ALONE, profile, "--virtual-time-budget=5000", "--dump-dom", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_nothing_is_answered_without_the_token() -> None:
+    with served({}) as address:
+        for path in ("/", "/state", "/page.js", "/page.css", "/?token=other", "/state?token="):
+            status, body, _ = get(address + path)
+            assert (status, body) == (403, b"the token is missing\n"), path
+        assert get(f"{address}/state?token=t0ken")[:2] == (200, b"{}")
+        assert get(f"{address}/../serve.py?token=t0ken")[0] == 404
+        with pytest.raises(urllib.error.HTTPError, match="501"):
+            urllib.request.urlopen(f"{address}/state?token=t0ken", data=b"x", timeout=10)
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    with served({}) as address:
+        for path in ("/", "/page.js", "/page.css"):
+            status, body, headers = get(f"{address}{path}?token=t0ken")
+            assert status == 200
+            assert "default-src 'none'" in headers["Content-Security-Policy"]
+            found = re.findall(r"https?://[^\s\"']+", body.decode())
+            assert set(found) <= {"http://www.w3.org/2000/svg"}, "a name, never loaded"
+
+
+def status_of(nodes: int, roles: int) -> dict[str, Any]:
+    per_node = roles // nodes
+    seats = {str(r): [r // per_node, r % per_node, 0] for r in range(roles)}
+    return {
+        "phase": "running",
+        "waiting_for": "",
+        "protection": "buddy",
+        "rpo": {"most_lost": 1},
+        "coordinator": {"term": 1},
+        "failing": {},
+        "requests": [],
+        "aside": [],
+        "slow": {},
+        "fewer_copies": [3],
+        "roles": {
+            role: {"seat": seat, "section": "step", "iteration": 7, "waiting": None}
+            for role, seat in seats.items()
+        },
+        "nodes": {
+            str(node): {
+                "host": f"b{node}",
+                "spare": node >= nodes,
+                "standing": "good",
+                "reasons": [],
+                "restarts": 0,
+                "vault": {"bytes": 10**9},
+            }
+            for node in range(nodes + 2)
+        },
+    }
+
+
+def test_the_state_of_a_large_run() -> None:
+    state = PageState("run")
+    for iteration in range(1, 2001):
+        values = {"loss": float(iteration).hex()}
+        state.add(Event(Kind.STEP, iteration=iteration, wall_seconds=float(iteration), data=values))
+    found = state.to_dict(status_of(64, 512), 2001.0)
+    assert len(found["loss"]) <= 402
+    assert found["loss"][-1] == [2000, 2000.0]
+    assert found["status"]["nodes"]["64"]["state"] == "spare"
+    assert found["status"]["roles"]["3"]["exposed"]
+    assert len(json.dumps(found)) < 200_000
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
+def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
+    bad = "<script>document.title = 'taken'</script>"
+    state = PageState(bad)
+    state.add(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
+    with served(state.to_dict(status_of(2, 4), 1.0)) as address:
+        escaped = html.escape(bad, quote=False)
+        shown = shown_in_browser(f"{address}/?token=t0ken", tmp_path, escaped)
+    assert bad not in shown
+    assert "<title>taken" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
+def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nodes=2, nproc=2) as run:
+        run.wait_iteration(3)
+        command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
+        serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        try:
+            assert serving.stdout is not None
+            address = serving.stdout.readline().strip()
+            send(run.listing(0)["agent"])
+            run.wait_event(Kind.RECOVERED)
+            texts = (">running<", "a node was lost: node 0", "recovered in", ">node 2<")
+            shown = shown_in_browser(address, tmp_path, *texts)
+            assert ">node 0<" not in shown
+            assert len(re.findall('class="role[ "]', shown)) == 4
+            run.finish()
+            state = address.replace("/?", "/state?")
+            wait_for("the end", lambda: json.loads(get(state)[1])["ended"])
+            shown_in_browser(address, tmp_path, "ended with status 0")
+        finally:
+            serving.terminate()
+            serving.communicate()
+
+
+def test_addresses_that_cannot_be_listened_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("8800", "127.0.0.1:99999"):
+        assert cli.main(["serve", str(tmp_path), "--listen", text]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
