@@ -155,14 +155,17 @@ function drawLines(state) {
   }));
 }
 
+function draw(state) {
+  AT("run").textContent = state.run;
+  document.title = `deadpool ${state.run}`;
+  for (const one of [drawPhase, drawNumbers, drawLoss, drawNodes, drawRecoveries, drawUses, drawLines]) one(state);
+}
+
 async function look() {
   try {
     const answer = await fetch(`/state?token=${TOKEN_OF_PAGE}`);
     if (!answer.ok) throw new Error(`${answer.status}`);
-    const state = await answer.json();
-    AT("run").textContent = state.run;
-    document.title = `deadpool ${state.run}`;
-    for (const draw of [drawPhase, drawNumbers, drawLoss, drawNodes, drawRecoveries, drawUses, drawLines]) draw(state);
+    draw(await answer.json());
   } catch (error) {
     AT("phase").textContent = `the page's own server does not answer (${error.message})`;
     AT("phase").className = "bad";
@@ -170,4 +173,6 @@ async function look() {
   setTimeout(look, 1000);
 }
 
+// The first state comes with the page itself.
+draw(JSON.parse(AT("first").textContent));
 look();

@@ -124,8 +124,11 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
                 self._answer(HTTPStatus.OK, watched.answer(), "application/json")
             elif (file := _FILES.get(parts.path)) is not None:
                 name, kind = file
-                body = (_ROOM / name).read_text().replace("TOKEN", token).encode()
-                self._answer(HTTPStatus.OK, body, kind)
+                body = (_ROOM / name).read_text().replace("TOKEN", token)
+                if name == "page.html":  # data, which no text of a run can end
+                    first = watched.answer().decode().replace("<", "\\u003c")
+                    body = body.replace("FIRST", first)
+                self._answer(HTTPStatus.OK, body.encode(), kind)
             else:
                 self._answer(HTTPStatus.NOT_FOUND, b"there is nothing\n", "text/plain")
 

@@ -163,7 +163,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     state = PageState(bad)
     state.add(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
     with served(state.to_dict(status_of(2, 4), 1.0)) as address:
-        escaped = html.escape(bad, quote=False)
+        escaped = f"a node was lost: {html.escape(bad, quote=False)}"
         shown = shown_in_browser(f"{address}/?token=t0ken", tmp_path, escaped)
     assert bad not in shown
     assert "<title>taken" not in shown
