@@ -1,4 +1,4 @@
-"""The page of a run: in a real browser while a node is lost, and closed to whoever has no token."""
+"""The page of a run: drawn by a real browser, and closed to whoever has no token."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -23,7 +22,6 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.events import Event, Kind
-from tests.cluster.running import Run, environment, send
 from tests.waiting import wait_for
 
 CHROMIUM = shutil.which("chromium")
@@ -167,31 +165,6 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
         shown = shown_in_browser(f"{address}/?token=t0ken", tmp_path, escaped)
     assert bad not in shown
     assert "<title>taken" not in shown
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
-def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", nodes=2, nproc=2) as run:
-        run.wait_iteration(3)
-        command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
-        serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
-        try:
-            assert serving.stdout is not None
-            address = serving.stdout.readline().strip()
-            send(run.listing(0)["agent"])
-            run.wait_event(Kind.RECOVERED)
-            texts = (">running<", "a node was lost: node 0", "recovered in", ">node 2<")
-            shown = shown_in_browser(address, tmp_path, *texts)
-            assert ">node 0<" not in shown
-            assert len(re.findall('class="role[ "]', shown)) == 4
-            run.finish()
-            state = address.replace("/?", "/state?")
-            wait_for("the end", lambda: json.loads(get(state)[1])["ended"])
-            shown_in_browser(address, tmp_path, "ended with status 0")
-        finally:
-            serving.terminate()
-            serving.communicate()
 
 
 def test_addresses_that_cannot_be_listened_on(
