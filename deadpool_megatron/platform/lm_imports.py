@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import sys
-import types
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+from deadpool_megatron.platform import unasked_imports
 
 _HELPERS = "megatron.core.datasets.helpers_cpp"
 # The script by its name, for all that it imports: it is run as a script itself afterwards. The
@@ -63,13 +61,10 @@ def import_all() -> None:
     """
     _use_compiled_helpers()
     try:
-        with _without_triton():
-            importlib.import_module(
-                "megatron.core.transformer.custom_layers.batch_invariant_kernels"
-            )
-        for name in _MODULES:
-            if _is_there(name):
-                importlib.import_module(name)
+        with unasked_imports.answered():
+            for name in _MODULES:
+                if _is_there(name):
+                    importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise RuntimeError(
             f"Megatron-LM needs the package {error.name}:"
@@ -123,38 +118,3 @@ def _compiled_helpers(own: Path) -> Path | None:
 def _helpers_source(datasets: Path) -> bytes:
     source = datasets / "helpers.cpp"
     return source.read_bytes() if source.is_file() else b""
-
-
-@contextlib.contextmanager
-def _without_triton() -> Iterator[None]:
-    """Let a module import Triton that is not installed, and define kernels that nobody can call.
-
-    batch_invariant_kernels.py:15 imports it without being asked (from initialize.py:25). Everybody
-    else, PyTorch among them, tests for it and goes on without, so it must not stay importable.
-    """
-    if importlib.util.find_spec("triton") is not None:
-        yield
-        return
-    stubs = [_Stub(name) for name in ("triton", "triton.language")]
-    stubs[0].language = stubs[1]
-    sys.modules |= {stub.__name__: stub for stub in stubs}
-    try:
-        yield
-    finally:
-        for stub in stubs:
-            del sys.modules[stub.__name__]
-
-
-class _Stub(types.ModuleType):
-    """A module all of whose names are decorators that leave the function as it is."""
-
-    language: types.ModuleType
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _leave
-
-
-def _leave(function: Callable[..., Any] | None = None, **_options: object) -> Any:
-    return _leave if function is None else function

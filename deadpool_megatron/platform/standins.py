@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.platform import gathers
+from deadpool_megatron.platform import gathers, unasked_imports
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "empty_like", "full", "arange", "rand")
 _installed = False
@@ -43,7 +43,7 @@ def install() -> None:
     _replace_generators()
     # Parameters are gathered in coalesced calls (param_and_grad_buffer.py:274), on gloo here.
     gathers.mend_plain_groups()
-    with _eager_compile():
+    with _eager_compile(), unasked_imports.answered():
         importlib.import_module("megatron.core.transformer.transformer_layer")
         importlib.import_module("megatron.core.transformer.moe.moe_layer")
     _finish_after_import()
