@@ -30,19 +30,28 @@ _MARK = "__deadpool_hookpoint__"
 class Point:
     """One function of Megatron-LM. ``parameters``: those that the handler relies on, by name.
 
-    ``always``: its handler also runs without ``--deadpool``.
+    ``always``: its handler also runs without ``--deadpool``. ``since``: the first version that has
+    it, as (MAJOR, MINOR).
     """
 
     module: str
     function: str
     parameters: tuple[str, ...]
     always: bool = False
+    since: tuple[int, int] = (0, 16)
 
 
 #: Read with Megatron-LM core_v0.16.1 open; tests/megatron_lm/test_points.py compares.
 POINTS: tuple[Point, ...] = (
     Point("megatron.training.arguments", "add_megatron_arguments", ("parser",), always=True),
     Point("megatron.training.arguments", "validate_args", ("args",), always=True),
+    # The script's own call, before pretrain().
+    Point(
+        "megatron.training.arguments",
+        "parse_and_validate_args",
+        ("extra_args_provider", "args_defaults"),
+        since=(0, 18),
+    ),
     Point("megatron.training.initialize", "initialize_megatron", ()),
     Point("megatron.training.initialize", "_initialize_distributed", ()),
     Point("megatron.training.initialize", "set_jit_fusion_options", ()),
@@ -88,6 +97,13 @@ POINTS: tuple[Point, ...] = (
     Point("megatron.training.checkpointing", "save_checkpoint", ("iteration",)),
     Point("megatron.training.checkpointing", "load_checkpoint", ()),
 )
+
+
+def points_of(version: str) -> tuple[Point, ...]:
+    """Returns the points that a version of Megatron, such as 0.16.1, has."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return tuple(point for point in POINTS if point.since <= (major, minor))
+
 
 _always = frozenset(point.function for point in POINTS if point.always)
 _handlers: Mapping[str, Handler] | None = None

@@ -89,6 +89,8 @@ def _logits(left: Leftovers) -> None:
 def _buckets(left: Leftovers) -> None:
     for bucket_group in bucket_groups(left.loop):
         bucket_group.grad_reduce_handle = None
+        if hasattr(bucket_group, "grad_reduce_finished"):  # since 0.18
+            bucket_group.grad_reduce_finished = False
         bucket_group.param_gather_handle = None
         bucket_group.param_gather_dispatched = False
         bucket_group.per_param_grad_ready_counts = {}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core import tensor_parallel
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations import fp8_state
+from deadpool_megatron.hooks.generations import fp8_state, loss_sums
 from deadpool_megatron.hooks.generations.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
@@ -27,8 +25,6 @@ from deadpool_megatron.state.extras import (
 
 #: of a role; they are copied on the main thread and sent to each buddy in every iteration
 MOST_FROZEN_BYTES = 64 << 20
-# How Megatron sums an entry of the losses that are only logged.
-_SUM_GROUPS = ("reduce_group", "avg_group")
 
 
 def capture(loop: ProtectedLoop) -> dict[str, Any]:
@@ -49,7 +45,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
     values["extra_state"] = loop.extra_state()
     for name, tensor in frozen_and_buffers(loop):
         values[f"buffer.{name}"] = tensor
-    values.update(capture_loss_sums())
+    values.update(loss_sums.capture())
     values.update(fp8_state.capture(loop))
     for name, tensor in tracked_random_states().items():
         values[f"random.tracker.{name}"] = tensor
@@ -110,7 +106,7 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
 
 def restore_last(values: dict[str, Any]) -> None:
     """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
-    restore_loss_sums(values)
+    loss_sums.restore(values)
     _restore_tracked(_named(values, "random.tracker."))
     restore_random_states(values)
 
@@ -171,65 +167,3 @@ def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:
             "buffers and frozen parameters differ from those that were captured:"
             f" {', '.join(sorted(live ^ kept)[:5])}"
         )
-
-
-def _loss_sums() -> dict[str, dict[str, Any]]:
-    """The process-wide running sums of losses that are only logged, by name."""
-    sums = {f"moe.{name}": entry for name, entry in get_moe_layer_wise_logging_tracker().items()}
-    return {**sums, "mtp": MTPLossLoggingHelper.tracker}
-
-
-def capture_loss_sums() -> dict[str, Any]:
-    """The sums, and over which groups they are summed; tensors as they are, not copies."""
-    values: dict[str, Any] = {}
-    for name, entry in _loss_sums().items():
-        if "values" in entry:
-            values[f"aux.{name}"] = entry["values"]
-            values[f"aux_groups.{name}"] = _summed_over(entry)
-    return values
-
-
-def restore_loss_sums(values: dict[str, Any]) -> None:
-    """Set those captured, make those that this process has not met yet, zero all others."""
-    kept = _named(values, "aux.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name, sums in kept.items():
-        family, _, own = name.partition(".")
-        entry = (
-            MTPLossLoggingHelper.tracker
-            if family == "mtp"
-            else get_moe_layer_wise_logging_tracker().setdefault(own, {})
-        )
-        if "values" in entry:
-            entry["values"].copy_(sums)
-        else:
-            entry["values"] = sums.to(device, copy=True)
-        entry.update(_groups_of(values.get(f"aux_groups.{name}", {})))
-    for name, entry in _loss_sums().items():
-        if name not in kept and "values" in entry:
-            entry["values"].zero_()
-            entry.update(dict.fromkeys(_SUM_GROUPS))
-
-
-def _summed_over(entry: dict[str, Any]) -> dict[str, Any]:
-    """The groups over which an entry is summed when it is logged, as parallel_state names them.
-
-    A forward pass sets them. A process that logs the restored step before its first one would leave
-    these communications out, or go on in groups of a role that it was built for before.
-    """
-    names = {id(value): name for name, value in vars(parallel_state).items()}
-    found: dict[str, Any] = {"reduce_group_has_dp": bool(entry.get("reduce_group_has_dp"))}
-    for key in _SUM_GROUPS:
-        group = entry.get(key)
-        # One that somebody else has made cannot be found again, and stays as it is.
-        if group is None or id(group) in names:
-            found[key] = None if group is None else names[id(group)]
-    return found
-
-
-def _groups_of(kept: dict[str, Any]) -> dict[str, Any]:
-    """Inverse of :func:`_summed_over`."""
-    return {
-        key: getattr(parallel_state, name) if isinstance(name, str) else name
-        for key, name in kept.items()
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -16,6 +17,7 @@ from deadpool_megatron.comms import is_detached
 from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
+from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 
@@ -39,7 +41,8 @@ class _Source:
 class Build:
     """See the module text. ``detached``: built without peers."""
 
-    def __init__(self) -> None:
+    def __init__(self, command_line: CommandLine) -> None:
+        self._command_line = command_line
         self.detached = False
         self.complete = False
         #: what setup_model_and_optimizer() answered
@@ -49,7 +52,6 @@ class Build:
         self.train: Callable[..., Any] = _not_reached
         self.train_arguments: dict[str, Any] = {}
         self._sources: list[_Source] = []
-        self._log_progress = False
         self._setup_call: Callable[[], tuple[Any, ...]] = _not_reached
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -121,13 +123,24 @@ class Build:
         return self.iterators[0]
 
     def _initialize(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
+        self._command_line.parse_for_role()
         original(*args, **kwargs)
         self.detached = is_detached(dist.group.WORLD)
-        # A spare that is built for role 0 does not start the job.
-        self._log_progress = get_args().log_progress
-        get_args().log_progress = self._log_progress and not self.detached
+
+    @contextlib.contextmanager
+    def progress_kept(self) -> Iterator[None]:
+        """While the block runs, Megatron's log of progress is left alone by a spare that is built
+        for role 0: it does not start the job."""
+        from megatron.training import training
+
+        append = training.append_to_progress_log
+
+        def unless_detached(*args: Any, **kwargs: Any) -> None:
+            if not self.detached:
+                append(*args, **kwargs)
+
+        with replaced(training, "append_to_progress_log", unless_detached):
+            yield
 
     def _setup(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._setup_call = functools.partial(original, *args, **kwargs)
@@ -155,12 +168,9 @@ class Build:
         return self._sources[-1].datasets
 
     def _reach(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        from megatron.training import get_args
-
         bound = inspect.signature(original).bind(*args, **kwargs)
         bound.apply_defaults()
         self.train, self.train_arguments = original, dict(bound.arguments)
-        get_args().log_progress = self._log_progress
         self.complete = True
         raise Reached
 

@@ -14,6 +14,8 @@ from deadpool_megatron.hooks import Session
 from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.pretraining import flags, scene
 from deadpool_megatron.hooks.pretraining.build import NothingToTrain
+from deadpool_megatron.hooks.pretraining.command_line import CommandLine
+from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
 from deadpool_megatron.persist.skeleton import SkeletonError
 
@@ -36,13 +38,33 @@ def _validate(original: Callable[..., Any], args: Any, *more: Any, **kwargs: Any
     return answer
 
 
-def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+# Of this process, which has one command line and is a member of one run.
+_command_line = CommandLine()
+
+
+@functools.cache
+def _session() -> Session:
+    """Joined at the first call; its device is taken before anything of Megatron looks at one."""
     problem = flags.launch_problem(os.environ, sys.argv)
     if problem is not None:
         _end(problem)
-    program = PretrainProgram(functools.partial(original, *args, **kwargs), run_directory())
+    return Session.join()
+
+
+def _parse_and_validate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    _session()
+    return _command_line.parse_without_role(functools.partial(original, *args, **kwargs))
+
+
+def _pretrain(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def call() -> Any:
+        own = family().own_config
+        return original(*map(own, args), **{name: own(value) for name, value in kwargs.items()})
+
+    session = _session()
+    program = PretrainProgram(call, _command_line, run_directory())
     try:
-        Session.join().run(program)
+        session.run(program)
     except (NothingToTrain, UnsupportedOptimizer, SkeletonError) as error:
         _end(str(error))
 
@@ -56,5 +78,6 @@ HANDLERS: dict[str, Handler] = {
     **{point.function: scene.through_scene(point.function) for point in POINTS},
     "add_megatron_arguments": _add_arguments,
     "validate_args": _validate,
+    "parse_and_validate_args": _parse_and_validate,
     "pretrain": _pretrain,
 }

@@ -219,12 +219,12 @@ class PretrainLoop(ProtectedLoop):
 
         Everything before is passed over: the functions that build answer with what there is.
         """
+        from megatron.training import training
+
         iterators = iter(self.build.iterators)
         muted = contextlib.ExitStack()
-        log_progress, self._args.log_progress = self._args.log_progress, False
 
         def after_training(*_args: Any, **_kwargs: Any) -> Any:
-            self._args.log_progress = log_progress
             muted.close()
             return result
 
@@ -239,10 +239,8 @@ class PretrainLoop(ProtectedLoop):
         }
         with acting(scene), muted:
             muted.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            try:
-                self._pretrain()
-            finally:
-                self._args.log_progress = log_progress
+            muted.enter_context(replaced(training, "append_to_progress_log", _nothing))
+            self._pretrain()
 
     # What Megatron's functions do meanwhile.
 

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from deadpool_megatron.hookpoints import POINTS
+from deadpool_megatron.hookpoints import POINTS, points_of
 
 #: as MAJOR.MINOR, the newest last
-VERSIONS = ("0.16", "0.17")
+VERSIONS = ("0.16", "0.17", "0.18")
+_UP_TO_0_17 = ("0.16", "0.17")
+_SINCE_0_18 = ("0.18",)
 
 _BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 _DDP = "megatron/core/distributed/distributed_data_parallel.py"
@@ -24,6 +26,7 @@ _SHARDED = "megatron/core/optimizer/distrib_optimizer.py"
 _OPTIMIZER = "megatron/core/optimizer/optimizer.py"
 _BATCHES = "megatron/core/num_microbatches_calculator.py"
 _MTP = "megatron/core/transformer/multi_token_prediction.py"
+_MOE_LOGGING = "megatron/core/transformer/moe/moe_logging.py"
 _TRAINING = "megatron/training/training.py"
 _GLOBALS = "megatron/training/global_vars.py"
 _CHECKPOINTING = "megatron/training/checkpointing.py"
@@ -46,7 +49,15 @@ class Name:
 
 
 NAMES: tuple[Name, ...] = (
-    *(Name(p.module.replace(".", "/") + ".py", p.function, p.parameters) for p in POINTS),
+    *(
+        Name(
+            point.module.replace(".", "/") + ".py",
+            point.function,
+            point.parameters,
+            tuple(version for version in VERSIONS if point in points_of(version)),
+        )
+        for point in POINTS
+    ),
     # Passes through pretrain().
     Name(_TRAINING, "destroy_global_state"),
     Name(_TRAINING, "build_pretraining_data_loader"),
@@ -65,7 +76,21 @@ NAMES: tuple[Name, ...] = (
         ),
     ),
     Name(_TRAINING, "get_model"),
-    Name("megatron/training/arguments.py", "core_transformer_config_from_args", ("args",)),
+    Name(
+        "megatron/training/arguments.py",
+        "core_transformer_config_from_args",
+        ("args",),
+        versions=_UP_TO_0_17,
+    ),
+    Name("megatron/training/arguments.py", "core_transformer_config_from_args"),
+    Name(
+        "megatron/training/argument_utils.py",
+        "core_transformer_config_from_args",
+        ("args",),
+        _SINCE_0_18,
+    ),
+    Name("megatron/training/config/container.py", "PretrainConfigContainer", versions=_SINCE_0_18),
+    Name(_TRAINING, "append_to_progress_log"),
     Name(
         "megatron/training/initialize.py",
         "_initialize_distributed",
@@ -79,7 +104,8 @@ NAMES: tuple[Name, ...] = (
     Name(_GLOBALS, "_set_wandb_writer", ("args",)),
     Name(_GLOBALS, "_GLOBAL_TENSORBOARD_WRITER"),
     Name(_GLOBALS, "_GLOBAL_WANDB_WRITER"),
-    Name("megatron/training/initialize.py", "set_global_variables"),
+    Name("megatron/training/initialize.py", "set_global_variables", versions=_UP_TO_0_17),
+    Name("megatron/training/arguments.py", "set_global_variables", versions=_SINCE_0_18),
     Name("megatron/training/async_utils.py", "_async_calls_queue"),
     Name("megatron/training/async_utils.py", "is_empty_async_queue"),
     Name(_CHECKPOINTING, "get_checkpoint_name"),
@@ -88,12 +114,17 @@ NAMES: tuple[Name, ...] = (
     Name(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint"),
     Name(_CHECKPOINTING, "open_file"),
     Name(_CHECKPOINTING, "print_rank_0"),
-    Name("megatron/training/utils.py", "open_file"),
+    Name("megatron/training/utils.py", "open_file", versions=_UP_TO_0_17),
+    Name("megatron/training/utils/log_utils.py", "append_to_progress_log", versions=_SINCE_0_18),
     Name("megatron/core/dist_checkpointing/serialization.py", "save_config"),
     Name(f"{_STRATEGIES}/torch.py", "save_state_dict_async_finalize", versions=("0.16",)),
     Name(f"{_STRATEGIES}/common.py", "TorchCommonSaveStrategy.save_common", versions=("0.16",)),
     Name(f"{_STRATEGIES}/state_dict_saver.py", "save_state_dict_async_finalize"),
-    Name("megatron/core/dist_checkpointing/serialization.py", "save_common", versions=("0.17",)),
+    Name(
+        "megatron/core/dist_checkpointing/serialization.py",
+        "save_common",
+        versions=("0.17", "0.18"),
+    ),
     Name(f"{_STRATEGIES}/filesystem_async.py", "FileSystemWriterAsync.finish"),
     Name(_ASYNC, "AsyncCallsQueue.async_calls"),
     Name(_ASYNC, "AsyncCallsQueue.persistent"),
@@ -135,6 +166,7 @@ NAMES: tuple[Name, ...] = (
     Name(_RERUN, "RerunStateMachine.get_mode"),
     Name(_RERUN, "RerunStateMachine.set_mode", ("mode",)),
     Name(_BUCKETS, "_ParamAndGradBucketGroup.grad_reduce_handle"),
+    Name(_BUCKETS, "_ParamAndGradBucketGroup.grad_reduce_finished", versions=_SINCE_0_18),
     Name(_BUCKETS, "_ParamAndGradBucketGroup.param_gather_handle"),
     Name(_BUCKETS, "_ParamAndGradBucketGroup.param_gather_dispatched"),
     Name(_BUCKETS, "_ParamAndGradBucketGroup.per_param_grad_ready_counts"),
@@ -169,7 +201,11 @@ NAMES: tuple[Name, ...] = (
     Name(
         "megatron/core/transformer/moe/moe_utils.py",
         "get_moe_layer_wise_logging_tracker",
+        versions=_UP_TO_0_17,
     ),
+    Name(_MOE_LOGGING, "get_moe_metrics_tracker", versions=_SINCE_0_18),
+    Name(_MOE_LOGGING, "MoEMetricsTracker.metrics", versions=_SINCE_0_18),
+    Name(_MOE_LOGGING, "MetricEntry.values", versions=_SINCE_0_18),
     Name("megatron/core/tensor_parallel/random.py", "get_cuda_rng_tracker"),
     Name("megatron/core/tensor_parallel/random.py", "CudaRNGStatesTracker.get_states"),
     Name("megatron/core/tensor_parallel/random.py", "CudaRNGStatesTracker.set_states", ("states",)),

@@ -22,6 +22,12 @@ from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.loop import Emit, Program, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.build import Build, NothingToTrain, Reached
+from deadpool_megatron.hooks.pretraining.command_line import (
+    CommandLine,
+    forget_globals,
+    no_writers,
+)
+from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.loop import PretrainLoop
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
@@ -32,8 +38,11 @@ _DATA_READY = "datasets-ready"
 class PretrainProgram(Program):
     """``pretrain``: Megatron's function with the arguments that the user's script gave it."""
 
-    def __init__(self, pretrain: Callable[[], Any], run_directory: Path) -> None:
+    def __init__(
+        self, pretrain: Callable[[], Any], command_line: CommandLine, run_directory: Path
+    ) -> None:
         self._pretrain = pretrain
+        self._command_line = command_line
         self._run_directory = run_directory
         # Functions of the user's script, as _initialize_distributed() gets them.
         self._group_makers: tuple[Any, Any] = (None, None)
@@ -54,16 +63,10 @@ class PretrainProgram(Program):
 
     def make_loop(self, emit: Emit) -> ProtectedLoop:
         """See :class:`Program`: everything up to the call of train()."""
-        from megatron.training import global_vars
-
-        _forget_globals()
-        build = Build()
+        forget_globals()
+        build = Build(self._command_line)
         # The loop opens the writers: a spare must not, and an adopter goes on in the same files.
-        with (
-            acting(build.handlers()),
-            replaced(global_vars, "_set_tensorboard_writer", lambda args: None),
-            replaced(global_vars, "_set_wandb_writer", lambda args: None),
-        ):
+        with acting(build.handlers()), no_writers(), build.progress_kept():
             try:
                 self._pretrain()
             except Reached:
@@ -115,13 +118,18 @@ class PretrainProgram(Program):
 
     def _parse(self, then: Handler) -> None:
         """Have the arguments parsed for the role, up to where groups are made; ``then`` that."""
-        from megatron.training import global_vars, initialize
+        from megatron.training import global_vars
 
-        _forget_globals()
+        def parse_first(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._command_line.parse_for_role()
+            return original(*args, **kwargs)
+
+        forget_globals()
+        setter = family().globals_setter()
         # Tokenizer, writers and the rest are made by the next pass.
         with (
-            acting({"_initialize_distributed": then}),
-            replaced(initialize, "set_global_variables", global_vars.set_args),
+            acting({"initialize_megatron": parse_first, "_initialize_distributed": then}),
+            replaced(setter.holder, setter.name, global_vars.set_args),
             contextlib.redirect_stdout(io.StringIO()),
         ):
             try:
@@ -142,12 +150,3 @@ def _reached(*_args: Any, **_kwargs: Any) -> None:
 def run_directory() -> Path:
     """The directory of the run, from the environment that the agent made."""
     return Path(os.environ["DEADPOOL_RUN_DIR"])
-
-
-def _forget_globals() -> None:
-    """What initialize_megatron() sets, so that it can be called again. The groups stay."""
-    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
-    from megatron.training import global_vars
-
-    global_vars.unset_global_variables()
-    destroy_rerun_state_machine()

@@ -14,6 +14,8 @@ from typing import Any
 from deadpool_megatron.hookpoints import Handler
 
 _scene: Mapping[str, Handler] | None = None
+# An inherited method, or a builtin.
+_NOT_ITS_OWN = object()
 
 
 @contextmanager
@@ -39,10 +41,13 @@ def _call(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 @contextmanager
 def replaced(module: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``module.name`` be ``value`` while the block runs."""
-    previous = getattr(module, name)
+    """Have ``module.name`` be ``value`` while the block runs; ``module`` may be any object."""
+    previous = vars(module).get(name, _NOT_ITS_OWN)
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, previous)
+        if previous is _NOT_ITS_OWN:
+            delattr(module, name)
+        else:
+            setattr(module, name, previous)

@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any
 
 from deadpool_megatron.arguments import ALLOW_UNTESTED
-from deadpool_megatron.hookpoints import POINTS, Point, hookpoint, is_marked
+from deadpool_megatron.hookpoints import Point, hookpoint, is_marked, points_of
 from deadpool_megatron.hooks.pretraining import names
 
-TESTED = ("0.16.0", "0.16.1", "0.17.1")
+TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2")
 _PACKAGE_INFO = "megatron.core.package_info"
 Importer = Callable[[str], Any]
 
@@ -69,15 +69,20 @@ class Report:
 
 def examine(importer: Importer = importlib.import_module) -> Report:
     """Look at the Megatron-LM that can be imported. ``importer``: how."""
-    version, tree = str(importer(_PACKAGE_INFO).__version__), _tree(importer)
+    version, tree = released(importer(_PACKAGE_INFO).__version__), _tree(importer)
     # Of those that were tried the tests know; reading the source takes a second.
     untried = tree is not None and version not in TESTED
     return Report(
         version=version,
         beside=_version_beside(tree),
-        points=tuple(_look_at(point, importer) for point in POINTS),
+        points=tuple(_look_at(point, importer) for point in points_of(version)),
         lacking=names.lacking(tree, version) if tree is not None and untried else (),
     )
+
+
+def released(version: str) -> str:
+    """Returns a version without the commit that Megatron adds to it in a git checkout."""
+    return version.partition("+")[0]
 
 
 def _tree(importer: Importer) -> Path | None:
@@ -94,7 +99,7 @@ def _version_beside(tree: Path | None) -> str:
     if tree is None:
         return ""
     info = tree / "megatron" / "core" / "package_info.py"
-    return str(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
+    return released(runpy.run_path(str(info))["__version__"]) if info.is_file() else ""
 
 
 def _look_at(point: Point, importer: Importer) -> FoundPoint:
@@ -151,7 +156,8 @@ def install_points() -> tuple[str, ...]:
     Raises UntestedMegatron for a tree of which only a part is patched.
     """
     originals = {
-        point: getattr(importlib.import_module(point.module), point.function) for point in POINTS
+        point: getattr(importlib.import_module(point.module), point.function)
+        for point in points_of(released(importlib.import_module(_PACKAGE_INFO).__version__))
     }
     waiting = {point: one for point, one in originals.items() if not is_marked(one)}
     if waiting and len(waiting) < len(originals):

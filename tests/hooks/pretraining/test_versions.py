@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from deadpool_megatron.hookpoints import POINTS, hookpoint, is_marked
+from deadpool_megatron.hookpoints import hookpoint, is_marked, points_of
 from deadpool_megatron.hooks.pretraining import versions
 from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
 from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import in_checkout
 
+VERSION = "0.16.1"
 TRAIN = "megatron.training.training"
 
 
@@ -31,10 +32,10 @@ def function(name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
 def modules() -> dict[str, Any]:
     """A Megatron-LM in which all points are as they have to be."""
     made: dict[str, Any] = {
-        "megatron.core.package_info": SimpleNamespace(__version__="0.16.1"),
+        "megatron.core.package_info": SimpleNamespace(__version__=VERSION),
         "megatron.training": ModuleType("megatron.training"),
     }
-    for point in POINTS:
+    for point in points_of(VERSION):
         module = made.setdefault(point.module, ModuleType(point.module))
         setattr(module, point.function, function(point.function, point.parameters))
     return made
@@ -58,8 +59,15 @@ def refused(report: versions.Report, allow: bool = False) -> str:
 def test_a_tested_one(modules: dict[str, Any]) -> None:
     report = examine(modules)
     assert report.version == "0.16.1"
-    assert [found.point for found in report.points] == list(POINTS)
+    assert [found.point for found in report.points] == list(points_of(VERSION))
     assert not any(found.trouble or found.marked for found in report.points)
+    versions.check(report, allow_untested=False)
+
+
+def test_a_git_checkout_of_a_tested_one(modules: dict[str, Any]) -> None:
+    modules["megatron.core.package_info"].__version__ = f"{VERSION}+59dd09c37"
+    report = examine(modules)
+    assert report.version == VERSION
     versions.check(report, allow_untested=False)
 
 
@@ -149,7 +157,7 @@ def loaded(modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str
 
 def test_points_are_installed_wherever_they_are_named(loaded: dict[str, Any]) -> None:
     names = versions.install_points()
-    assert names == tuple(f"{point.module}.{point.function}" for point in POINTS)
+    assert names == tuple(f"{point.module}.{point.function}" for point in points_of(VERSION))
     assert all(found.marked for found in examine(loaded).points)
     pretrain = loaded[TRAIN].pretrain
     assert loaded["megatron.training"].pretrain is pretrain
@@ -163,7 +171,7 @@ def test_points_are_installed_wherever_they_are_named(loaded: dict[str, Any]) ->
 
 
 def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
-    for point in POINTS:
+    for point in points_of(VERSION):
         module = loaded[point.module]
         setattr(module, point.function, hookpoint(getattr(module, point.function)))
     before = loaded[TRAIN].train
@@ -187,7 +195,7 @@ def test_the_real_one() -> None:
     assert facts["version"] == facts["beside"] == TAG.removeprefix("core_v")
     assert facts["troubles"] == []
     patched = all(facts["marked before"])
-    assert len(facts["installed"]) == (0 if patched else len(POINTS))
+    assert len(facts["installed"]) == (0 if patched else len(points_of(TAG.removeprefix("core_v"))))
     assert facts["again"] == []
     assert all(facts["marked"])
     assert facts["all"]

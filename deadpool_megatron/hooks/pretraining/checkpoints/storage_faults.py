@@ -9,6 +9,7 @@ agree that what was written does not count. Read with core_v0.16.1 open: checkpo
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib
 import io
@@ -64,24 +65,22 @@ class StorageFaults:
     def watched(self) -> Iterator[None]:
         """Pass errors over while the block runs, in saves and in what finalises them later."""
         checkpointing = importlib.import_module("megatron.training.checkpointing")
-        utils = importlib.import_module("megatron.training.utils")
         serialization = importlib.import_module(f"{_CHECKPOINTING}.serialization")
-        common, finalising = family().common_save(), family().finalising()
+        finalising = family().finalising()
         writer = importlib.import_module(f"{_CHECKPOINTING}.strategies.filesystem_async")
         names: tuple[tuple[Any, str, Callable[..., Callable[..., Any]]], ...] = (
             (checkpointing, "cleanup_old_non_persistent_checkpoint", self._alone),
-            (common.holder, common.name, self._alone),
+            *((common.holder, common.name, self._alone) for common in family().common_saves()),
             (writer.FileSystemWriterAsync, "finish", self._alone),
             (serialization, "save_config", self._alone),
             (finalising.holder, finalising.name, self._together),
-            (checkpointing, "open_file", self._opening),
-            (utils, "open_file", self._opening),
+            *((opener.holder, opener.name, self._opening) for opener in family().openers()),
             # It would say that the checkpoint was saved.
             (checkpointing, "print_rank_0", self._alone),
         )
         with contextlib.ExitStack() as stack:
             for place, name, wrapped in names:
-                stack.enter_context(replaced(place, name, wrapped(getattr(place, name))))
+                stack.enter_context(replaced(place, name, wrapped(_named(place, name))))
             yield
 
     def _note(self, error: BaseException) -> None:
@@ -119,7 +118,7 @@ class StorageFaults:
         """Of open_file() for what role 0 writes at the end: the tracker, the log of progress."""
 
         def run(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if self.tolerated and mode in ("w", "a"):
+            if self.tolerated and mode in ("w", "a", "a+"):
                 return self._noting(original, str(path), mode)
             if self.tolerated and self._found and str(path).endswith(".txt"):
                 return io.StringIO("0")  # the tracker: no checkpoint before, so none is deleted
@@ -146,3 +145,9 @@ class StorageFaults:
                 Path(written).replace(path)
         except OSError as error:
             self._note(error)
+
+
+def _named(place: Any, name: str) -> Callable[..., Any]:
+    """What ``place`` calls by that name: a builtin, where it has none of its own."""
+    found: Callable[..., Any] = getattr(place, name, None) or getattr(builtins, name)
+    return found

@@ -10,8 +10,12 @@ import functools
 from deadpool_megatron.hooks.pretraining.families.family import Family, Place
 from deadpool_megatron.hooks.pretraining.families.v016 import Megatron016
 from deadpool_megatron.hooks.pretraining.families.v017 import Megatron017
+from deadpool_megatron.hooks.pretraining.families.v018 import Megatron018
 
 __all__ = ["Family", "Place", "family"]
+
+_NEWEST = Megatron018
+_FAMILIES: dict[str, type[Family]] = {"0.16": Megatron016, "0.17": Megatron017}
 
 
 @functools.cache
@@ -19,5 +23,4 @@ def family() -> Family:
     """Returns that of the Megatron in use; a version that nobody tried counts as the newest."""
     from megatron.core.package_info import __version__
 
-    old = __version__.startswith("0.16.")
-    return Megatron016() if old else Megatron017()
+    return _FAMILIES.get(".".join(__version__.split(".")[:2]), _NEWEST)()

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import ModuleType
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Place:
     """A function of Megatron where its callers look it up: ``name`` in ``holder``."""
 
-    holder: ModuleType | type
+    holder: Any
     name: str
 
 
@@ -19,8 +19,21 @@ class Family(ABC):
     """See the module text. Megatron can be imported when a method is called."""
 
     @abstractmethod
-    def common_save(self) -> Place:
+    def globals_setter(self) -> Place:
+        """What makes tokenizer, writers and timers of the parsed arguments."""
+
+    @abstractmethod
+    def own_config(self, argument: Any) -> Any:
+        """Returns an argument of pretrain() such that what training changes in it stays there."""
+
+    @abstractmethod
+    def common_saves(self) -> tuple[Place, ...]:
         """Where role 0 writes what all roles have in common, without its peers."""
+
+    @abstractmethod
+    def openers(self) -> tuple[Place, ...]:
+        """What opens the files that role 0 writes at the end of a save: the tracker, the log of
+        progress."""
 
     @abstractmethod
     def finalising(self) -> Place:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.generations import loss_sums
 from deadpool_megatron.hooks.pretraining.iterations import values
 
 # Positions in what train_step() answers in 0.16.
@@ -61,7 +61,7 @@ class Newest:
     def finish(self, answer: tuple[Any, ...], sums: Mapping[str, Any]) -> None:
         """It is trained. ``sums``: of the log, not yet with this iteration."""
         self._answer, self._sums = values.encode(answer), values.encode(dict(sums))
-        self._loss_sums = values.encode(extras.capture_loss_sums())
+        self._loss_sums = values.encode(loss_sums.capture())
 
     def replay(self, device: torch.device) -> tuple[Any, ...]:
         """The answer, for train() to go on behind it.
@@ -83,7 +83,7 @@ class Newest:
     def put_back_loss_sums(self, device: torch.device) -> None:
         """Those of auxiliary losses, as training_log() has to find them: a generation of after an
         evaluation holds what it has left of them."""
-        extras.restore_loss_sums(values.decode(self._loss_sums, device))
+        loss_sums.restore(values.decode(self._loss_sums, device))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
