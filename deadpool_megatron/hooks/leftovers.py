@@ -99,6 +99,12 @@ def _buckets(left: Leftovers) -> None:
         bucket_group.is_last_microbatch = True
 
 
+def _groups_of_norms(left: Leftovers) -> None:
+    for optimizer in (left.loop.optimizer, *inner_optimizers(left.loop.optimizer)):
+        if hasattr(optimizer, "_has_grad_norm_group_cache"):  # since 0.19
+            optimizer._has_grad_norm_group_cache = None
+
+
 def _gathers_ahead(left: Leftovers) -> None:
     for chunk, gathers_ahead in zip(left.loop.model_chunks, left.gathers_ahead, strict=True):
         if gathers_ahead and not _forward_hooks(chunk):
@@ -164,6 +170,12 @@ TABLE = (
         "a newcomer reduces at the end of its first backward pass, later ones within: all roles"
         " must do so in the same order",
         _buckets,
+    ),
+    Row(
+        "which groups of gradient norms there are",
+        "optimizers",
+        "a newcomer asks all roles in its first step, others would not answer",
+        _groups_of_norms,
     ),
     Row(
         "gathers ahead of the forward pass",

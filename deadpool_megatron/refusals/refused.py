@@ -319,6 +319,13 @@ OTHER = (
         only_with="Megatron-LM 0.17",
     ),
     FlagRow(
+        "--sft, from Megatron-LM 0.18 on",
+        lambda args: on("sft")(args) and hasattr(args, "step_batch_size_schedule"),
+        "lengths of sequences are summed over micro-batches until the step is over, and a step that"
+        " is interrupted leaves sums",
+        "pad the sequences, or use 0.17",
+    ),
+    FlagRow(
         "--yaml-cfg",
         on("yaml_cfg"),
         "the file replaces the whole command line, --deadpool included",

@@ -1,4 +1,4 @@
-"""Flags of core_v0.16.1 that somebody has read and a recovery gets over, by family.
+"""Flags of Megatron-LM that somebody has read and a recovery gets over, by family.
 
 A family's reason holds for each of its flags. To review a flag, find in Megatron's source whether
 it makes state that an iteration changes (is it in the optimizer, a module's parameters or buffers,
@@ -139,8 +139,8 @@ REVIEWED = (
         "counters are captured; the clock of an exit starts with the process",
         """
         micro-batch-size global-batch-size rampup-batch-size decrease-batch-size-if-needed
-        train-iters train-samples exit-interval exit-duration-in-mins exit-signal-handler
-        exit-signal-handler-for-dataloader
+        step-batch-size-schedule train-iters train-samples exit-interval exit-duration-in-mins
+        exit-signal-handler exit-signal-handler-for-dataloader
         """,
     ),
     Family(
@@ -197,7 +197,10 @@ REVIEWED = (
     Family(
         "evaluation",
         "the resume point says how much of it is owed",
-        "eval-iters eval-interval",
+        """
+        eval-iters eval-interval start-eval-at-iter eval-global-batch-size eval-micro-batch-size
+        validation-set-names
+        """,
     ),
     Family(
         "data",
@@ -206,7 +209,7 @@ REVIEWED = (
         data-path train-data-path valid-data-path test-data-path data-args-path
         per-split-data-args-path split data-cache-path mock-data seq-length num-workers
         no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus reset-position-ids
-        reset-attention-mask eod-mask-loss no-create-attention-mask-in-dataloader sft
+        reset-attention-mask eod-mask-loss no-create-attention-mask-in-dataloader
         sft-tokenizer-prompt-format disable-msc
         """,
     ),
@@ -218,6 +221,10 @@ REVIEWED = (
         vocab-file merge-file vocab-extra-ids tiktoken-pattern tiktoken-num-special-tokens
         tiktoken-special-tokens tokenizer-sentencepiece-legacy tokenizer-hf-use-fast
         tokenizer-hf-include-special-tokens trust-remote-code allow-ambiguous-pad-tokens
+        tokenizer-hf-no-use-fast tokenizer-hf-no-include-special-tokens chat-template
+        null-tokenizer-eod-id null-tokenizer-pad-id disable-pad-vocab-size no-pad-vocab-size
+        disable-tokenizer-sentencepiece-ignore-extra-whitespaces
+        no-tokenizer-sentencepiece-ignore-extra-whitespaces
         """,
     ),
     Family(

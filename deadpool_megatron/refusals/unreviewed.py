@@ -1,6 +1,7 @@
-"""Flags of core_v0.16.1 that nobody vouches for, by family, and what a command line has of them.
+"""Flags of Megatron-LM that nobody vouches for, by family, and what a command line has of them.
 
-A flag that stands nowhere (of a newer Megatron-LM, or of the user's own script) is unreviewed as
+The families are those of core_v0.16.1. A flag that stands nowhere (of a newer version, or of the
+user's own script) is unreviewed as
 well. Each is refused by its name, unless the user answers for it.
 """
 
@@ -157,6 +158,7 @@ UNREVIEWED = (
 #: Scripts of Megatron-LM that were never run under protection.
 UNREVIEWED_SCRIPTS = (
     "pretrain_bert.py",
+    "pretrain_hybrid.py",
     "pretrain_ict.py",
     "pretrain_mamba.py",
     "pretrain_t5.py",

@@ -91,6 +91,18 @@ def test_the_rerun_machine_runs_the_interrupted_step_again(
     assert machine.should_run_forward_backward(None)
 
 
+def test_all_ask_again_which_groups_of_norms_there_are(loop: Loop) -> None:
+    """Megatron-core 0.19 asks all ranks in the first step: a newcomer, but no survivor."""
+    optimizers = (loop.optimizer, loop.inner)
+    left = made(loop)
+    forget(left, "which groups of gradient norms there are")
+    assert not any(hasattr(optimizer, "_has_grad_norm_group_cache") for optimizer in optimizers)
+    for optimizer in optimizers:
+        optimizer._has_grad_norm_group_cache = {"mtp": False}
+    forget(left, "which groups of gradient norms there are")
+    assert [optimizer._has_grad_norm_group_cache for optimizer in optimizers] == [None, None]
+
+
 def test_forward_hooks_that_a_segment_took_off_are_put_on_again() -> None:
     class Chunk:
         """Plays DistributedDataParallel with overlapped gathers."""

@@ -18,6 +18,7 @@ from deadpool_megatron.hookpoints import Handler
 from deadpool_megatron.hooks.pretraining import stages
 from deadpool_megatron.hooks.pretraining.checkpoints import exact_load
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
+from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
 
 
@@ -52,7 +53,7 @@ class Build:
         self.train: Callable[..., Any] = _not_reached
         self.train_arguments: dict[str, Any] = {}
         self._sources: list[_Source] = []
-        self._setup_call: Callable[[], tuple[Any, ...]] = _not_reached
+        self._setup_call: Callable[..., tuple[Any, ...]] = _not_reached
 
     def handlers(self) -> Mapping[str, Handler]:
         """The scene of the pass."""
@@ -86,7 +87,7 @@ class Build:
         Megatron's groups are those of the new role already. The model stays, with its buffers; the
         optimizer, whose shard is another, is made by Megatron's own function.
         """
-        from megatron.training import get_args, training
+        from megatron.training import get_args
 
         model, config = self.objects[0], self.train_arguments["config"]
         before = stages.layer_offsets(get_args(), config, old)
@@ -97,11 +98,8 @@ class Build:
         self.objects = (model, None, None)
         self.train_arguments.update(optimizer=None, opt_param_scheduler=None)
         gc.collect()
-        with (
-            acting({"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}),
-            replaced(training, "get_model", lambda *_args, **_kwargs: model),
-        ):
-            self.objects = self._setup_call()
+        with acting({"load_checkpoint": lambda *_args, **_kwargs: (0, 0)}):
+            self.objects = family().set_up_around(self._setup_call, model)
         _, optimizer, scheduler = self.objects
         self.train_arguments.update(optimizer=optimizer, opt_param_scheduler=scheduler)
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from deadpool_megatron.hookpoints import POINTS, points_of
 
 #: as MAJOR.MINOR, the newest last
-VERSIONS = ("0.16", "0.17", "0.18")
+VERSIONS = ("0.16", "0.17", "0.18", "0.19")
 _UP_TO_0_17 = ("0.16", "0.17")
-_SINCE_0_18 = ("0.18",)
+_UP_TO_0_18 = ("0.16", "0.17", "0.18")
+_SINCE_0_18 = ("0.18", "0.19")
+_SINCE_0_19 = ("0.19",)
 
 _BUCKETS = "megatron/core/distributed/param_and_grad_buffer.py"
 _DDP = "megatron/core/distributed/distributed_data_parallel.py"
@@ -109,10 +111,35 @@ NAMES: tuple[Name, ...] = (
     Name("megatron/training/async_utils.py", "_async_calls_queue"),
     Name("megatron/training/async_utils.py", "is_empty_async_queue"),
     Name(_CHECKPOINTING, "get_checkpoint_name"),
+    Name(_CHECKPOINTING, "unwrap_model"),
+    Name(
+        _CHECKPOINTING,
+        "generate_state_dict",
+        (
+            "args",
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "rng_state",
+            "iteration",
+            "optim_sd_kwargs",
+            "model_sd_kwargs",
+        ),
+    ),
+    Name(_CHECKPOINTING, "get_rng_state", ("ckpt_format", "tp_group", "pp_group")),
+    Name(_CHECKPOINTING, "_build_sharded_state_dict_metadata", ("args",)),
+    Name(_CHECKPOINTING, "_clean_metadata_for_serialization"),
     # Where errors of the file system are passed over.
     Name(_CHECKPOINTING, "_NON_PERSISTENT_CKPT_SUBDIR"),
     Name(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint"),
-    Name(_CHECKPOINTING, "open_file"),
+    Name(_CHECKPOINTING, "open_file", versions=_UP_TO_0_18),
+    Name(_CHECKPOINTING, "maybe_msc", versions=_SINCE_0_19),
+    Name(
+        _TRAINING,
+        "setup_model_and_optimizer",
+        ("cfg_container", "model_provider_func"),
+        _SINCE_0_19,
+    ),
     Name(_CHECKPOINTING, "print_rank_0"),
     Name("megatron/training/utils.py", "open_file", versions=_UP_TO_0_17),
     Name("megatron/training/utils/log_utils.py", "append_to_progress_log", versions=_SINCE_0_18),
@@ -190,6 +217,7 @@ NAMES: tuple[Name, ...] = (
     # State of the optimizer.
     Name(_OPTIMIZER, "ChainedOptimizer.chained_optimizers"),
     Name(_OPTIMIZER, "MegatronOptimizer.init_state_fn"),
+    Name(_OPTIMIZER, "MegatronOptimizer._has_grad_norm_group_cache", versions=_SINCE_0_19),
     Name(_SHARDED, "DistributedOptimizer.is_stub_optimizer"),
     Name(_OPTIMIZER, "MegatronOptimizer.get_grad_stats_parallel_group"),
     Name(_OPTIMIZER, "MixedPrecisionOptimizer.grad_scaler"),

@@ -20,13 +20,13 @@ from deadpool_megatron.arguments import ALLOW_UNTESTED
 from deadpool_megatron.hookpoints import Point, hookpoint, is_marked, points_of
 from deadpool_megatron.hooks.pretraining import names
 
-TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2")
+TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.1")
 _PACKAGE_INFO = "megatron.core.package_info"
 Importer = Callable[[str], Any]
 
 
 class UntestedMegatron(RuntimeError):
-    """This Megatron-LM was never tried, or cannot work; a few lines say what was found."""
+    """This Megatron-LM was never tried, or cannot work; one line says what was found."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def check(report: Report, allow_untested: bool) -> None:
     if report.beside and report.beside != report.version:
         raise UntestedMegatron(
             f"two Megatrons: megatron.core is {report.version}, megatron.training belongs to"
-            f" {report.beside}\nput the folder of your training script first in PYTHONPATH"
+            f" {report.beside}; put the folder of your training script first in PYTHONPATH"
         )
     if report.lacking:
         raise UntestedMegatron(
@@ -143,9 +143,8 @@ def check(report: Report, allow_untested: bool) -> None:
         if report.missing
         else f"{ALLOW_UNTESTED} tries nevertheless"
     )
-    lines = "\n".join(f"  {trouble}" for trouble in troubles)
     raise UntestedMegatron(
-        f"protection has not been tried with this Megatron-LM:\n{lines}\n{advice}"
+        f"protection has not been tried with this Megatron-LM: {'; '.join(troubles)}; {advice}"
     )
 
 
@@ -163,8 +162,8 @@ def install_points() -> tuple[str, ...]:
     if waiting and len(waiting) < len(originals):
         left = ", ".join(point.function for point in waiting)
         raise UntestedMegatron(
-            f"this Megatron-LM is patched in part ({left} are not): run 'deadpool patch apply' or"
-            " 'deadpool patch revert' on it"
+            "this Megatron-LM is patched in part: run 'deadpool patch apply' or 'deadpool patch"
+            f" revert' on it (not patched are {left})"
         )
     for original in waiting.values():
         marked = hookpoint(original)

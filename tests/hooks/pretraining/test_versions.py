@@ -181,7 +181,7 @@ def test_a_patched_tree_is_left_alone(loaded: dict[str, Any]) -> None:
 
 def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
     loaded[TRAIN].train = hookpoint(loaded[TRAIN].train)
-    with pytest.raises(UntestedMegatron, match=r"pretrain, .*run 'deadpool patch apply' or"):
+    with pytest.raises(UntestedMegatron, match=r"run 'deadpool patch apply' or .*pretrain, "):
         versions.install_points()
     assert not is_marked(loaded[TRAIN].pretrain)
 
@@ -192,7 +192,8 @@ def test_a_tree_that_is_patched_in_part(loaded: dict[str, Any]) -> None:
 def test_the_real_one() -> None:
     (line,) = in_checkout("points")
     facts = json.loads(line)
-    assert facts["version"] == facts["beside"] == TAG.removeprefix("core_v")
+    assert facts["version"] == facts["beside"]
+    assert facts["version"] in versions.TESTED
     assert facts["troubles"] == []
     patched = all(facts["marked before"])
     assert len(facts["installed"]) == (0 if patched else len(points_of(TAG.removeprefix("core_v"))))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 #: supported, each with a patch set
-TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2")
+TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
 PINNED = TAGS[0]
 _TAG_VARIABLE = "MEGATRON_LM_TAG"
 _TREE_VARIABLE = "MEGATRON_LM_DIR"

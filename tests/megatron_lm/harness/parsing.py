@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.megatron_lm.harness.checkout import checkout
+from tests.megatron_lm.harness.checkout import TAG, checkout
 
 _MODULE = "tests.megatron_lm.harness.parsing"
 _SECONDS = 90
@@ -55,9 +55,9 @@ def ask(questions: Sequence[Question]) -> list[Answer]:
     return [Answer(**json.loads(line)) for line in in_checkout("parsing", lines)]
 
 
-def in_checkout(task: str, given: str = "") -> list[str]:
+def in_checkout(task: str, given: str = "", tag: str = TAG) -> list[str]:
     """Lines that ``_<task>`` of this module prints, run with the checkout imported."""
-    tree = checkout()
+    tree = checkout(tag)
     assert tree is not None
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -132,17 +132,17 @@ def _flags() -> list[str]:
 def _points() -> list[str]:
     """What :mod:`versions` finds, then installs, twice; and two copies that were replaced."""
     import megatron.training
-    from megatron.training import initialize, training
+    from megatron.training import arguments, training
 
     from deadpool_megatron.hookpoints import is_marked
     from deadpool_megatron.hooks.pretraining import versions
 
     report = versions.examine()
     versions.check(report, allow_untested=False)
-    copies = (megatron.training.pretrain, initialize.validate_args, training.save_checkpoint)
+    copies = (megatron.training.pretrain, arguments.validate_args, training.save_checkpoint)
     before = [is_marked(copy) for copy in copies]
     installed, again = versions.install_points(), versions.install_points()
-    copies = (megatron.training.pretrain, initialize.validate_args, training.save_checkpoint)
+    copies = (megatron.training.pretrain, arguments.validate_args, training.save_checkpoint)
     facts = {
         "version": report.version,
         "beside": report.beside,

@@ -24,7 +24,6 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     Raises SkeletonError for arguments with which a save communicates, or is of another format.
     """
     from megatron.training import checkpointing, get_args
-    from megatron.training.utils import unwrap_model
 
     args = get_args()
     _refuse(args)
@@ -38,7 +37,7 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     random_states.data = [RandomStates()]
     state: dict[str, Any] = checkpointing.generate_state_dict(
         args,
-        unwrap_model(model),
+        checkpointing.unwrap_model(model),
         optimizer,
         scheduler,
         random_states,

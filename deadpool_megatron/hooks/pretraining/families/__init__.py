@@ -11,11 +11,16 @@ from deadpool_megatron.hooks.pretraining.families.family import Family, Place
 from deadpool_megatron.hooks.pretraining.families.v016 import Megatron016
 from deadpool_megatron.hooks.pretraining.families.v017 import Megatron017
 from deadpool_megatron.hooks.pretraining.families.v018 import Megatron018
+from deadpool_megatron.hooks.pretraining.families.v019 import Megatron019
 
 __all__ = ["Family", "Place", "family"]
 
-_NEWEST = Megatron018
-_FAMILIES: dict[str, type[Family]] = {"0.16": Megatron016, "0.17": Megatron017}
+_NEWEST = Megatron019
+_FAMILIES: dict[str, type[Family]] = {
+    "0.16": Megatron016,
+    "0.17": Megatron017,
+    "0.18": Megatron018,
+}
 
 
 @functools.cache

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from deadpool_megatron.hooks.pretraining.scene import replaced
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,14 @@ class Family(ABC):
     @abstractmethod
     def own_config(self, argument: Any) -> Any:
         """Returns an argument of pretrain() such that what training changes in it stays there."""
+
+    def set_up_around(self, set_up: Callable[..., Any], model: Any) -> Any:
+        """Returns what ``set_up``, a call of setup_model_and_optimizer(), makes around
+        ``model``, which is there already."""
+        from megatron.training import training
+
+        with replaced(training, "get_model", lambda *_args, **_kwargs: model):
+            return set_up()
 
     @abstractmethod
     def common_saves(self) -> tuple[Place, ...]:
