@@ -204,13 +204,17 @@ def term_file(path: Path, term: int, part: int = 1) -> Path:
     return path if term == 1 else path.with_name(f"{path.stem}-{term:04d}{path.suffix}")
 
 
-def event_files(path: Path) -> list[Path]:
-    """The event files of all terms so far, in order; ``path``: the first one of the first term."""
+def event_files(path: Path, before_term: int | None = None) -> list[Path]:
+    """The event files of all terms so far, or of those before one, in order; ``path``: the first
+    one of the first term.
+    """
     found = {}
     for file in path.parent.glob(f"{path.stem}*{path.suffix}"):
         match = _FILE.fullmatch(file.stem.removeprefix(path.stem))
         if match is not None:
-            found[int(match["term"] or 1), int(match["part"] or 1)] = file
+            term = int(match["term"] or 1)
+            if before_term is None or term < before_term:
+                found[term, int(match["part"] or 1)] = file
     return [file for _, file in sorted(found.items())]
 
 
@@ -229,16 +233,19 @@ def parse_line(line: str | bytes) -> Event:
 
 
 def take_events(
-    path: Path, take: Callable[[Event], None], warn: Callable[[str], None] | None = None
+    path: Path,
+    take: Callable[[Event], None],
+    warn: Callable[[str], None] | None = None,
+    before_term: int | None = None,
 ) -> None:
     """Hand over the events of a run in order of terms, nothing without any; ``path``: of the first
-    term's file. What is no event, or what ``take`` raises ValueError, KeyError, TypeError or
-    AttributeError for, is skipped and told to ``warn`` (by default on standard error): a power
-    failure may leave a hole in a file. The last line of a writer that was killed may be torn, and
-    is left out without a word.
+    term's file; ``before_term``: only those of earlier terms. What is no event, or what ``take``
+    raises ValueError, KeyError, TypeError or AttributeError for, is skipped and told to ``warn``
+    (by default on standard error): a power failure may leave a hole in a file. The last line of a
+    writer that was killed may be torn, and is left out without a word.
     """
     skipped = 0
-    for file in event_files(path):
+    for file in event_files(path, before_term):
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.endswith(b"\n"):

@@ -189,6 +189,7 @@ class Run:
     def check_result(self, iterations: int) -> dict[str, Any]:
         """The run ended well, each step is there once, every role's state is exact."""
         final = self.wait_end()
+        assert final["goodput"] is not None
         assert [step["iteration"] for step in final["steps"]] == list(range(1, iterations + 1))
         for role in range(self.world_size):
             assert final["roles"][str(role)]["sha256"] == expected_sha256(role, iterations), role

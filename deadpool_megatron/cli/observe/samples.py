@@ -19,7 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from deadpool_megatron.cli.show.accounting import Account
+from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.events import Event, Kind
 
 #: upper bounds of the histogram of recoveries, in seconds

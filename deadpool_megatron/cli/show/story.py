@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
-from deadpool_megatron.cli.show.accounting import Account
 from deadpool_megatron.cli.show.numbers import StepTable
 from deadpool_megatron.cli.show.run_result import FinishedRecovery
+from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.events import Event, Kind
 
 # A loss belongs to the next closing of an epoch when it came at most this long before it; else it

@@ -71,6 +71,7 @@ class RunEnd:
     async def _finish(self, finish: Finish, state: State) -> None:
         if await self._is_superseded():
             return
+        await asyncio.to_thread(self._files.account.finish, self._close_seconds)
         result = self._files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)

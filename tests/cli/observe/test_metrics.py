@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
-from deadpool_megatron.cli.show.accounting import Account
+from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.events import Kind, take_events
 from tests.cluster.running import Run, environment, send
 from tests.ports import free_port

@@ -16,6 +16,7 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
+from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
 from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
@@ -48,6 +49,7 @@ class RunFiles:
         self.results = Results(fatal, newest)
         self._is_brief = os.environ.get(DETAIL_VARIABLE) != "all"
         self._commits, self._waits = CommitDigest(), WaitDigest()
+        self.account = LiveAccount(run.events, term)
         self.writer = EventWriter(EventLog(run.events, term))
 
     def write(self, event: Event) -> list[Event]:
@@ -79,6 +81,7 @@ class RunFiles:
             "recovery_count": state.recoveries.count,
             "steps_recomputed": state.recoveries.steps_recomputed,
             "recoveries": [report.to_dict() for report in state.recoveries.finished],
+            **self.account.to_dict(),
         }
 
     def write_result(self, resume: Restore | None, result: Mapping[str, Any]) -> None:
@@ -101,6 +104,7 @@ class RunFiles:
 
     def _write_all(self, events: list[Event]) -> None:
         for event in events:
+            self.account.add(event)
             self.writer.write(event)
 
     def take_digests(self) -> list[Event]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.cli.show.accounting import Account, Use
+from deadpool_megatron.cluster.coordinator.reporting.accounting import Account, Use
 from deadpool_megatron.events import Event, Kind
 
 PHASES = {"close": 1.0, "decide": 0.5, "rebuild": 2.0, "restore": 1.0, "sync": 0.5, "verify": 1.0}
@@ -47,6 +47,22 @@ def test_a_run_without_a_failure() -> None:
         "spare": 25.0,
     }
     assert found.goodput() == 20.0 / 50.0
+
+
+def test_a_run_that_ended_and_goes_on() -> None:
+    first = [*started(1, 0), event(Kind.STEP, 12.0, iteration=1)]
+    ended = event(Kind.RUN_ENDED, 13.0, exit_status=75)
+    joined = event(Kind.NODE_JOINED, 100.0, node=0)
+    closed = event(Kind.EPOCH_CLOSED, 101.0, kind="restart")
+    opened = event(Kind.EPOCH_OPENED, 103.0, epoch=2, phases={"restore": 2.0})
+    more = event(Kind.STEP, 104.0, iteration=2)
+    found = account([*first, ended, joined, closed, opened, more])
+    assert spent(found) == {
+        "start": 11.0,
+        "training": 3.0,
+        "recovery-restore": 2.0,
+        "ending": 1.0,
+    }
 
 
 def recovery(at: float, again: int, kind: str = "node-lost", wait: float = 0.0) -> list[Event]:

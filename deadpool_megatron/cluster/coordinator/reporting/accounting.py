@@ -95,6 +95,8 @@ class Account:
         at = event.wall_seconds
         match event.kind:
             case Kind.NODE_JOINED if event.node is not None:
+                if self._now is Use.ENDING:  # the run goes on from what it had saved
+                    self._now = Use.START
                 self._stays[event.node] = _Stay(at, bool(event.data.get("spare")))
             case Kind.NODE_LOST if event.node in self._stays:
                 stay = self._stays.pop(event.node)
@@ -114,7 +116,7 @@ class Account:
                 self._go_on(at, event)
             case Kind.RUN_ENDED:
                 self._settle(at, {Use.ENDING: 1.0})
-                self._now = Use.ENDING
+                self._now, self._closed_at = Use.ENDING, 0.0
                 self._stays.clear()
             case _:
                 pass
