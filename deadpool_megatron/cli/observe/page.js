@@ -1,6 +1,7 @@
 "use strict";
 // Draws the state of a run again and again. Texts of the run are put in as text, never as markup.
-const TOKEN_OF_PAGE = "TOKEN";
+// As it stands in the address: any text.
+const TOKEN = encodeURIComponent(new URLSearchParams(location.search).get("token"));
 const COLOURS = {
   detect: "#d95f02", close: "#e6a100", decide: "#d9c400", adopt: "#c56fa0", rebuild: "#1b6fb0", restore: "#009e73",
   sync: "#4c8a3f", verify: "#7c6bb0", reprotect: "#6fbfa0", replay: "#56b4e9", abandoned: "#999999",
@@ -163,7 +164,7 @@ function draw(state) {
 
 async function look() {
   try {
-    const answer = await fetch(`/state?token=${TOKEN_OF_PAGE}`);
+    const answer = await fetch(`/state?token=${TOKEN}`);
     if (!answer.ok) throw new Error(`${answer.status}`);
     draw(await answer.json());
   } catch (error) {

@@ -5,6 +5,7 @@ Pure. What is for the eye alone (colours, places) is in ``page.html``.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -64,14 +65,16 @@ class PageState:
             "status": None if status is None else _status(status),
         }
 
-    def _losses(self) -> list[list[float]]:
+    def _losses(self) -> list[tuple[int, float | None]]:
+        """None for what is not finite: JSON has no such numbers."""
         steps = self._story.steps
         every = max(1, -(-len(steps) // _POINTS))
-        found = []
+        found: list[tuple[int, float | None]] = []
         for at in [*range(0, len(steps), every), *([len(steps) - 1] if len(steps) else [])]:
             timed = steps[at]
             if timed.step.loss is not None:
-                found.append([timed.step.iteration, float.fromhex(timed.step.loss)])
+                loss = float.fromhex(timed.step.loss)
+                found.append((timed.step.iteration, loss if math.isfinite(loss) else None))
         return found
 
 

@@ -91,7 +91,8 @@ class Watched:
                             LookupError, TypeError, ValueError, AttributeError
                         ):
                             self._state.add(event)
-                self._made = json.dumps(self._state.to_dict(self._status(), time.time())).encode()
+                found = self._state.to_dict(self._status(), time.time())
+                self._made = json.dumps(found, allow_nan=False).encode()
                 self._good_until = time.monotonic() + _LOOK_SECONDS
             return self._made
 
@@ -124,10 +125,10 @@ def make_server(watched: Watched, host: str, port: int, token: str) -> Threading
                 self._answer(HTTPStatus.OK, watched.answer(), "application/json")
             elif (file := _FILES.get(parts.path)) is not None:
                 name, kind = file
-                body = (_ROOM / name).read_text().replace("TOKEN", token)
+                body = (_ROOM / name).read_text()
                 if name == "page.html":  # data, which no text of a run can end
                     first = watched.answer().decode().replace("<", "\\u003c")
-                    body = body.replace("FIRST", first)
+                    body = body.replace("TOKEN", token).replace("FIRST", first)
                 self._answer(HTTPStatus.OK, body.encode(), kind)
             else:
                 self._answer(HTTPStatus.NOT_FOUND, b"there is nothing\n", "text/plain")

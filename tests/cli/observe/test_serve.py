@@ -1,4 +1,4 @@
-"""The page of a run: drawn by a real browser, and closed to whoever has no token."""
+"""The page of a run: in a real browser while a node is lost, and closed to whoever has no token."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -22,9 +23,12 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.events import Event, Kind
+from tests.cluster.running import Run, environment, send
 from tests.waiting import wait_for
 
 CHROMIUM = shutil.which("chromium")
+# As random ones may be: nothing that a program could use as a name.
+TOKEN = "0-to_ken-"
 #: what keeps a browser from looking for the world outside
 _ALONE = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
@@ -43,7 +47,7 @@ class Made:
 
 
 @contextmanager
-def served(state: dict[str, Any], token: str = "t0ken") -> Iterator[str]:
+def served(state: dict[str, Any], token: str = TOKEN) -> Iterator[str]:
     """The address of a page, without its token."""
     server = serve.make_server(Made(state), "127.0.0.1", 0, token)  # type: ignore[arg-type]
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -93,16 +97,16 @@ def test_nothing_is_answered_without_the_token() -> None:
         for path in ("/", "/state", "/page.js", "/page.css", "/?token=other", "/state?token="):
             status, body, _ = get(address + path)
             assert (status, body) == (403, b"the token is missing\n"), path
-        assert get(f"{address}/state?token=t0ken")[:2] == (200, b"{}")
-        assert get(f"{address}/../serve.py?token=t0ken")[0] == 404
+        assert get(f"{address}/state?token={TOKEN}")[:2] == (200, b"{}")
+        assert get(f"{address}/../serve.py?token={TOKEN}")[0] == 404
         with pytest.raises(urllib.error.HTTPError, match="501"):
-            urllib.request.urlopen(f"{address}/state?token=t0ken", data=b"x", timeout=10)
+            urllib.request.urlopen(f"{address}/state?token={TOKEN}", data=b"x", timeout=10)
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:
     with served({}) as address:
         for path in ("/", "/page.js", "/page.css"):
-            status, body, headers = get(f"{address}{path}?token=t0ken")
+            status, body, headers = get(f"{address}{path}?token={TOKEN}")
             assert status == 200
             assert "default-src 'none'" in headers["Content-Security-Policy"]
             found = re.findall(r"https?://[^\s\"']+", body.decode())
@@ -148,10 +152,17 @@ def test_the_state_of_a_large_run() -> None:
         state.add(Event(Kind.STEP, iteration=iteration, wall_seconds=float(iteration), data=values))
     found = state.to_dict(status_of(64, 512), 2001.0)
     assert len(found["loss"]) <= 402
-    assert found["loss"][-1] == [2000, 2000.0]
+    assert found["loss"][-1] == (2000, 2000.0)
     assert found["status"]["nodes"]["64"]["state"] == "spare"
     assert found["status"]["roles"]["3"]["exposed"]
     assert len(json.dumps(found)) < 200_000
+
+
+def test_a_loss_that_is_no_number_can_be_told() -> None:
+    state = PageState("run")
+    state.add(Event(Kind.STEP, iteration=1, data={"loss": "nan"}))
+    told = json.dumps(state.to_dict(None, 2.0), allow_nan=False)
+    assert json.loads(told)["loss"][-1] == [1, None]
 
 
 @pytest.mark.slow
@@ -162,9 +173,34 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     state.add(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
     with served(state.to_dict(status_of(2, 4), 1.0)) as address:
         escaped = f"a node was lost: {html.escape(bad, quote=False)}"
-        shown = shown_in_browser(f"{address}/?token=t0ken", tmp_path, escaped)
+        shown = shown_in_browser(f"{address}/?token={TOKEN}", tmp_path, escaped)
     assert bad not in shown
     assert "<title>taken" not in shown
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
+def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
+    with Run(tmp_path / "r", nodes=2, nproc=2) as run:
+        run.wait_iteration(3)
+        command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
+        serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+        try:
+            assert serving.stdout is not None
+            address = serving.stdout.readline().strip()
+            send(run.listing(0)["agent"])
+            run.wait_event(Kind.RECOVERED)
+            texts = (">running<", "a node was lost: node 0", "recovered in", ">node 2<")
+            shown = shown_in_browser(address, tmp_path, *texts)
+            assert ">node 0<" not in shown
+            assert len(re.findall('class="role[ "]', shown)) == 4
+            run.finish()
+            state = address.replace("/?", "/state?")
+            wait_for("the end", lambda: json.loads(get(state)[1])["ended"])
+            shown_in_browser(address, tmp_path, "ended with status 0")
+        finally:
+            serving.terminate()
+            serving.communicate()
 
 
 def test_addresses_that_cannot_be_listened_on(
