@@ -22,71 +22,53 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+# Of events.schema.json: goes up with each change of what an event means or may hold.
+SCHEMA_VERSION = 1
+
 
 class Kind(StrEnum):
-    """What happened. The comment says which keys ``data`` holds."""
+    """What happened. ``events.schema.json`` says what each one means, and what ``data`` holds."""
 
-    RUN_STARTED = "run-started"  # roles, nodes, spares, command
-    COORDINATOR = "coordinator"  # term, host, hostname: who coordinates from now on, on which node
-    NODE_JOINED = "node-joined"  # host, spare
-    # standing (good, weak, left out), reasons, facts, domain, links (what it found about others),
-    # sent, received (bytes per second) and clock_seconds, as far as they were measured
+    RUN_STARTED = "run-started"
+    COORDINATOR = "coordinator"
+    NODE_JOINED = "node-joined"
     NODE_JUDGED = "node-judged"
-    NODE_LOST = "node-lost"  # cause, kind
-    NODE_ASIDE = "node-aside"  # cause, kind: its roles go to a spare, it stays as the last spare
-    MEMBER_STARTED = "member-started"  # slot, incarnation, pid
-    MEMBER_WARM = "member-warm"  # slot, incarnation, seconds
-    # slot, incarnation, cause, exit_code or signal; kind unless it was killed on purpose
+    NODE_LOST = "node-lost"
+    NODE_ASIDE = "node-aside"
+    MEMBER_STARTED = "member-started"
+    MEMBER_WARM = "member-warm"
     MEMBER_LOST = "member-lost"
-    VAULT_STARTED = "vault-started"  # pid, slots_found
-    VAULT_LOST = "vault-lost"  # cause
-    # slot, incarnation, log, frames (of the main thread, innermost first), threads, missing (why
-    # there are none): where a process that hung or was frozen stood before it was killed
+    VAULT_STARTED = "vault-started"
+    VAULT_LOST = "vault-lost"
     STACK = "stack"
-    EPOCH_CLOSED = "epoch-closed"  # cause, kind (a FailureKind)
-    # generation, segment, changes, seconds; after a loss that was not finite also forgotten_from:
-    # the iteration from which on all numbers reported so far do not count
+    EPOCH_CLOSED = "epoch-closed"
     EPOCH_DECIDED = "epoch-decided"
-    # old, new (plans in words), why, every (cadence), survives (lost nodes), most_lost (iterations
-    # computed again after a failure, at most)
     PROTECTION = "protection"
-    EPOCH_OPENED = "epoch-opened"  # every role restored; phases: seconds of each
-    PHASE = "phase"  # phase, seconds: one member's part of a recovery
-    RECOVERED = "recovered"  # cause, kind, phases, steps_recomputed, seconds, exposed_seconds
-    STEP = "step"  # loss, grad_norm, learning_rate (hexadecimal floats), skipped, samples
-    NONFINITE = "nonfinite"  # loss (nan, inf, -inf), policy (stop or rollback)
-    # per iteration without waiting: seconds of its slowest role, peer_seconds (median), factor;
-    # over: it is as fast as its peers again
+    EPOCH_OPENED = "epoch-opened"
+    PHASE = "phase"
+    RECOVERED = "recovered"
+    STEP = "step"
+    NONFINITE = "nonfinite"
     SLOW_NODE = "slow-node"
-    EVALUATION = "evaluation"  # loss (hexadecimal float)
-    SEGMENT = "segment"  # boundary (evaluation, save, ...), seconds: what role 0 did between steps
-    STATE_HASH = "state-hash"  # sha256
-    SEALED = "sealed"  # lineage, parts; of a vault, not in the files of a run
-    # Of a vault: lineage, boundary, released, bytes, ship_seconds, window_seconds, commit_seconds
-    # (from the seal on). In the files of a run one for all roles, of some seconds: how many roles,
-    # reports, released and bytes, the longest ship_seconds and commit_seconds, the shortest
-    # window_seconds; its iteration is the newest.
+    EVALUATION = "evaluation"
+    SEGMENT = "segment"
+    STATE_HASH = "state-hash"
+    SEALED = "sealed"
     COMMITTED = "committed"
-    # matched, difference, seconds, bytes: whether a replay of a role's first update gave its bytes
     REHEARSED = "rehearsed"
-    REPLAYED = "replayed"  # steps, seconds, matched: a role was restored by recomputing updates
-    EXPOSED = "exposed"  # seconds without the wanted copies, until re-protected
-    # seconds; reported while it lasts and at its end (over). In the files of a run its end is told
-    # for all roles of an iteration: roles, seconds of all, longest_seconds; of the role that waited
-    # longest.
+    REPLAYED = "replayed"
+    EXPOSED = "exposed"
     GATE_WAIT = "gate-wait"
-    GATE_RELEASED = "gate-released"  # role runs with fewer copies for now
-    CORRUPTION = "corruption"  # where, expected, found
-    # part, bytes, seconds, blocks: number -> [node, role]; a lost part was computed from parity
+    CORRUPTION = "corruption"
     DECODED = "decoded"
-    REFUSED = "refused"  # who, why: a message, connection, seal or commit that was not accepted
-    STALE_DIVERGENCE = "divergence"  # a replayed step gave other numbers than the first time
-    DURABLE = "durable"  # path: a durable checkpoint became valid
-    DUMPED = "dumped"  # path, generation: vaults wrote the common generation to disk
-    DRAIN = "drain"  # node asked to leave
-    LOG = "log"  # level, text: a line for people
-    MEMBER_DONE = "member-done"  # sha256, samples
-    RUN_ENDED = "run-ended"  # exit_status, reason, kind
+    REFUSED = "refused"
+    STALE_DIVERGENCE = "divergence"
+    DURABLE = "durable"
+    DUMPED = "dumped"
+    DRAIN = "drain"
+    LOG = "log"
+    MEMBER_DONE = "member-done"
+    RUN_ENDED = "run-ended"
 
 
 @dataclass(frozen=True)

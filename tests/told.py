@@ -10,6 +10,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
+from tests.event_schema import check_event
 
 
 def read_final(directory: Path) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def read_final(directory: Path) -> dict[str, Any]:
     durable = []
     account = Account()
     for event in read_events(run.events):
+        check_event(event.to_dict())
         account.add(event)
         iteration = event.iteration or 0
         if event.kind in numbers:

@@ -215,7 +215,6 @@ def _describe_protection(story: Story) -> list[str]:
         Kind.REFUSED: "refused messages or connections",
         Kind.CORRUPTION: "corrupted copies caught",
         Kind.DECODED: "lost parts computed from parity",
-        Kind.GATE_RELEASED: "passes of the gate with fewer copies",
         Kind.STALE_DIVERGENCE: "REPLAYED STEPS WITH OTHER NUMBERS",
         Kind.REPLAYED: "states recomputed from a base and gradients",
     }

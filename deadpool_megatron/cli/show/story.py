@@ -25,7 +25,6 @@ _COUNTED = frozenset(
         Kind.CORRUPTION,
         Kind.DECODED,
         Kind.REPLAYED,
-        Kind.GATE_RELEASED,
         Kind.STALE_DIVERGENCE,
     }
 )

@@ -48,7 +48,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process import descriptors, posix, run_to_end
-from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
 from deadpool_megatron.layout.decision import is_kept
 from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.process_names import set_process_name, show_thread_names
@@ -147,6 +147,7 @@ class Coordinator:
             more = {
                 "spares": self._options.info.spares,
                 "command": list(self._options.info.command),
+                "schema": SCHEMA_VERSION,
             }
             self._emit(Event(Kind.RUN_STARTED, data={**facts, **more}))
         term = self._options.term

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Set
 from dataclasses import replace
 from typing import TypeVar
@@ -11,7 +12,7 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
-from deadpool_megatron.events import Kind
+from deadpool_megatron.events import Kind, to_line
 from deadpool_megatron.layout.places.copies import choose_buddies
 from deadpool_megatron.layout.records import (
     EpochRecord,
@@ -25,6 +26,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
+from tests.event_schema import check_event
 
 A = TypeVar("A", bound=act.Action)
 STEP = frozenset({"main", "extras@step"})
@@ -68,6 +70,8 @@ class Rig:
         for event in events:
             self.state, actions = self.machine.step(self.state, event, self.now)
             self.last += actions
+        for emitted in self.of(act.EmitEvent):
+            check_event(json.loads(to_line(emitted.to_event())))
         self.log += self.last
         return self.last
 

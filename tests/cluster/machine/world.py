@@ -6,6 +6,7 @@ checks the rules of the design as it goes.
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import LAST_PHASES, Deciding, Phase
 from deadpool_megatron.cluster.machine.state.state import Config
+from deadpool_megatron.events import to_line
 from deadpool_megatron.layout.decision import keep_line
 from deadpool_megatron.layout.records import (
     EpochRecord,
@@ -25,6 +27,7 @@ from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.agents import Agents
+from tests.event_schema import check_event
 
 
 class World(Agents):
@@ -70,6 +73,8 @@ class World(Agents):
 
     def _carry_out(self, action: act.Action) -> None:
         match action:
+            case act.EmitEvent():
+                check_event(json.loads(to_line(action.to_event())))
             case act.WriteRecord(record):
                 self._check_written(record)
                 self.journal.append(record)

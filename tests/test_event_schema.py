@@ -1,0 +1,33 @@
+"""The schema of events is complete and strict. Each event that a run of the tests writes is held
+against it as well: tests/told.py, tests/cluster/machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
+from tests.event_schema import SCHEMA, check_event
+
+
+def test_it_describes_every_kind_and_says_its_version() -> None:
+    assert SCHEMA["properties"]["kind"]["enum"] == [str(kind) for kind in Kind]
+    for kind in Kind:
+        assert SCHEMA["definitions"][kind]["description"]
+    assert SCHEMA["version"] == SCHEMA_VERSION
+
+
+def test_what_it_does_not_know_is_no_event() -> None:
+    warm = {"slot": 0, "incarnation": 0, "seconds": 1.0}
+    good = Event(Kind.MEMBER_WARM, 1, 0, data=warm).to_dict()
+    check_event(good)
+    check_event(Event(Kind.DRAIN, 1, 0).to_dict())
+    for bad in (
+        {**good, "kind": "teleported"},
+        {**good, "where": "mars"},
+        {**good, "data": {**warm, "where": "mars"}},
+        {**good, "data": {"slot": 0, "incarnation": 0}},
+        {**good, "data": {**warm, "seconds": "1"}},
+        {key: value for key, value in good.items() if key != "data"},
+    ):
+        with pytest.raises(AssertionError):
+            check_event(bad)
