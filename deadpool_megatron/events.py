@@ -42,6 +42,7 @@ class Kind(StrEnum):
     VAULT_LOST = "vault-lost"
     STACK = "stack"
     EPOCH_CLOSED = "epoch-closed"
+    WAITING_FOR_SPARE = "waiting-for-spare"
     EPOCH_DECIDED = "epoch-decided"
     PROTECTION = "protection"
     EPOCH_OPENED = "epoch-opened"

@@ -86,6 +86,10 @@ class Settings:
     health_seconds: float = _setting(
         60.0, "limit for the health command; a node whose command needs longer is used last"
     )
+    notify: str = _setting(
+        "", "URL that gets a POST of JSON, with a text, for a failure, a recovery, a wait, the end"
+    )
+    on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )
@@ -248,14 +252,11 @@ class Settings:
                 raise SettingsError(
                     f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
                 )
-        if not 0 <= self.memory_gb < 1e9:
-            raise SettingsError(f"--deadpool-memory-gb must be 0 or more, got {self.memory_gb:g}")
-        if not 0 <= self.extras_room_mb < 1e6:
-            raise SettingsError(
-                f"--deadpool-extras-room-mb must be 0 or more, got {self.extras_room_mb:g}"
-            )
-        if not 0 <= self.shm_gb < 1e9:
-            raise SettingsError(f"--deadpool-shm-gb must be 0 or more, got {self.shm_gb:g}")
+        for name in ("memory_gb", "extras_room_mb", "shm_gb"):
+            if not 0 <= (size := getattr(self, name)) < 1e9:
+                raise SettingsError(f"{flag_name(name)} must be 0 or more, got {size:g}")
+        if self.notify and not _WEB_ADDRESS.fullmatch(self.notify):
+            raise SettingsError("--deadpool-notify must be a URL of http or https")
         self._check_choice("check", ("off", "facts", "links"))
         if self.health_command and self.check == "off":
             raise SettingsError(
@@ -264,21 +265,15 @@ class Settings:
             )
         if not 0 <= self.rate_limit_gbps < math.inf:
             raise SettingsError(
-                "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0 for no"
-                f" limit, got {self.rate_limit_gbps}"
+                "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0,"
+                f" got {self.rate_limit_gbps}"
             )
-        if not 0 < self.link_share <= 1:
-            raise SettingsError(
-                "--deadpool-link-share must be more than 0 and not more than 1, got"
-                f" {self.link_share}"
-            )
+        if not 0 < (part := self.link_share) <= 1:
+            raise SettingsError(f"--deadpool-link-share must be above 0 and at most 1, got {part}")
         self._check_choice("link_gaps", ("on", "off"))
-        if not 0 <= self.dscp <= 63:
-            raise SettingsError(f"--deadpool-dscp must be between 0 and 63, got {self.dscp}")
-        if not 0 <= self.vault_nice <= 19:
-            raise SettingsError(
-                f"--deadpool-vault-nice must be between 0 and 19, got {self.vault_nice}"
-            )
+        for name, most in {"dscp": 63, "vault_nice": 19}.items():
+            if not 0 <= (given := getattr(self, name)) <= most:
+                raise SettingsError(f"{flag_name(name)} must be between 0 and {most}, got {given}")
         if not _CPUS.fullmatch(self.vault_cpus):
             raise SettingsError(
                 "--deadpool-vault-cpus must be a list like 0-3,8, or auto, or empty,"
@@ -426,6 +421,7 @@ NCCL_DEFAULTS: Mapping[str, float] = {"close_seconds": 40.0, "rebuild_seconds": 
 
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
+_WEB_ADDRESS = re.compile(r"https?://[^/\s]\S*")
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 

@@ -66,6 +66,8 @@ def tell(event: Event) -> Line | None:
             return Line(f"{event.kind}: {data.get('path')}")
         case Kind.DRAIN:
             return Line(str(data.get("text", f"drain of node {event.node}")))
+        case Kind.WAITING_FOR_SPARE:
+            return Line(str(data["text"]), "yellow")
         case Kind.LOG if data.get("level") != "info":  # those are for the report of the run
             return Line(str(data.get("text")))
         case _:

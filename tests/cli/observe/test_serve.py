@@ -181,7 +181,9 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
 def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
-    with Run(tmp_path / "r", nodes=2, nproc=2) as run:
+    told = tmp_path / "told"
+    options = ("--deadpool-on-event", f'echo "$DEADPOOL_EVENT_KIND" >> {told}')
+    with Run(tmp_path / "r", nodes=2, nproc=2, options=options) as run:
         run.wait_iteration(3)
         command = [sys.executable, "-m", "deadpool_megatron", "serve", str(run.run.path)]
         serving = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
@@ -201,6 +203,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
         finally:
             serving.terminate()
             serving.communicate()
+    assert told.read_text().split() == ["epoch-closed", "recovered", "run-ended"]
 
 
 def test_addresses_that_cannot_be_listened_on(

@@ -17,6 +17,7 @@ from typing import Any
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
+from deadpool_megatron.cluster.coordinator.reporting.notices import notices
 from deadpool_megatron.cluster.coordinator.reporting.results import Results, divergence_is_fatal
 from deadpool_megatron.cluster.coordinator.reporting.wait_digest import WaitDigest
 from deadpool_megatron.cluster.machine.actions import Finish
@@ -32,6 +33,8 @@ from deadpool_megatron.layout.records import Restore
 from deadpool_megatron.preflight.gpus import VISIBLE
 
 _PAUSE_SECONDS = 1.0
+# So long the end of a run waits for whoever is to be told of it.
+_NOTICE_SECONDS = 5.0
 # For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
 # written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
@@ -51,6 +54,8 @@ class RunFiles:
         self._commits, self._waits = CommitDigest(), WaitDigest()
         self.account = LiveAccount(run.events, term)
         self.writer = EventWriter(EventLog(run.events, term))
+        notify, on_event = info.settings.notify, info.settings.on_event
+        self._notices = notices(info.run_id, notify, on_event, self._warn)
 
     def write(self, event: Event) -> list[Event]:
         """Have an event written, unless it repeats a known one; returns what is to be written."""
@@ -106,6 +111,11 @@ class RunFiles:
         for event in events:
             self.account.add(event)
             self.writer.write(event)
+            self._notices.note(event)
+
+    def _warn(self, text: str) -> None:
+        """A line for people; in any thread."""
+        self.writer.write(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
     def take_digests(self) -> list[Event]:
         """What was collected and not written yet; it is left unsaid by who drops it, for another
@@ -116,5 +126,6 @@ class RunFiles:
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
         self._write_all(self.take_digests())
+        self._notices.close(min(limit_seconds, _NOTICE_SECONDS))
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)

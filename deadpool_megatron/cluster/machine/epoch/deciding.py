@@ -13,6 +13,7 @@ from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Closing, Deciding, WaitingSpare
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.machine.turn import Turn
+from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import NoRestore, Seating, SeatingQuery, keep_line
 from deadpool_megatron.layout.history import History
 from deadpool_megatron.layout.places.copies import missing_copies
@@ -122,10 +123,11 @@ def _wait_for_reaping(turn: Turn) -> None:
 
 
 def _wait_for_spare(turn: Turn, text: str) -> None:
-    """Another node can help; ``text`` is logged when the wait begins."""
+    """Another node can help; ``text`` is told when the wait begins."""
     if not isinstance(turn.state.doing, WaitingSpare):
-        turn.enter(WaitingSpare(turn.now + turn.config.settings.spare_timeout_seconds))
-        turn.log("warning", text)
+        limit = turn.config.settings.spare_timeout_seconds
+        turn.enter(WaitingSpare(turn.now + limit))
+        turn.emit(Kind.WAITING_FOR_SPARE, text=text, limit_seconds=limit)
 
 
 def _wait_for_return(turn: Turn, reason: str) -> None:

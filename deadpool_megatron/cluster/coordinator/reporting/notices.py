@@ -1,0 +1,157 @@
+"""Tells people elsewhere what happens: a POST of JSON to a URL, and a command of the user's.
+
+Nothing waits for either. Each has a thread and a short queue of its own; what comes while the queue
+is full takes the place of the oldest. When an outlet begins to fail there is one warning, and the
+next one not before it has worked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from deadpool_megatron.cluster.failures import FailureKind, in_words
+from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.preflight.health import run_by_shell
+
+_MOST_WAITING = 64
+_POST_SECONDS = 10.0
+_COMMAND_SECONDS = 60.0
+# What the command finds in its environment, beside the JSON on its standard input.
+KIND_VARIABLE, TEXT_VARIABLE = "DEADPOOL_EVENT_KIND", "DEADPOOL_EVENT_TEXT"
+# Not told: somebody has asked for these.
+_PLANNED = (FailureKind.DRAINED, FailureKind.COORDINATOR)
+
+
+class Outlet:
+    """One place to tell notices to: ``deliver`` blocks, and raises OSError with a clear text."""
+
+    def __init__(
+        self, name: str, deliver: Callable[[Mapping[str, Any]], None], warn: Callable[[str], None]
+    ) -> None:
+        """``warn`` takes a line for people, in any thread."""
+        self._name, self._deliver, self._warn = name, deliver, warn
+        self._changed = threading.Condition()
+        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=_MOST_WAITING)
+        self._is_busy, self._is_failing = False, False
+        threading.Thread(target=self._work, name="notices", daemon=True).start()
+
+    def put(self, notice: Mapping[str, Any]) -> None:
+        """Have it told. Does not block."""
+        with self._changed:
+            self._waiting.append(notice)
+            self._changed.notify_all()
+
+    def flush(self, until: float) -> None:
+        """Wait for what is left until then (monotonic seconds), then leave it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._waiting and not self._is_busy, max(0.0, until - time.monotonic())
+            )
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting)
+                notice, self._is_busy = self._waiting.popleft(), True
+            try:
+                self._deliver(notice)
+            except OSError as error:
+                if not self._is_failing:
+                    self._warn(f"{self._name} was not told of '{notice['text']}': {error}")
+                self._is_failing = True
+            else:
+                self._is_failing = False
+
+
+class Notices:
+    """Makes notices of events, for all outlets."""
+
+    def __init__(self, run_id: str, outlets: Sequence[Outlet]) -> None:
+        self._run_id, self._outlets = run_id, outlets
+
+    def note(self, event: Event) -> None:
+        """Tell of an event that somebody elsewhere should hear of. Does not block."""
+        text = ""
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # of a damaged event
+            text = notice_text(event) if self._outlets else ""
+        if text:
+            told = f"{self._run_id}: {text}"
+            for outlet in self._outlets:
+                outlet.put({"text": told, "run": self._run_id, "event": event.to_dict()})
+
+    def close(self, limit_seconds: float) -> None:
+        """Let the outlets tell what is left, for so long at most."""
+        until = time.monotonic() + limit_seconds
+        for outlet in self._outlets:
+            outlet.flush(until)
+
+
+def notices(run_id: str, url: str, command: str, warn: Callable[[str], None]) -> Notices:
+    """Return the notices to this URL and this command, each empty for none."""
+    outlets = []
+    if url:
+        outlets.append(Outlet("--deadpool-notify", lambda notice: post(url, notice), warn))
+    if command:
+        outlets.append(Outlet("--deadpool-on-event", lambda notice: call(command, notice), warn))
+    return Notices(run_id, outlets)
+
+
+def notice_text(event: Event) -> str:
+    """What to tell of an event; empty for nothing."""
+    data = event.data
+    match event.kind:
+        case Kind.EPOCH_CLOSED if data.get("kind") not in _PLANNED:
+            return f"{in_words(str(data.get('kind')))}: {data.get('cause')}"
+        case Kind.RECOVERED if data.get("kind") not in _PLANNED:
+            steps = int(data["steps_recomputed"])
+            again = f"{steps} iteration{'' if steps == 1 else 's'} computed again"
+            return f"recovered in {float(data['seconds']):.1f} s, {again} ({data.get('cause')})"
+        case Kind.WAITING_FOR_SPARE:
+            return f"waits for a node: {data.get('text')}"
+        case Kind.RUN_ENDED:
+            why = f": {data['reason']}" if data.get("reason") else ""
+            return f"ended with status {data.get('exit_status')}{why}"
+        case _:
+            return ""
+
+
+def post(url: str, notice: Mapping[str, Any]) -> None:
+    """POST a notice. Raises OSError; the URL, which may be a secret, is not in its text."""
+    body = json.dumps(notice).encode()
+    kind = {"Content-Type": "application/json"}
+    try:
+        request = urllib.request.Request(url, body, kind)
+        with urllib.request.urlopen(request, timeout=_POST_SECONDS):
+            pass
+    except urllib.error.HTTPError as error:
+        raise OSError(f"the server answered {error.code}") from error
+    except TimeoutError as error:
+        raise OSError(f"no answer within {_POST_SECONDS:g} s") from error
+    except urllib.error.URLError as error:
+        raise OSError(str(error.reason)) from error
+    except (ValueError, http.client.HTTPException) as error:
+        raise OSError(type(error).__name__) from error
+
+
+def call(command: str, notice: Mapping[str, Any]) -> None:
+    """Run the command with a notice. Raises OSError."""
+    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
+    end = run_by_shell(
+        command, _COMMAND_SECONDS, json.dumps(notice).encode(), {**os.environ, **told}
+    )
+    if end.status is None:
+        raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
+    if end.status != 0:
+        raise OSError(f"it ended with status {end.status}: {end.last_line or 'without a word'}")
