@@ -48,6 +48,7 @@ class Kind(StrEnum):
     EPOCH_OPENED = "epoch-opened"
     PHASE = "phase"
     RECOVERED = "recovered"
+    TRAINING = "training"
     STEP = "step"
     NONFINITE = "nonfinite"
     SLOW_NODE = "slow-node"

@@ -67,6 +67,9 @@ class Reports:
             print(values["text"], flush=True)
             self.send_event(Kind.LOG, iteration, values)
             return
+        if kind == Kind.TRAINING:  # said by whoever takes the role, too
+            self.send_event(Kind.TRAINING, None, values)
+            return
         if kind == Kind.STEP and self._is_to_be_judged(values):
             self.send_event(Kind.STEP, iteration, values)
             self._stand_still(record.epoch, iteration, values)

@@ -39,9 +39,10 @@ Emit = Callable[[str, Mapping[str, Any]], None]
 class TrainingLoop(SteppedLoop):
     """One rank's training: the live objects, and what may be done with them.
 
-    ``emit(kind, facts)`` is called with kinds ``step``, ``evaluation`` and ``log``, on one rank
-    only: the first tensor- and data-parallel rank of the last pipeline stage. Losses, norms and
-    rates in it are ``float.hex()`` strings; a norm is None when the update was skipped.
+    ``emit(kind, facts)`` is called with kinds ``training`` (once), ``step``, ``evaluation`` and
+    ``log``, on one rank only: the first tensor- and data-parallel rank of the last pipeline stage.
+    Losses, norms and rates in it are ``float.hex()`` strings; a norm is None when the update was
+    skipped.
 
     Everything an iteration changes that is not in a tensor or a random generator is in
     ``counters`` and ``log_sums``; whoever restores a loop sets them in place.
@@ -77,6 +78,7 @@ class TrainingLoop(SteppedLoop):
         self.log_sums: dict[str, float] = {"loss": 0.0, "iterations": 0.0, "skipped": 0.0}
         self._log_started = time.monotonic()
         self._microbatch = 0
+        self._has_reported = False
         self._register_failpoints()
         self.reset_after_interrupt()
 
@@ -296,6 +298,11 @@ class TrainingLoop(SteppedLoop):
         self.log_sums["loss"] += loss or 0.0
         rate = float(get_canonical_lr_for_logging(self.optimizer.param_groups))
         if self.reports and loss is not None:
+            if not self._has_reported:
+                config = self.config
+                plan = {"iterations": config.train_iters, "sequence_length": config.seq_length}
+                self._emit("training", plan)
+            self._has_reported = True
             facts = {
                 "iteration": self.counters["iteration"],
                 "loss": loss.hex(),

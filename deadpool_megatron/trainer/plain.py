@@ -39,7 +39,7 @@ def train(config: TrainerConfig) -> dict[str, Any]:
     emitted: dict[str, list[Mapping[str, Any]]] = {"step": [], "evaluation": [], "log": []}
 
     def emit(kind: str, facts: Mapping[str, Any]) -> None:
-        emitted[kind].append(facts)
+        emitted.setdefault(kind, []).append(facts)
         if kind == "log":
             print(facts["text"], flush=True)
 

@@ -26,7 +26,7 @@ def test_counts_and_events(text: str, tmp_path: Path) -> None:
     (facts,) = run_ranks(1, observe, f"{MODEL} {text} {BF16} {save} --log-interval 4")
     kinds = [kind for kind, _ in facts["emitted"]]
     assert kinds == [
-        *("step", "step", "step", "evaluation", "step", "log"),
+        *("training", "step", "step", "step", "evaluation", "step", "log"),
         *("step", "step", "evaluation"),
     ]
     assert facts["counters"] == {
@@ -61,7 +61,7 @@ def emissions(arguments: str) -> tuple[int, str]:
 def test_one_rank_emits_and_every_role_has_a_class_of_its_own(text: str) -> None:
     ranks, flags = LAYOUTS["sequence-parallel"]
     answers = run_ranks(ranks, emissions, f"{MODEL} {text} {flags}")
-    assert [count for count, _ in answers] == [0, 0, 1, 0], "first rank of the last stage"
+    assert [count for count, _ in answers] == [0, 0, 2, 0], "first rank of the last stage"
     assert len({stage for _, stage in answers}) == ranks
 
 

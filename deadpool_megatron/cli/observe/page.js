@@ -34,11 +34,15 @@ function drawPhase(state) {
 
 function drawNumbers(state) {
   const spares = state.status ? Object.values(state.status.nodes).filter((n) => n.state === "spare").length : null;
+  const far = state.progress;
   const last = state.loss.length ? state.loss[state.loss.length - 1][1] : null;
   const shown = [
-    ["iteration", state.iteration],
+    [far.iterations === null ? "iteration" : `iteration of ${far.iterations}`, state.iteration],
     ["loss", last === null ? "–" : last.toPrecision(5)],
     ["per iteration", state.step_seconds ? seconds(state.step_seconds) : "–"],
+    ...(far.samples_per_second === null ? [] : [["samples/s", far.samples_per_second.toPrecision(3)]]),
+    ...(far.tokens_per_second === null ? [] : [["tokens/s", Math.round(far.tokens_per_second).toLocaleString("en")]]),
+    ...(state.ended || far.seconds_left === null ? [] : [["time left", seconds(far.seconds_left)]]),
     ["goodput", state.goodput === null ? "–" : (100 * state.goodput).toFixed(1) + " %"],
     ["recoveries", state.recovery_count],
     ["spares", spares ?? "–"],

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deadpool_megatron.cli.show.narration import describe_cause, describe_loss, tell
+from deadpool_megatron.cli.show.progress import Progress
 from deadpool_megatron.cli.show.run_result import PHASES
 from deadpool_megatron.cli.show.story import Interruption, Story, summary
 from deadpool_megatron.events import Event
@@ -27,6 +28,7 @@ class PageState:
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._story = Story()
+        self._progress = Progress(self._story.account)
         self._lines: deque[tuple[float, str, str]] = deque(maxlen=_SHOWN_LINES)
 
     def add(self, event: Event) -> None:
@@ -34,6 +36,7 @@ class PageState:
         damaged one.
         """
         self._story.add(event)
+        self._progress.add(event)
         line = tell(event)
         if line is not None and not line.passes:
             self._lines.append((event.wall_seconds, line.text, line.style))
@@ -49,6 +52,7 @@ class PageState:
             "now": now,
             "ended": None if ended is None else dict(ended.data),
             "iteration": story.last_iteration,
+            "progress": self._progress.to_dict(),
             "epoch": story.epoch,
             "step_seconds": times.get("p50"),
             "goodput": story.account.goodput(None if ended is not None else now),

@@ -18,8 +18,10 @@ from typing import Any, TextIO
 
 from deadpool_megatron.cli.common import shown
 from deadpool_megatron.cli.show.narration import Line, tell
+from deadpool_megatron.cli.show.progress import Progress
 from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cli.show.tail import EventTail
+from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.events import Event, Kind
 
@@ -130,6 +132,8 @@ class Follower:
         self._tail = EventTail(run.events)
         self._display = display
         self._story = story
+        self._account = Account() if story is None else story.account
+        self._progress = Progress(self._account)
         self._began = time.time()
         self._is_over = False
         self._told: set[tuple[Kind, int]] = set()
@@ -145,6 +149,7 @@ class Follower:
         for event in events:
             if self._story is not None:
                 self._story.add(event)
+            self._count(event)
             # Agents that leave are no losses any more.
             self._is_over |= event.kind is Kind.RUN_ENDED
             if not self._is_over:
@@ -165,10 +170,19 @@ class Follower:
         if line is None or self._is_known(event):
             return
         text = f"{max(0.0, event.wall_seconds - self._began):8.2f} s  {line.text}"
+        if event.kind is Kind.STEP and (far := self._progress.words(event.wall_seconds)):
+            text += f"  ({far})"
         if line.passes:
             self._display.status(text)
         else:
             self._display.line(text, line.style)
+
+    def _count(self, event: Event) -> None:
+        # A damaged event costs itself alone.
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            if self._story is None:
+                self._account.add(event)
+            self._progress.add(event)
 
     def _is_known(self, event: Event) -> bool:
         """Whether another one has said the same: a coordinator that took over says again which

@@ -170,10 +170,15 @@ def test_a_loss_that_is_no_number_can_be_told() -> None:
 def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     bad = "<script>document.title = 'taken'</script>"
     state = PageState(bad)
+    state.add(Event(Kind.TRAINING, data={"iterations": 100}))
+    for k in (1, 2):
+        values = {"loss": "0x1p+1", "samples": 8 * k}
+        state.add(Event(Kind.STEP, iteration=k, wall_seconds=float(k), data=values))
     state.add(Event(Kind.EPOCH_CLOSED, data={"cause": bad, "kind": "node-lost"}))
     with served(state.to_dict(status_of(2, 4), 1.0)) as address:
         escaped = f"a node was lost: {html.escape(bad, quote=False)}"
         shown = shown_in_browser(f"{address}/?token={TOKEN}", tmp_path, escaped)
+    assert "<b>2</b><span>iteration of 100</span>" in shown
     assert bad not in shown
     assert "<title>taken" not in shown
 

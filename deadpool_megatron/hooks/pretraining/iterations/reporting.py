@@ -18,6 +18,17 @@ class Reporter:
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
+        self._has_begun = False
+
+    def _begin(self) -> None:
+        """Say what is going to be trained, once."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.train_iters:
+            facts = {"iterations": args.train_iters, "sequence_length": args.seq_length}
+            self._emit("training", facts)
+        self._has_begun = True
 
     def step(
         self, iteration: int, answer: tuple[Any, ...], optimizer: Any, counters: Mapping[str, int]
@@ -25,6 +36,8 @@ class Reporter:
         """An iteration was trained; ``answer`` is what train_step() answered."""
         if not _speaks() or not answer[LOSSES]:
             return
+        if not self._has_begun:
+            self._begin()
         skipped, norm = bool(answer[SKIPPED]), answer[GRAD_NORM]
         rate = get_canonical_lr_for_logging(optimizer.param_groups)
         self._emit(
