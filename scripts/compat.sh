@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests on a newer torch, Python and megatron-core than those of scripts/setup.sh.
 #
-#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR]
+#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR] [-- COMMAND...]
 #
 # Makes a root of Debian trixie (Python 3.13) in DIR, by default in ~/.cache/deadpool-megatron/compat,
 # and installs torch and megatron-core from the package index there; finds them ready the next time.
@@ -12,6 +12,8 @@
 #   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
 #   faults   of tests/faults: a protected run against stock Megatron, ten failures in one run, and the
 #            DistributedDataParallel loop of docs/own-loop.md
+#
+# With a COMMAND nothing but that runs there, in the checkout.
 #
 # Needs root, debootstrap and a connection to a Debian mirror. All mounts are in a mount namespace of
 # their own and end with it. Exit status: 0 when all passed, 1 when not, 2 when something is missing.
@@ -29,6 +31,7 @@ fail() {
 
 while [ $# -gt 0 ]; do
     case $1 in
+        --) break ;;
         --torch) torch=${2:?} ;;
         --megatron) megatron=${2:?} ;;
         --root) base=${2:?} ;;
@@ -92,6 +95,12 @@ from importlib.metadata import version
 core, python, glibc = version("megatron-core"), platform.python_version(), platform.libc_ver()[1]
 print(f"Python {python}, torch {torch.__version__}, megatron-core {core}, glibc {glibc}")
 '
+
+if [ "${1:-}" = -- ]; then
+    shift
+    inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c 'cd /checkout && exec "$@"' compat "$@"
+    exit
+fi
 
 passed=0
 # part NAME COMMAND...: the last lines of what it printed, and whether it passed.

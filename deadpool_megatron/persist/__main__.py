@@ -24,6 +24,7 @@ import torch
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.posix import die_with_parent
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.persist import foreign_classes
 from deadpool_megatron.persist.joining import join
 from deadpool_megatron.persist.skeleton import SkeletonError, read_skeleton
 from deadpool_megatron.persist.writing import Source, WritingError, filled, write_role
@@ -46,6 +47,7 @@ def main() -> int:
     set_process_name("dp-persist")
     os.nice(_LEAST_PRIORITY)
     torch.set_num_threads(1)
+    foreign_classes.install()
     failpoints.load()
     job = json.loads(given.job.read_text())
     failpoints.set_context(node=job["node"], process="persist", run_dir=job["run_dir"])

@@ -12,6 +12,7 @@ import pytest
 
 from deadpool_megatron.events import Kind
 from tests.faults.harness.jobs import Outcome, assert_unnoticed, run_program, undisturbed
+from tests.megatron_lm.harness.checkout import TAG
 from tests.megatron_lm.harness.runs import PP2_DP2, assert_printed, gpt, output_of_members
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
@@ -25,6 +26,8 @@ OBSTACLES = {
     4: ".metadata",  # role 0, when all have written
     5: "metadata.json",  # role 0, at the end
 }
+if TAG == "core_v0.19.0":
+    del OBSTACLES[2]  # part of another file
 
 
 def folder(saves: Path, iteration: int) -> Path:
@@ -78,7 +81,9 @@ def last_iteration(outcome: Outcome) -> int:
 def test_each_costs_a_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     outcome = trained(tmp_path)
     assert lost(outcome) == [folder(tmp_path, iteration).name for iteration in OBSTACLES]
-    assert durable(outcome) == [folder(tmp_path, iteration).name for iteration in (6, 7, 8)]
+    assert durable(outcome) == [
+        folder(tmp_path, iteration).name for iteration in range(1, 9) if iteration not in OBSTACLES
+    ]
 
 
 def test_a_fault_beside_training_costs_those_that_were_under_way(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,34 @@ def contents(directory: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], 
         if index.fqn not in tensors:
             data = (directory / place.relative_path).read_bytes()
             piece = data[place.offset : place.offset + place.length]
-            objects[index.fqn] = torch.load(io.BytesIO(piece), weights_only=False)
-    return tensors, objects, torch.load(directory / "common.pt", weights_only=False)
+            objects[index.fqn] = _read(io.BytesIO(piece))
+    # From Megatron-LM 0.19 on, which loads both, it is an object as well.
+    (in_shards,) = objects.pop("common_state/shard_0_1", [None])
+    common = directory / "common.pt"
+    return tensors, objects, in_shards or _read(common)
+
+
+class _Unknown:
+    """Of a class of another Megatron than the one that is installed."""
+
+    def __init__(self, *given: Any) -> None:
+        self.given = given
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return super().find_class(module, name)
+        except (AttributeError, ImportError):
+            assert module.startswith("megatron.")
+            return functools.partial(_Unknown, module, name)
+
+
+def _read(file: Path | io.BytesIO) -> Any:
+    return torch.load(file, weights_only=False, pickle_module=_PICKLE)
+
+
+_PICKLE = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler, load=pickle.load)
 
 
 def differences(saved: Path, exported: Path) -> list[str]:
@@ -54,7 +83,9 @@ def differences(saved: Path, exported: Path) -> list[str]:
     found += unequal(first[1], second[1], "objects")
     found += unequal(first[2], second[2], "common")
     names = [sorted(path.name for path in each.iterdir()) for each in (saved, exported)]
-    fixed = [[name for name in each if not name.endswith(".distcp")] for each in names]
+    fixed = [
+        [name for name in each if not name.endswith((".distcp", "common.pt"))] for each in names
+    ]
     return [*found, *unequal(fixed[0], fixed[1], "files")]
 
 

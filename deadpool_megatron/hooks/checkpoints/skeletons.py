@@ -51,7 +51,12 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 
 # Objects beside tensors that no iteration changes.
-_CONSTANT_OBJECTS = (".per_bucket_numel", ".per_bucket_numel_unpadded", "._extra_state")
+_CONSTANT_OBJECTS = (
+    ".per_bucket_numel",
+    ".per_bucket_numel_unpadded",
+    "._extra_state",
+    "rerun_state_machine_state",  # of one that has nothing to do
+)
 
 
 def make_skeleton(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout) -> Skeleton:

@@ -12,12 +12,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 from megatron.core.transformer.moe.moe_utils import (
-    get_moe_layer_wise_logging_tracker,
     save_to_aux_losses_tracker,
 )
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.generations import extras, loss_sums
 from deadpool_megatron.hooks.generations.optimizer import (
     ShardState,
     UnsupportedOptimizer,
@@ -86,10 +85,10 @@ class Loop:
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     torch.manual_seed(5)
-    get_moe_layer_wise_logging_tracker().clear()
+    loss_sums._of_experts().clear()
     MTPLossLoggingHelper.tracker.clear()
     yield Loop()
-    get_moe_layer_wise_logging_tracker().clear()
+    loss_sums._of_experts().clear()
     MTPLossLoggingHelper.tracker.clear()
 
 
@@ -194,19 +193,19 @@ def test_loss_sums_reach_a_process_that_has_none(loop: Loop) -> None:
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
     MTPLossLoggingHelper.tracker["values"] = torch.tensor([0.75])
     values = kept(loop)
-    get_moe_layer_wise_logging_tracker().clear()
+    loss_sums._of_experts().clear()
     MTPLossLoggingHelper.tracker.clear()
     # Warm-up of a spare: an entry of its own, of something that was not captured.
     save_to_aux_losses_tracker("z_loss", torch.tensor(3.0), 1, 4)
     put_back(loop, values)
-    tracker = get_moe_layer_wise_logging_tracker()
-    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
-    assert tracker["z_loss"]["values"].tolist() == [0, 0, 0, 0]
+    tracker = loss_sums._entries()
+    assert tracker["moe.load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
+    assert tracker["moe.z_loss"]["values"].tolist() == [0, 0, 0, 0]
     assert MTPLossLoggingHelper.tracker["values"].tolist() == [0.75]
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4)
-    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 1, 0, 0]
+    assert tracker["moe.load_balancing_loss"]["values"].tolist() == [0, 1, 0, 0]
     put_back(loop, values)
-    assert tracker["load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
+    assert tracker["moe.load_balancing_loss"]["values"].tolist() == [0, 0.5, 0, 0]
 
 
 def test_loss_sums_are_summed_over_the_groups_of_the_role(
@@ -218,19 +217,22 @@ def test_loss_sums_are_summed_over_the_groups_of_the_role(
     save_to_aux_losses_tracker("load_balancing_loss", torch.tensor(0.5), 2, 4, reduce_group=ours)
     save_to_aux_losses_tracker("of their own", torch.tensor(0.5), 2, 4, avg_group=object())
     values = kept(loop)
-    tracker = get_moe_layer_wise_logging_tracker()
-    own = tracker["of their own"]["avg_group"]
+    save_to_aux_losses_tracker("z_loss", torch.tensor(0.5), 2, 4)
+    entries = loss_sums._entries()
+    restored, other = entries["moe.load_balancing_loss"], entries["moe.z_loss"]
+    own = entries["moe.of their own"]["avg_group"]
     # One process has met nothing, another one was built for another role and met more.
-    for before in ({}, {"reduce_group": ours, "avg_group": theirs}):
+    for before in (None, theirs):
         monkeypatch.setattr(parallel_state, "_TENSOR_AND_CONTEXT_PARALLEL_GROUP", theirs)
-        tracker["load_balancing_loss"] = {"values": torch.zeros(4), **before}
-        tracker["z_loss"] = {"values": torch.zeros(4), **before}
+        for entry in (restored, other):
+            entry["values"].zero_()
+            entry.update(reduce_group=before and ours, avg_group=before)
         put_back(loop, values)
-        assert tracker["load_balancing_loss"]["reduce_group"] is theirs
-        assert tracker["load_balancing_loss"]["avg_group"] is None
-        assert tracker["load_balancing_loss"]["reduce_group_has_dp"] is False
-        assert tracker["z_loss"]["reduce_group"] is None
-        assert tracker["of their own"]["avg_group"] is own
+        assert restored["values"].tolist() == [0.0, 0.5, 0.0, 0.0]
+        assert restored["reduce_group"] is theirs
+        assert restored["avg_group"] is None
+        assert other["reduce_group"] is None
+        assert entries["moe.of their own"]["avg_group"] is own
 
 
 def test_a_buffer_that_only_one_side_has_is_an_error(loop: Loop) -> None:

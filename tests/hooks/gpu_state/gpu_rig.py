@@ -79,7 +79,7 @@ def distributed_inner(adam: Any, **config: Any) -> Any:
     inner.grad_scaler = None
     inner.is_stub_optimizer = False
     inner.ddp_config = SimpleNamespace(
-        num_distributed_optimizer_instances=1, use_megatron_fsdp=False
+        fp8_param_gather=True, num_distributed_optimizer_instances=1, use_megatron_fsdp=False
     )
     # Megatron's: one argument too few for the optimizer that it is meant for.
     inner.init_state_fn = lambda opt, config: opt.initialize_state(opt.param_groups[0]["params"][0])

@@ -91,7 +91,7 @@ EXAMPLES = {
     "--iterations-to-skip": "7",
     "--result-rejected-tracker-filename": "rejected.txt",
     "--skip-train": "",
-    "--ckpt-convert-format": "torch --ckpt-convert-save converted",
+    "--ckpt-convert-format": "torch --ckpt-convert-save converted --load there",
     "--moe-use-upcycling": "",
     "--profile": "",
     "--run-workload-inspector-server": "",

@@ -1,7 +1,8 @@
 """What Megatron-LM's save_checkpoint() writes, with marks for what an iteration changes.
 
-The functions are Megatron's own; only those that would communicate are left out. A state of its
-rerun machine is written for an iteration that is to be run again only, which is never a generation.
+The functions are Megatron's own; only those that would communicate are left out. No iteration of a
+generation is to be run again: of the rerun machine Megatron writes nothing then, or since 0.18 the
+state of a machine that has nothing to do.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
         iteration=0,
         optim_sd_kwargs={"metadata": metadata},
         model_sd_kwargs={"metadata": metadata},
+        rerun_state=_idle_machine(args),
     )
     state["args"] = _arguments(args)
     state["iteration"] = FromExtras(("counters", "iteration"))
@@ -51,6 +53,15 @@ def saved_state(objects: tuple[Any, ...]) -> dict[str, Any]:
     if "opt_param_scheduler" in state:
         state["opt_param_scheduler"]["num_steps"] = FromExtras(("scheduler.num_steps",))
     state["content_metadata"] = checkpointing._clean_metadata_for_serialization(metadata)
+    return state
+
+
+def _idle_machine(args: Any) -> dict[str, Any] | None:
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    state: dict[str, Any] | None = get_rerun_state_machine().state_dict(None, args.ckpt_format)
+    if state is not None:
+        state["current_iteration"] = FromExtras(("counters", "iteration"))
     return state
 
 
