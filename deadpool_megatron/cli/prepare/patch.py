@@ -32,7 +32,7 @@ first; git apply then changes all of them, or none. DIR need not be a git checko
 """
 _EXAMPLES = """\
 examples:
-  git clone --depth 1 --branch core_v0.16.1 https://github.com/NVIDIA/Megatron-LM
+  git clone --depth 1 --branch core_v0.19.0 https://github.com/NVIDIA/Megatron-LM
   deadpool patch check Megatron-LM     would it work? writes nothing
   deadpool patch apply Megatron-LM     once more does nothing; finishes what was cut short
   deadpool patch status Megatron-LM    which files are patched, and where the patches are

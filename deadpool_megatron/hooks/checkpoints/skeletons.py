@@ -13,12 +13,8 @@ import bisect
 import contextlib
 import functools
 import math
-import os
-import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +28,6 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.generations.extras import frozen_and_buffers
 from deadpool_megatron.hooks.generations.optimizer import inner_optimizers, is_distributed
 from deadpool_megatron.hooks.loop import ProtectedLoop
@@ -44,10 +39,7 @@ from deadpool_megatron.persist.skeleton import (
     Piece,
     Skeleton,
     SkeletonError,
-    share_skeleton,
-    write_skeleton,
 )
-from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
 
 # Objects beside tensors that no iteration changes.
@@ -72,30 +64,6 @@ def make_skeleton(loop: ProtectedLoop, parts: Sequence[Part], layout: RoleLayout
     except Exception as error:
         refusal = f"Megatron does not make the state to save: {type(error).__name__}: {error}"
     return Skeleton(layout.role, layout.layout_hash, refusal=refusal)
-
-
-def leave_skeleton(skeleton: Skeleton, settings: Settings) -> None:
-    """Give it to the exporters: of this node, and where the run's end may call for an export also
-    of others, by way of the run directory. Nobody waits for that one: a thread writes it.
-
-    Raises SkeletonError where exports were asked for and cannot be, OSError.
-    """
-    if skeleton.refusal and settings.persist_interval:
-        raise SkeletonError(f"--deadpool-persist-interval: {skeleton.refusal}")
-    directory = Path(os.environ["DEADPOOL_SEGMENT_DIR"])
-    write_skeleton(directory, skeleton)
-    if settings.exports:
-        shared = RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).skeletons
-        place = (directory, skeleton.role, shared)
-        threading.Thread(target=_share, args=place, name="skeleton", daemon=True).start()
-
-
-def _share(directory: Path, role: int, shared: Path) -> None:
-    try:
-        share_skeleton(directory, role, shared)
-    except OSError as error:
-        text = f"role {role} could not be exported if its node were lost: {error}"
-        print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.checkpoints.skeletons import leave_skeleton, make_skeleton
+from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
+from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
 from deadpool_megatron.hooks.dimensions.data import DataHook
 from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
 from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook

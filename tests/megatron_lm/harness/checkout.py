@@ -12,11 +12,18 @@ import pytest
 
 #: supported, each with a patch set
 TAGS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0")
-PINNED = TAGS[0]
 _TAG_VARIABLE = "MEGATRON_LM_TAG"
 _TREE_VARIABLE = "MEGATRON_LM_DIR"
-#: the one that the tests run, all but those of :mod:`tests.megatron_lm.test_tags`
-TAG = os.environ.get(_TAG_VARIABLE, PINNED)
+
+
+def _extracted(tag: str) -> Path:
+    return Path(f"~/.cache/deadpool-megatron/Megatron-LM-{tag}").expanduser()
+
+
+_newest = next((tag for tag in reversed(TAGS) if _extracted(tag).is_dir()), TAGS[-1])
+#: the one that the tests run, all but those of :mod:`tests.megatron_lm.test_tags`: the newest that
+#: is there, unless the variable names another
+TAG = os.environ.get(_TAG_VARIABLE, _newest)
 
 
 def checkout(tag: str = TAG) -> Path | None:
@@ -26,12 +33,8 @@ def checkout(tag: str = TAG) -> Path | None:
     Tests read it and write only to copies.
     """
     named = os.environ.get(_TREE_VARIABLE) if tag == TAG else None
-    tree = Path(named or _extracted(tag)).expanduser()
+    tree = Path(named).expanduser() if named else _extracted(tag)
     return tree if (tree / "megatron" / "training" / "training.py").is_file() else None
-
-
-def _extracted(tag: str) -> str:
-    return f"~/.cache/deadpool-megatron/Megatron-LM-{tag}"
 
 
 needs_megatron_lm = pytest.mark.skipif(
