@@ -23,6 +23,11 @@ class Course(ABC):
     All methods raise EpochClosed when the epoch is closed. Main thread only.
     """
 
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """Number of the membership; a recovery makes a higher one."""
+
     @abstractmethod
     def is_behind(self, boundary: str) -> bool:
         """Whether the state is already that after segment ``boundary`` of the newest iteration."""

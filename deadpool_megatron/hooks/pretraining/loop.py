@@ -320,6 +320,8 @@ class PretrainLoop(ProtectedLoop):
         failpoints.hit("log.begin")
         with self._logbook.lines("log", iteration, self._running.check):
             answer = original(**given)
+            if iteration % self._args.tensorboard_log_interval == 0:
+                self._logbook.mark_epoch(self._running.epoch, iteration)
         failpoints.hit("log.end")
         failpoints.set_context(section="between")
         return answer

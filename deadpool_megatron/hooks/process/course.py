@@ -59,6 +59,11 @@ class EpochCourse(Course):
         self._own_time = own_time
         own_time.reset()
 
+    @property
+    def epoch(self) -> int:
+        """See :class:`Course`."""
+        return self._record.epoch
+
     def is_behind(self, boundary: str) -> bool:
         """See :class:`Course`."""
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self._boundary)

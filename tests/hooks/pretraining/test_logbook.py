@@ -28,6 +28,9 @@ class Writer:
     def add(self, line: str) -> None:
         self.file_writer.event_writer.add_event(line)
 
+    def add_scalar(self, tag: str, value: float, iteration: int) -> None:
+        self.add(f"{tag} {value} {iteration}")
+
     def flush(self) -> None:
         self._file.write_text("".join(f"{line}\n" for line in self.lines))
 
@@ -179,5 +182,9 @@ def test_weights_and_biases_are_held_likewise(tmp_path: Path, megatron: Any) -> 
         megatron._GLOBAL_WANDB_WRITER.log({"loss": 2.0}, 1)
     with book.lines("log", 1, open_epoch):
         megatron._GLOBAL_WANDB_WRITER.log({"loss": 1.0}, 1)
+        book.mark_epoch(2, 1)
         assert logged == []
-    assert logged == [({"loss": 1.0}, 1)]
+    with book.lines("log", 1, open_epoch):  # repeated after a recovery
+        book.mark_epoch(3, 1)
+    assert logged == [({"loss": 1.0}, 1), ({"deadpool/epoch": 2}, 1)]
+    assert book.writer.lines == ["deadpool/epoch 2 1"]

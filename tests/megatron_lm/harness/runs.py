@@ -152,13 +152,22 @@ def output_of_members(outcome: Outcome) -> str:
 
 
 def scalars(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
-    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them."""
+    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them. The curve of
+    epochs, which tells of recoveries, has each iteration once, and is left out.
+    """
     from tensorboard.backend.event_processing import event_accumulator
 
     folder = str(outcome.directory / "tensorboard")
     found = event_accumulator.EventAccumulator(folder, size_guidance={"scalars": 0})
     found.Reload()
-    return {
+    points = {
         tag: sorted((point.step, point.value) for point in found.Scalars(tag))
         for tag in found.Tags()["scalars"]
     }
+    epochs = points.pop("deadpool/epoch")
+    assert [step for step, _ in epochs] == [step for step, _ in points["lm loss"]]
+    seen = [int(epoch) for _, epoch in epochs]
+    opened = {event.epoch for event in outcome.of_kind("epoch-opened")}
+    assert seen == sorted(seen)
+    assert set(seen) <= opened
+    return points

@@ -26,6 +26,8 @@ from deadpool_megatron.hooks.pretraining.scene import replaced
 
 # In the run directory.
 _NOTE = "lines-written.json"
+# In TensorBoard and W&B.
+_EPOCH_TAG = "deadpool/epoch"
 
 
 class Logbook:
@@ -84,6 +86,15 @@ class Logbook:
         self._written[kind] = iteration
         if self._is_last():
             self._write_note()
+
+    def mark_epoch(self, epoch: int, iteration: int) -> None:
+        """Among the lines of an iteration: a curve that steps up with each recovery."""
+        from megatron.training import global_vars
+
+        if (writer := global_vars._GLOBAL_TENSORBOARD_WRITER) is not None:
+            writer.add_scalar(_EPOCH_TAG, epoch, iteration)
+        if (wandb := global_vars._GLOBAL_WANDB_WRITER) is not None:
+            wandb.log({_EPOCH_TAG: epoch}, iteration)
 
     def _print(self, printed: io.StringIO, repeated: bool) -> None:
         if not repeated:
