@@ -52,7 +52,8 @@ def closed(rig: Rig, node: int, *roles: int, generations: tuple[Generation, ...]
 
 
 def said(rig: Rig) -> str:
-    return "\n".join(str(e.data["text"]) for e in rig.emitted(Kind.LOG))
+    told = [*rig.emitted(Kind.LOG), *rig.emitted(Kind.WAITING_FOR_SPARE)]
+    return "\n".join(str(e.data["text"]) for e in told)
 
 
 def test_new_processes_go_on_from_memory_in_the_next_epoch() -> None:

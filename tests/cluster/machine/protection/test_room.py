@@ -185,7 +185,7 @@ def test_where_lost_nodes_make_memory_tight_a_node_that_joins_ends_the_wait() ->
     rig = without_its_spare()
     chosen = rig.record.protection
     assert rig.state.phase is Phase.WAITING_SPARE
-    assert "a node to join" in rig.emitted(Kind.LOG)[-1].data["text"]
+    assert "a node to join" in rig.emitted(Kind.WAITING_FOR_SPARE)[-1].data["text"]
     rig.join(5)
     assert rig.state.phase is Phase.DECIDING
     rig.journal()
@@ -296,4 +296,4 @@ def test_a_coordinator_that_took_over_knows_from_the_slots_what_fits() -> None:
     rig.hello(0)
     rig.closed(g(3))
     assert rig.state.phase is Phase.WAITING_SPARE
-    assert "buddy: node 0 would need" in rig.emitted(Kind.LOG)[-1].data["text"]
+    assert "buddy: node 0 would need" in rig.emitted(Kind.WAITING_FOR_SPARE)[-1].data["text"]
