@@ -64,11 +64,15 @@ _BEFORE_CLOSE: Mapping[str, Use] = {
 
 @dataclass
 class _Stay:
-    """Seconds of one node that belong to no use yet; ``until`` once it has left."""
+    """Seconds of one node that belong to no use yet; ``until`` once it has left. ``again``: when it
+    joined without having left, which it does with a new coordinator, and when a run that was away
+    as a whole is started again.
+    """
 
     since: float
     is_spare: bool
     until: float | None = None
+    again: float | None = None
 
     def seconds(self, now: float) -> float:
         return max(0.0, (now if self.until is None else self.until) - self.since)
@@ -97,7 +101,8 @@ class Account:
             case Kind.NODE_JOINED if event.node is not None:
                 if self._now is Use.ENDING:  # the run goes on from what it had saved
                     self._now = Use.START
-                self._stays[event.node] = _Stay(at, bool(event.data.get("spare")))
+                stay = self._stays.setdefault(event.node, _Stay(at, False))
+                stay.is_spare, stay.again = bool(event.data.get("spare")), at
             case Kind.NODE_LOST if event.node in self._stays:
                 stay = self._stays.pop(event.node)
                 stay.until = at
@@ -164,6 +169,9 @@ class Account:
         if self._closed_at:  # another failure before the last one was over
             self._settle(at, {Use.OTHER_RECOVERY: 1.0})
             return
+        if kind == FailureKind.RESTART:  # the run was away
+            for stay in self._stays.values():
+                stay.since = max(stay.since, stay.again or 0.0)
         self._settle(at, {_BEFORE_CLOSE.get(kind, Use.RECOMPUTED): 1.0})
         self._closed_at, self._now = at, Use.OTHER_RECOVERY
         self._waited_seconds = 0.0

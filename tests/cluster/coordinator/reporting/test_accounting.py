@@ -49,6 +49,23 @@ def test_a_run_without_a_failure() -> None:
     assert found.goodput() == 20.0 / 50.0
 
 
+def test_nodes_are_there_while_a_coordinator_takes_over() -> None:
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 20.0, node=n, spare=n == 2) for n in range(3)]
+    opened = event(Kind.EPOCH_OPENED, 21.0, epoch=1, phases={})
+    more = [event(Kind.STEP, at, iteration=k) for k, at in ((1, 12.0), (2, 14.0), (3, 22.0))]
+    found = account([*started(), step, *joined, opened, *more])
+    assert spent(found) == {"start": 20.0, "training": 24.0, "spare": 22.0}
+
+
+def test_a_run_that_was_away_as_a_whole() -> None:
+    step = event(Kind.STEP, 12.0, iteration=1)
+    joined = [event(Kind.NODE_JOINED, 1000.0, node=n, spare=n == 2) for n in range(3)]
+    closed = event(Kind.EPOCH_CLOSED, 1003.0, kind="restart")
+    found = account([*started(), step, *joined, closed])
+    assert spent(found) == {"start": 26.0, "training": 4.0, "spare": 15.0}
+
+
 def test_a_run_that_ended_and_goes_on() -> None:
     first = [*started(1, 0), event(Kind.STEP, 12.0, iteration=1)]
     ended = event(Kind.RUN_ENDED, 13.0, exit_status=75)
