@@ -33,6 +33,7 @@ COMMANDS = {
     "persist": "control.persist",
     "report": "show.report",
     "metrics": "observe.metrics",
+    "traces": "observe.traces",
     "serve": "observe.serve",
     "compare": "show.compare",
     "verify": "storage.verify",
