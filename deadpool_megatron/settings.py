@@ -90,6 +90,9 @@ class Settings:
         "", "URL that gets a POST of JSON, with a text, for a failure, a recovery, a wait, the end"
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
+    bad_node_command: str = _setting(
+        "", "command run for each node that is put aside, to tell of it"
+    )
     domains_file: str = _setting(
         "", "file with lines 'NODE DOMAIN' that names the failure domain (rack) of each node"
     )

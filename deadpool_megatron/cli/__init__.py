@@ -43,6 +43,8 @@ COMMANDS = {
     "plan": "prepare.plan",
     "examples": "prepare.examples",
     "check": "prepare.check",
+    "bad-nodes": "prepare.bad_nodes",
+    "xids": "prepare.xids",
     "agent": "start.agent",
     "standby": "start.standby",
 }

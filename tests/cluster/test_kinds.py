@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from deadpool_megatron.events import Kind
 from tests.cluster.running import Run, deadpool, send
 
@@ -66,7 +69,9 @@ def test_a_device_error_asks_for_the_health_of_its_node(tmp_path: Path) -> None:
     """A process would start again in place; the site's own check knows better."""
     sick = tmp_path / "sick"
     command = f"test ! -e {sick} || {{ echo row remapping failed; exit 2; }}"
-    options = ("--deadpool-health-command", command)
+    told = tmp_path / "told"
+    tell = f'echo "$DEADPOOL_BAD_NODE $DEADPOOL_BAD_NODE_KIND" >> {told}; cat >> {told}.json'
+    options = ("--deadpool-health-command", command, "--deadpool-bad-node-command", tell)
     with Run(tmp_path / "r", "--misbehave", "device", options=options) as run:
         run.wait_event(Kind.EPOCH_OPENED)
         sick.touch()  # the spare was asked when it joined, and is again in a minute
@@ -78,3 +83,10 @@ def test_a_device_error_asks_for_the_health_of_its_node(tmp_path: Path) -> None:
     assert kinds_of(final) == ["device-error", "drained"]
     assert final["recoveries"][1]["seats_changed"]["1"][1][0] == 2
     assert final["recoveries"][1]["steps_recomputed"] == 0
+    # Whoever starts the next run leaves the host out, and the site was told of it, once.
+    (bad,) = read_bad_nodes(tmp_path)
+    assert (bad.host, bad.kind, bad.run) == (gethostname(), "device-error", final["run_id"])
+    assert bad.evidence == aside.data["cause"]
+    assert told.read_text() == f"{bad.host} device-error\n"
+    assert json.loads(Path(f"{told}.json").read_text())["evidence"] == bad.evidence
+    assert deadpool("bad-nodes", "--names", str(tmp_path)).stdout == f"{bad.host}\n"

@@ -91,9 +91,8 @@ class Notices:
             for outlet in self._outlets:
                 outlet.put({"text": told, "run": self._run_id, "event": event.to_dict()})
 
-    def close(self, limit_seconds: float) -> None:
-        """Let the outlets tell what is left, for so long at most."""
-        until = time.monotonic() + limit_seconds
+    def flush(self, until: float) -> None:
+        """Let the outlets tell what is left until then (monotonic seconds)."""
         for outlet in self._outlets:
             outlet.flush(until)
 
@@ -104,7 +103,7 @@ def notices(run_id: str, url: str, command: str, warn: Callable[[str], None]) ->
     if url:
         outlets.append(Outlet("--deadpool-notify", lambda notice: post(url, notice), warn))
     if command:
-        outlets.append(Outlet("--deadpool-on-event", lambda notice: call(command, notice), warn))
+        outlets.append(Outlet("--deadpool-on-event", lambda notice: _tell(command, notice), warn))
     return Notices(run_id, outlets)
 
 
@@ -145,13 +144,15 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
         raise OSError(type(error).__name__) from error
 
 
-def call(command: str, notice: Mapping[str, Any]) -> None:
-    """Run the command with a notice. Raises OSError."""
-    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
-    end = run_by_shell(
-        command, _COMMAND_SECONDS, json.dumps(notice).encode(), {**os.environ, **told}
-    )
+def call(command: str, notice: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Run the command with a notice as its input. Raises OSError."""
+    end = run_by_shell(command, _COMMAND_SECONDS, json.dumps(notice).encode(), environment)
     if end.status is None:
         raise OSError(f"it did not end within {_COMMAND_SECONDS:g} s")
     if end.status != 0:
         raise OSError(f"it ended with status {end.status}: {end.last_line or 'without a word'}")
+
+
+def _tell(command: str, notice: Mapping[str, Any]) -> None:
+    told = {KIND_VARIABLE: str(notice["event"]["kind"]), TEXT_VARIABLE: str(notice["text"])}
+    call(command, notice, {**os.environ, **told})

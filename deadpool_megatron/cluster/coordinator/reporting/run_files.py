@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes
 from deadpool_megatron.cluster.coordinator.reporting.commit_digest import KINDS, CommitDigest
 from deadpool_megatron.cluster.coordinator.reporting.event_writer import EventWriter
 from deadpool_megatron.cluster.coordinator.reporting.live_account import LiveAccount
@@ -56,6 +57,8 @@ class RunFiles:
         self.writer = EventWriter(EventLog(run.events, term))
         notify, on_event = info.settings.notify, info.settings.on_event
         self._notices = notices(info.run_id, notify, on_event, self._warn)
+        bad_node_command = info.settings.bad_node_command
+        self._bad_nodes = BadNodes(run, info.run_id, bad_node_command, self._warn)
 
     def write(self, event: Event) -> list[Event]:
         """Have an event written, unless it repeats a known one; returns what is to be written."""
@@ -112,6 +115,7 @@ class RunFiles:
             self.account.add(event)
             self.writer.write(event)
             self._notices.note(event)
+            self._bad_nodes.note(event)
 
     def _warn(self, text: str) -> None:
         """A line for people; in any thread."""
@@ -126,6 +130,8 @@ class RunFiles:
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
         self._write_all(self.take_digests())
-        self._notices.close(min(limit_seconds, _NOTICE_SECONDS))
+        until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
+        self._bad_nodes.flush(until)
+        self._notices.flush(until)
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path: Path
         tellers = notices.notices("r1", url, command, warned.append)
         for event in (PLANNED, CLOSED, OPENED, WAITS, RECOVERED, ENDED):
             tellers.note(event)
-        tellers.close(30.0)
+        tellers.flush(time.monotonic() + 30.0)
     assert [notice["text"] for notice in server.told] == [
         "r1: a node was lost: node 3: gone",
         "r1: waits for a node: roles [1] wait",
@@ -96,7 +97,7 @@ def test_a_failure_its_end_a_wait_and_the_end_of_the_run_are_told(tmp_path: Path
 def test_a_damaged_event_is_not_told() -> None:
     tellers = notices.Notices("r1", [notices.Outlet("it", print, print)])
     tellers.note(Event(Kind.RECOVERED, 1, data={"seconds": "x"}))
-    tellers.close(30.0)
+    tellers.flush(time.monotonic() + 30.0)
 
 
 def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
@@ -112,14 +113,14 @@ def test_a_server_that_hangs_or_fails_leaves_one_line_and_no_secret(
         wait_for("the warning", lambda: warned)
         server.may_answer.set()
         server.status = 500
-        tellers.close(30.0)
+        tellers.flush(time.monotonic() + 30.0)
         assert len(server.told) <= notices._MOST_WAITING + 2, "the queue is bounded"
         server.status = 200
         tellers.note(CLOSED)
-        tellers.close(30.0)
+        tellers.flush(time.monotonic() + 30.0)
         server.status = 500
         tellers.note(ENDED)
-        tellers.close(30.0)
+        tellers.flush(time.monotonic() + 30.0)
     assert [line.partition(": ")[2].rpartition("': ")[2] for line in warned] == [
         "no answer within 0.2 s",
         "the server answered 500",
@@ -140,7 +141,7 @@ def test_nobody_there_and_commands_that_hang_or_are_not_there(
         tellers = notices.notices("r1", "http://127.0.0.1:1/", command, warned.append)
         tellers.note(CLOSED)
         tellers.note(ENDED)
-        tellers.close(30.0)
+        tellers.flush(time.monotonic() + 30.0)
         assert len(warned) == 2, "one line for each of the two"
         assert any(why in line for line in warned)
         assert any("Connection refused" in line for line in warned)
@@ -154,5 +155,5 @@ def test_the_end_of_a_run_leaves_who_does_not_answer() -> None:
 
     tellers = notices.Notices("r1", [notices.Outlet("it", hang, print)])
     tellers.note(ENDED)
-    tellers.close(0.1)
+    tellers.flush(time.monotonic() + 0.1)
     answer.set()

@@ -1,0 +1,54 @@
+"""``deadpool xids``: a health command that asks the kernel log for faults of GPUs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from deadpool_megatron.preflight import xids
+from deadpool_megatron.preflight.health import Health
+
+_DESCRIPTION = """\
+Looks into the kernel log of this host for Xids, by which NVIDIA's driver tells of faults: those of
+a device (48, 63, 64, 74, 79, 94, 95) take the node out, those of a program (13, 31, 43, 45) and all
+others do not. Made for --deadpool-health-command.
+"""
+_EXAMPLES = """\
+examples:
+  deadpool run --deadpool-health-command "deadpool xids" ...
+
+exit status: 0 good, or the kernel log is closed to this user; 2 a device is broken
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = subparsers.add_parser(
+        "xids",
+        help="health command: does the kernel log tell of a broken GPU?",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--hours", type=float, default=24.0, help="leave older Xids out (default: 24)"
+    )
+
+
+def run(
+    args: argparse.Namespace,
+    read_log: Callable[[], Iterable[xids.LogLine]] = xids.read_kernel_log,
+) -> int:
+    """Answer as a health command does."""
+    now = xids.boot_seconds()
+    try:
+        bad = xids.newest_bad(read_log(), now - args.hours * 3600)
+    except OSError as error:
+        print(f"not asked: {error}")
+        return Health.GOOD
+    if bad is None:
+        print("no Xid of a broken device")
+        return Health.GOOD
+    print(f"Xid {bad.number} of GPU {bad.device}, {now - bad.boot_seconds:.0f} s ago")
+    return Health.OUT
