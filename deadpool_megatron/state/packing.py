@@ -82,12 +82,6 @@ class Part:
         """Each live tensor with the offset of its bytes in the flat buffer."""
         return zip(self.tensors, self._offsets, strict=True)
 
-    def load(self, buffer: memoryview) -> None:
-        """Copy the bytes of ``buffer`` into the live tensors, in place."""
-        if self.tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(self.tensors, self.views(buffer))
-
     def signature(self) -> str:
         """Hex digest of order, places, dtypes and shapes: equal means interchangeable bytes."""
         digest = hashlib.sha256(self.name.encode())

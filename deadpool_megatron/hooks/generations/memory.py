@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.errors import NoRoom
@@ -34,9 +36,18 @@ def admit(
 
 
 def park(
-    vault: VaultClient, layout: RoleLayout, roles_per_node: int, settings: Settings, *, nodes: int
+    vault: VaultClient,
+    layout: RoleLayout,
+    roles_per_node: int,
+    settings: Settings,
+    pinned: PinnedSlots,
+    copied_parts: Sequence[str],
+    *,
+    nodes: int,
 ) -> None:
-    """Make slots for a role that is not played yet. Raises NoRoom where the node has not the memory
-    for them and for what it may have to keep for others, which comes first."""
+    """Make slots for a role that is not played yet, and page-lock the ``copied_parts`` in them.
+    Raises NoRoom where the node has not the memory for them and for what it may have to keep for
+    others, which comes first."""
     admit(layout, vault.directory, roles_per_node, settings, nodes=nodes, pinned=False)
     vault.park(layout)
+    pinned.pin(vault.slot_views(copied_parts))

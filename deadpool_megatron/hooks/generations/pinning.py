@@ -1,39 +1,35 @@
-"""Slots page-locked for the device, so that copies into them run beside training."""
+"""Slots page-locked for the device, so that copies into and out of them run beside training."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from deadpool_megatron.platform.base import Platform, host_range
-from deadpool_megatron.vault.member.client import SlotWriter
 
 
 class PinnedSlots:
-    """Registers the shard parts of each slot with the driver when the slot is first written.
+    """The memory of slots that is registered with the driver, of one process.
 
-    That is in the first iterations of a process in its role, which are slow anyway. Does nothing
-    where there is no device. A driver that refuses (a limit on locked memory, pages that two parts
-    share) costs speed and nothing else. Main thread only.
+    A process that waits for a role registers the slots that it has parked. Others are registered
+    when they are first written, in the first iterations of a process in its role, which are slow
+    anyway. Does nothing where there is no device. A driver that refuses (a limit on locked memory,
+    pages that two parts share) costs speed and nothing else. Main thread only.
     """
 
-    def __init__(
-        self, platform: Platform, names: Sequence[str], warn: Callable[[str], None]
-    ) -> None:
+    def __init__(self, platform: Platform, warn: Callable[[str], None]) -> None:
         """``warn``: gets one line, the first time that the driver refuses."""
         self._platform = platform
-        self._names = names
         self._warn = warn
         self._is_refused = False
         # By address. The views keep the mapping: no other memory can get its address.
         self._views: dict[int, memoryview] = {}
 
-    def pin(self, writer: SlotWriter) -> None:
-        """Register the memory of a slot, once; not after the driver has refused."""
+    def pin(self, views: Iterable[memoryview]) -> None:
+        """Register memory of slots, once; not after the driver has refused."""
         if not self._platform.is_cuda or self._is_refused:
             return
-        for name in self._names:
-            view = writer.part(name)
+        for view in views:
             address, _ = host_range(view)
             if address in self._views:
                 continue
@@ -49,10 +45,20 @@ class PinnedSlots:
                 return
             self._views[address] = view
 
+    def keep_only(self, views: Iterable[memoryview]) -> None:
+        """Undo it for all other memory: slots that are not those of this process any more."""
+        if not self._views:
+            return
+        kept = {host_range(view)[0] for view in views}
+        for address in self._views.keys() - kept:
+            self._release(self._views.pop(address))
+
     def release(self) -> None:
         """Undo it all; the slots are about to be unmapped."""
         while self._views:
-            _, view = self._views.popitem()
-            # A device in error refuses; its process is about to end.
-            with contextlib.suppress(RuntimeError):
-                self._platform.unregister_host_memory(view)
+            self._release(self._views.popitem()[1])
+
+    def _release(self, view: memoryview) -> None:
+        # A device in error refuses; its process is about to end.
+        with contextlib.suppress(RuntimeError):
+            self._platform.unregister_host_memory(view)

@@ -42,7 +42,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
@@ -52,11 +52,7 @@ from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.records import (
-    Generation,
-    RoleLayout,
-    extras_part,
-)
+from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
@@ -96,8 +92,8 @@ class Protection:
     """Main-thread object of one role in one process; see the module text.
 
     ``closed_epoch`` answers the newest closed epoch, ``interrupt_fd`` becomes readable at a close.
-    ``report_wait(generation, seconds, over)`` tells of long waits. All waits end
-    by EpochClosed on an interrupt.
+    ``report_wait(generation, seconds, over)`` tells of long waits. All waits end by EpochClosed on
+    an interrupt.
     """
 
     def __init__(
@@ -110,7 +106,7 @@ class Protection:
         interrupt_fd: int,
         closed_epoch: Callable[[], int],
         report_wait: Callable[[Generation, float, bool], None],
-        warn: Callable[[str], None],
+        pinned: PinnedSlots,
         steps: StepKeeper | None = None,
     ) -> None:
         self.layout = layout
@@ -141,8 +137,9 @@ class Protection:
         self._idle.set()
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
-        pinned = [*parts, *(steps.gradients if steps is not None else ())]
-        self._pinned = PinnedSlots(platform, [part.name for part in pinned if part.nbytes], warn)
+        self._pinned = pinned
+        copied = [*parts, *(steps.gradients if steps else ())]
+        self.copied_parts = [part.name for part in copied if part.nbytes]
 
     def enter(self, epoch: int, every: int = 1, *, with_steps: bool = False) -> None:
         """Begin epoch ``epoch``: nothing is under way; the vault knows this role and its layout.
@@ -162,6 +159,7 @@ class Protection:
             self._vault.register(self.layout, epoch, self._interrupt_fd)
         except Interrupted as error:
             raise EpochClosed(epoch, "the slots of the role") from error
+        self._pinned.keep_only(self._vault.slot_views(self.copied_parts))
 
     def owe(self, generation: Generation, boundary: str) -> None:
         """After a restore: the very next gate waits until ``generation`` is committed again."""
@@ -231,7 +229,10 @@ class Protection:
         writer, self._writer, self._copies = self._slot(), None, {}
         self._idle.clear()
         self._handed_over = self._previous = self._upcoming
-        self._start_sealer()
+        if self._sealer is None:
+            sealer = threading.Thread(target=self._seal_jobs, name="deadpool-sealer", daemon=True)
+            sealer.start()
+            self._sealer = sealer
         self._jobs.put(_Job(writer, tuple(copies), extras, boundary, self._upcoming, sizes))
         self._pending.append((self._upcoming, boundary))
         self._newest_due = self._upcoming
@@ -268,6 +269,12 @@ class Protection:
     def holds(self, generation: Generation) -> bool:
         """Whether ``generation`` is the newest one handed over or restored: its segments count."""
         return generation == self._newest_due
+
+    def load(self, restored: Iterable[tuple[Part, memoryview]]) -> None:
+        """Bring restored bytes into live tensors; asynchronous out of page-locked slots."""
+        start, limit = self._platform.side_copy, self._settings.restore_seconds
+        for copy in [start(part.tensors, part.views(found)) for part, found in restored]:
+            self._wait("restored state on the device", copy.wait, limit)
 
     def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
         """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed.
@@ -311,12 +318,11 @@ class Protection:
         return done
 
     def close(self) -> None:
-        """End the helper thread and give page-locked memory back."""
+        """End the helper thread."""
         if self._sealer is not None:
             self._jobs.put(None)
             self._sealer.join(self._settings.drain_seconds)
             self._sealer = None
-        self._pinned.release()
 
     def _await_commit(self, generation: Generation, boundary: str) -> None:
         started = time.monotonic()
@@ -347,7 +353,7 @@ class Protection:
             self._writer = self._unless_frozen(
                 "the choice of a slot", lambda: self._vault.begin(self._upcoming, self._epoch)
             )
-            self._pinned.pin(self._writer)
+            self._pinned.pin(self._writer.part(name) for name in self.copied_parts)
         return self._writer
 
     def _unless_frozen(self, operation: str, action: Callable[[], _Answer]) -> _Answer:
@@ -415,13 +421,6 @@ class Protection:
         if seconds > _STALL_SECONDS:
             self.stall_seconds += seconds
             self._report_wait(generation, seconds, True)
-
-    def _start_sealer(self) -> None:
-        if self._sealer is None:
-            self._sealer = threading.Thread(
-                target=self._seal_jobs, name="deadpool-sealer", daemon=True
-            )
-            self._sealer.start()
 
     def _seal_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -44,16 +44,18 @@ def load_shards(
     the vault. Answers what is to be reported of that, empty if nothing was recomputed. Raises
     ReplayRefused, and what waits of the protection raise.
     """
+    held: list[Part] = []
     missing: list[tuple[Part, Any]] = []
     for inner, part in zip(inner_optimizers(optimizer), shard.parts, strict=True):
         if part.name in restored.names:
-            part.load(restored.part(part.name))
+            held.append(part)
         else:
             missing.append((part, inner))
+    protection.load((part, restored.part(part.name)) for part in held)
     if not missing:
         return {}
     started = time.monotonic()
-    steps = _replay(missing, optimizer, restored)
+    steps = _replay(missing, optimizer, restored, protection)
     sums = unpack_sums(restored.part(key(generation, SUMS_PART)))
     names = [part.name for part, _ in missing]
     if not set(names) <= sums.keys():
@@ -68,14 +70,18 @@ def load_shards(
     return facts
 
 
-def _replay(missing: list[tuple[Part, Any]], optimizer: Any, restored: RestoredParts) -> int:
+def _replay(
+    missing: list[tuple[Part, Any]],
+    optimizer: Any,
+    restored: RestoredParts,
+    protection: Protection,
+) -> int:
     """Load the base, replay what was not skipped; answers the number of steps."""
     kept = [place for name in restored.names if (place := from_key(name)) is not None]
     first = missing[0][0].name
     (base,) = {generation for generation, name in kept if name == first}
     steps = sorted({generation for generation, name in kept if name == UPDATE_PART})
-    for part, _ in missing:
-        part.load(restored.part(key(base, part.name)))
+    protection.load((part, restored.part(key(base, part.name))) for part, _ in missing)
     order = inner_optimizers(optimizer)
     for step in steps:
         values = codec.decode(restored.part(key(step, UPDATE_PART)))["inner"]

@@ -30,6 +30,7 @@ from deadpool_megatron.hooks.generations.optimizer import (
     refuse_unknown_state,
     statistics_span_the_world,
 )
+from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.hooks.generations.recomputing import ReplayRefused, load_shards
 from deadpool_megatron.hooks.generations.replay import refuse_what_cannot_be_replayed
@@ -89,6 +90,7 @@ class EpochEntry(Stages):
             memory_bytes=settings.memory_bytes,
             memory_node=self._platform.memory_node() if settings.numa == "auto" else None,
         )
+        self._pinned = PinnedSlots(self._platform, self._warn)
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None
         self._shard: ShardState | None = None
@@ -136,7 +138,15 @@ class EpochEntry(Stages):
         layout, roles = self.protection.layout, _roles_per_node()
         nodes = int(os.environ["WORLD_SIZE"]) // roles
         try:
-            park(self._vault, layout, roles, self._settings, nodes=nodes)
+            park(
+                self._vault,
+                layout,
+                roles,
+                self._settings,
+                self._pinned,
+                self.protection.copied_parts,
+                nodes=nodes,
+            )
         except NoRoom as error:
             print(f"slots are made when there is a role for them: {error}", flush=True)
 
@@ -245,6 +255,7 @@ class EpochEntry(Stages):
         """End threads and connections; the vault keeps the slots."""
         if self._protection is not None:
             self._protection.close()
+        self._pinned.release()
         self._vault.close()
 
     def _restore_from_vault(self, record: EpochRecord) -> None:
@@ -298,7 +309,7 @@ class EpochEntry(Stages):
 
     def _warn(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        if self._link.seat.slot == 0:
+        if self._link.seat.slot == 0 and self._reports.record is not None:
             self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _make_groups(self, role: int, world_size: int) -> None:
@@ -368,7 +379,7 @@ class EpochEntry(Stages):
             interrupt_fd=self._link.interrupt_fd,
             closed_epoch=lambda: self._link.closed_epoch,
             report_wait=self._reports.report_wait,
-            warn=self._warn,
+            pinned=self._pinned,
             steps=steps,
         )
         protection = self._protection
@@ -388,6 +399,7 @@ class EpochEntry(Stages):
             return
         if self._protection is not None:
             self._protection.close()
+        self._pinned.release()
         if self._loop is not None:
             self._loop.close()
         self._loop, self._protection = None, None

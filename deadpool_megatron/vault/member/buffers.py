@@ -86,19 +86,24 @@ class PartsWriter(SlotWriter):
 
 
 class RestoredParts:
-    """Checked bytes of one generation, mapped read-only; kept by the vault until closed."""
+    """Checked bytes of one generation, read-only; kept by the vault until closed.
+
+    Those in the member's ``own`` slots are seen where it has them mapped, and a device knows them.
+    """
 
     def __init__(
-        self, tell: Tell, directory: Path, parts: Mapping[str, tuple[str, int, int]]
+        self,
+        tell: Tell,
+        directory: Path,
+        parts: Mapping[str, tuple[str, int, int]],
+        own: Segment | None = None,
     ) -> None:
         self._tell = tell
         self._maps: dict[str, memoryview] = {}
         self._parts: dict[str, memoryview] = {}
         for name, (file_name, offset, nbytes) in parts.items():
             if file_name not in self._maps:
-                with open(directory / file_name, "rb") as file:
-                    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._maps[file_name] = memoryview(mapped)
+                self._maps[file_name] = _mapped(directory / file_name, own)
             self._parts[name] = self._maps[file_name][offset : offset + nbytes]
 
     @property
@@ -115,3 +120,10 @@ class RestoredParts:
         self._parts.clear()
         self._maps.clear()
         self._tell({"t": "release"})
+
+
+def _mapped(path: Path, own: Segment | None) -> memoryview:
+    if own is not None and own.maps(path):
+        return own.contents.toreadonly()
+    with open(path, "rb") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ class VaultClient:
         self._buffer = framing.FrameBuffer()
         self._layout: RoleLayout | None = None
         self._segment: Segment | None = None
+        self._parked: Segment | None = None
         self._epoch = 0
         self._restored: Generation | None = None
         self._commit: tuple[int, Generation, str, bool] | None = None  # epoch, ..., released
@@ -88,7 +89,7 @@ class VaultClient:
 
     def park(self, layout: RoleLayout) -> None:
         """Make slots before there is a role: see :func:`own_slots.park`. Raises NoRoom."""
-        park(self.directory, layout, self._seat, self._budget, self._memory_node)
+        self._parked = park(self.directory, layout, self._seat, self._budget, self._memory_node)
 
     def register(self, layout: RoleLayout, epoch: int, interrupted: int | None = None) -> None:
         """Tell the vault who plays the role; it has this incarnation's segment made.
@@ -110,8 +111,20 @@ class VaultClient:
             code, text = answer.get("code", Code.FAILED), answer.get("text", answer["t"])
             raise VaultError.of(code, f"vault: {text}")
         if self._segment is None:
-            self._segment = Segment.open(path, budget=self._budget)
+            parked, self._parked = self._parked, None
+            # What is mapped already stays where it is: a device may know its memory.
+            if parked is not None and parked.is_now(path):
+                self._segment = parked
+            else:
+                self._segment = Segment.open(path, budget=self._budget)
             unpark(self.directory, self._seat)
+
+    def slot_views(self, names: Sequence[str]) -> list[memoryview]:
+        """The memory of these parts in all slots of this process, those of its role or parked."""
+        segment = self._segment or self._parked
+        if segment is None:
+            return []
+        return [segment.data(slot, name) for slot in range(segment.slots) for name in names]
 
     def _own_path(self, role: int) -> Path:
         return self.directory / own_name(role, self._seat)
@@ -292,12 +305,12 @@ class VaultClient:
             raise RestoreUnavailable(str(answer["part"]), tried)
         if answer["t"] != "restored":
             raise VaultError(f"vault: {answer.get('text', answer['t'])}")
-        return RestoredParts(self.tell, self.directory, answer["parts"])
+        return RestoredParts(self.tell, self.directory, answer["parts"], self._segment)
 
     def close(self) -> None:
         """Close the connection; the segment stays."""
         self._disconnect()
-        self._segment = None
+        self._segment = self._parked = None
         unpark(self.directory, self._seat)
 
     # The connection.

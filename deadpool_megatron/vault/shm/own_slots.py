@@ -20,7 +20,7 @@ from deadpool_megatron.vault.shm.segment import Segment
 
 def park(
     directory: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
-) -> None:
+) -> Segment:
     """Make the slots of the process on ``seat``, which waits for a role, most likely one with this
     ``layout``: to fill gigabytes of memory with zeros takes seconds that a recovery need not have.
 
@@ -28,12 +28,17 @@ def park(
     """
     for left in directory.glob(f".parked-{seat.node}.{seat.slot}.*"):
         left.unlink(missing_ok=True)  # of an earlier process on this place
-    _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget, memory_node)
+    return _create(directory / f"{_parked(seat)}{os.getpid()}", layout, seat, budget, memory_node)
 
 
 def unpark(directory: Path, seat: Seat) -> None:
-    """Take away what the process on ``seat`` has parked, if it has not become a role's."""
+    """Take away what the process on ``seat`` has parked, if it has not become a role's.
+
+    Its memory first: the process may have it mapped still, but does not look into it any more.
+    """
     for path in directory.glob(f"{_parked(seat)}*"):
+        with contextlib.suppress(FileNotFoundError):
+            os.truncate(path, 0)
         path.unlink(missing_ok=True)
 
 
@@ -67,7 +72,7 @@ def _parked(seat: Seat) -> str:
 
 def _create(
     path: Path, layout: RoleLayout, seat: Seat, budget: Budget, memory_node: int | None
-) -> None:
+) -> Segment:
     names = [part.name for part in layout.parts]
     with memory_near(memory_node):
-        Segment.create(path, layout, seat, names, budget=budget)
+        return Segment.create(path, layout, seat, names, budget=budget)

@@ -133,10 +133,10 @@ class Segment:
         except BaseException:
             os.close(file)
             raise
-        self._bytes = memoryview(self._map)
-        self._words = self._bytes[:FIRST_BYTES].cast("Q")
+        self.contents = memoryview(self._map)  # of the whole file
+        self._words = self.contents[:FIRST_BYTES].cast("Q")
         self._slots = [
-            self._bytes[start : start + geometry.header].cast("Q")
+            self.contents[start : start + geometry.header].cast("Q")
             for start in (geometry.first + i * geometry.stride for i in range(geometry.slots))
         ]
 
@@ -201,8 +201,8 @@ class Segment:
     def __del__(self) -> None:
         # The mapping goes with its last memoryview. Then the memory, if the file has no name any
         # more: with the file, as os.close() does not hold the interpreter lock.
-        if getattr(self, "_bytes", None) is not None:
-            del self._words, self._slots, self._bytes, self._map
+        if getattr(self, "contents", None) is not None:
+            del self._words, self._slots, self.contents, self._map
             with contextlib.suppress(OSError):
                 os.close(self._file)
 
@@ -211,7 +211,7 @@ class Segment:
         words[W_MAGIC] = 0
         words[W_LENGTH] = len(description)
         words[W_CHECKSUM] = xxhash.xxh3_64_intdigest(description)
-        self._bytes[FIRST_BYTES : FIRST_BYTES + len(description)] = description
+        self.contents[FIRST_BYTES : FIRST_BYTES + len(description)] = description
         words[W_MAGIC] = MAGIC
 
     def become(self, path: Path, layout: RoleLayout) -> bool:
@@ -225,6 +225,20 @@ class Segment:
         self.path.rename(path)
         self.path = path
         return True
+
+    def is_now(self, path: Path) -> bool:
+        """Take over the name ``path`` if another process has made it the name of this very file by
+        :meth:`become`; False if it has not. The mapping stays."""
+        if not self.maps(path):
+            return False
+        self.layout, self._geometry = read_description(self._file, path, self.seat)
+        self._index = {part.name: i for i, part in enumerate(self.layout.parts)}
+        self.path = path
+        return True
+
+    def maps(self, path: Path) -> bool:
+        """Whether ``path`` is this very file."""
+        return os.path.samestat(path.stat(), os.fstat(self._file))
 
     def unlink(self) -> None:
         """Take the file away; mappings (ours and others') stay readable until dropped."""
@@ -331,7 +345,7 @@ class Segment:
     def data(self, slot: int, name: str, nbytes: int | None = None) -> memoryview:
         """Writable bytes of a part: ``nbytes`` of them, or its capacity."""
         start = self.offset(slot, name)
-        return self._bytes[start : start + (self.capacity(name) if nbytes is None else nbytes)]
+        return self.contents[start : start + (self.capacity(name) if nbytes is None else nbytes)]
 
     def read_into(self, slot: int, name: str, start: int, target: memoryview) -> None:
         """Read file bytes of a part into ``target`` (a dump on disk; page faults would hold the

@@ -6,13 +6,14 @@ import dataclasses
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from deadpool_megatron.hooks.generations.layouts import role_layout
+from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
@@ -68,6 +69,9 @@ class Vault:
         if interrupted is not None and select.select([interrupted], [], [], 0)[0]:
             raise Interrupted("interrupted while waiting for register")
         self.registered.append(epoch)
+
+    def slot_views(self, names: Sequence[str]) -> list[memoryview]:
+        return [writer.part(name) for writer in self.writers[-2:] for name in names]
 
     def begin(self, generation: Generation, epoch: int) -> Writer:
         self._check()
@@ -153,7 +157,7 @@ class Rig:
             interrupt_fd=self.interrupt_fd,
             closed_epoch=lambda: self.closed,
             report_wait=lambda g, seconds, over: self.waits.append((g, over)),
-            warn=lambda text: self.warnings.append(text),
+            pinned=PinnedSlots(platform, self.warnings.append),
         )
 
     def start(self) -> None:

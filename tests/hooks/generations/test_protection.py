@@ -12,10 +12,12 @@ import torch
 
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.layouts import role_layout
+from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.protection import ExtrasOutgrown
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore
+from deadpool_megatron.platform.base import CopyHandle
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part
@@ -377,11 +379,14 @@ def test_on_a_device_each_slot_is_page_locked_once(make: Callable[..., Rig]) -> 
     platform = SlowPlatform()
     platform.is_cuda = True
     rig = make(platform)
+    pinned, names = PinnedSlots(platform, rig.warnings.append), rig.protection.copied_parts
     one, other = Writer(rig.vault, generation(0)), Writer(rig.vault, generation(1))
     for writer in (one, other, one, other):
-        rig.protection._pinned.pin(writer)  # type: ignore[arg-type]
+        pinned.pin(writer.part(name) for name in names)
     assert len(platform.pinned) == 4, "two slots of two parts"
-    rig.protection.close()
+    pinned.keep_only(other.part(name) for name in names)
+    assert platform.pinned == [id(other.part(name)) for name in names], "one is no slot any more"
+    pinned.release()
     assert platform.pinned == []
 
 
@@ -395,14 +400,41 @@ def test_a_driver_that_does_not_lock_memory_costs_speed_only(make: Callable[...,
     platform = Refusing()
     platform.is_cuda = True
     rig = make(platform)
+    pinned = PinnedSlots(platform, rig.warnings.append)
     for writer in (Writer(rig.vault, generation(0)), Writer(rig.vault, generation(1))):
-        rig.protection._pinned.pin(writer)  # type: ignore[arg-type]
+        pinned.pin(writer.part(name) for name in rig.protection.copied_parts)
     assert len(platform.pinned) == 1
     (text,) = rig.warnings
     assert "(CUDA error: out of memory)" in text
     assert "ulimit -l" in text
-    rig.protection.close()
+    pinned.release()
     assert platform.pinned == []
+
+
+def test_restored_state_comes_in_by_side_copies_that_a_close_ends(make: Callable[..., Rig]) -> None:
+    begun = threading.Event()
+
+    class Watched(SlowPlatform):
+        """Says when all copies have been started."""
+
+        def side_copy(self, dst: list[torch.Tensor], src: list[torch.Tensor]) -> CopyHandle:
+            copy = super().side_copy(dst, src)
+            if len(self.copies) == 2:
+                begun.set()
+            return copy
+
+    rig = make(Watched())
+    rig.protection.enter(EPOCH)
+    parts = [Part(f"shard{i}", [tensor], (0,)) for i, tensor in enumerate(rig.tensors)]
+    held = [(part, memoryview(bytes(part.nbytes))) for part in parts]
+    closer = rig.close_when(begun)
+    with pytest.raises(EpochClosed, match="restored state"):
+        rig.protection.load(held)
+    closer.join(SECONDS)
+    finishing = make()
+    finishing.protection.enter(EPOCH)
+    finishing.protection.load(held)
+    assert not any(tensor.any() for tensor in rig.tensors)
 
 
 def test_layouts_of_equal_roles_are_interchangeable() -> None:

@@ -20,6 +20,7 @@ from deadpool_megatron.hooks.generations.replay import (
 )
 from deadpool_megatron.layout.replaying import gradients_part
 from deadpool_megatron.state.packing import Part, move_into_arenas
+from tests.state.loading import load
 from tests.trainer.ranks import run_ranks
 
 FLAGS = {
@@ -91,7 +92,7 @@ def test_updates_again_give_the_same_bytes(name: str) -> None:
     updates = [rig.update(lr) for lr in (1e-2, 5e-3, 1e-3)]
     wanted = rig.bytes_now()
     assert start != wanted
-    rig.part.load(start)
+    load(rig.part, start)
     for used, held in updates:
         replay(rig.inner, used, rig.views(held))
     assert rig.bytes_now() == wanted
@@ -99,7 +100,7 @@ def test_updates_again_give_the_same_bytes(name: str) -> None:
     assert rig.adam.param_groups[1]["betas"] == (0.8, 0.9)
     assert all(parameter.grad is None for parameter in rig.parameters)
     # A live update after a replay is what it would have been.
-    after, _ = rig.update(1e-3), rig.part.load(wanted)
+    after, _ = rig.update(1e-3), load(rig.part, wanted)
     assert after is not None
     assert rig.hooked == 4
 
@@ -145,7 +146,7 @@ def test_values_that_were_not_there_are_taken_away() -> None:
     rig = Rig(*FLAGS["adamw-foreach"])
     start = rig.bytes_now()
     used, held = rig.update(1e-2)
-    rig.part.load(start)
+    load(rig.part, start)
     rig.adam.param_groups[0]["step"] = 7
     replay(rig.inner, used, rig.views(held))
     assert "step" not in rig.adam.param_groups[0]
@@ -277,7 +278,7 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
     wanted = {part.name: bytes(vault.parts[now][part.name]) for part in shard.parts}
     live = extras.param_group_values(loop.optimizer)
     for part in shard.parts:
-        part.load(vault.parts[Generation(1, 0)][part.name])
+        load(part, vault.parts[Generation(1, 0)][part.name])
     skipped = 0
     inner = inner_optimizers(loop.optimizer)
     for iteration in range(1, 7):

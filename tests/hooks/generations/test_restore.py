@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.state.loading import load
 from tests.trainer.ranks import run_ranks
 
 TINY = (
@@ -86,7 +87,7 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     first = state_digests(loop)
     leftovers.forget()
     for part, slot in zip(shard.parts, slots, strict=True):
-        part.load(slot)
+        load(part, slot)
     values = decode(kept)
     extras.restore(loop, values)
     for dimension in dimensions:

@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from deadpool_megatron.hooks.generations import extras, fp8_state
 from deadpool_megatron.hooks.generations.optimizer import ShardState
 from deadpool_megatron.state.extras import decode, encode
+from tests.state.loading import load
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,7 @@ class Slot:
         """In the order of a recovery."""
         fp8_state.reset_in_flight(loop.model_chunks)
         for part, buffer in zip(shard.parts, self.parts, strict=True):
-            part.load(buffer)
+            load(part, buffer)
         values = decode(self.extras)
         extras.restore(loop, values)
         extras.restore_last(values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deadpool_megatron.events import Kind
@@ -44,6 +45,10 @@ def _lose_one(running: Cluster) -> dict[int, Inventory]:
     return running.close(1, gone={1})
 
 
+def _addresses(*views: memoryview) -> set[int]:
+    return {np.frombuffer(view, np.uint8).ctypes.data for view in views}
+
+
 def _sent(node: Node) -> int:
     return int(node.status()["counters"].get("bytes fetched from here", 0))
 
@@ -69,13 +74,15 @@ def test_the_restored_generation_is_the_first_of_the_own_slots(tmp_path: Path) -
 
 
 def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
-    """No memory is taken in a recovery."""
+    """No memory is taken in a recovery; and it is read where the process had it before, so that a
+    device, which was told of it then, copies out of it by itself."""
     with cluster(tmp_path, 3, roles=2) as running:
         spare = running.nodes[2]
         fresh = Member(spare, LAYOUTS[1])
         fresh.client.park(LAYOUTS[0])
         taken = allocated_bytes(spare.directory)
         (parked,) = spare.directory.glob(".parked-*")
+        told = _addresses(*fresh.client.slot_views(["shard"]))
         known = parked.stat().st_ino
         record = swap(running, _lose_one(running), FIRST)
         spare.adopt(record)
@@ -87,7 +94,10 @@ def test_parked_slots_take_what_is_restored(tmp_path: Path) -> None:
         of_others = copies.stat().st_blocks * 512 if copies.exists() else 0
         assert allocated_bytes(spare.directory) - of_others <= taken
         fresh.client.register(LAYOUTS[1], 2)
+        assert _addresses(*fresh.client.slot_views(["shard"])) == told
+        assert _addresses(fresh.restore(record).part("shard")) < told
         fresh.check(record)
+        fresh.step(Generation(2, 1))
 
 
 def test_a_vault_restarted_before_the_member_has_come_fetches_nothing_again(

@@ -1,0 +1,13 @@
+"""The bytes of a slot go into live tensors, in the calling thread."""
+
+from __future__ import annotations
+
+import torch
+
+from deadpool_megatron.state.packing import Part
+
+
+def load(part: Part, buffer: memoryview) -> None:
+    with torch.no_grad():
+        for tensor, view in zip(part.tensors, part.views(buffer), strict=True):
+            tensor.copy_(view)
