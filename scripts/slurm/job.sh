@@ -9,6 +9,7 @@
 #   NOTICE_SECONDS               how long before the time limit the state is saved (also in
 #                                #SBATCH --signal)
 #   CHECKOUT                     this repository
+#   BAD_NODE_HOURS               how long a node that was put aside is left out of the next job (72)
 #
 # A job that finds an earlier one in RUNS goes on from the newest state there. RUNS/OVER stops a
 # chain: the training is complete, or has failed in a way that another job would only repeat.
@@ -58,6 +59,7 @@ run_training() {
 
     while kill -0 "$step" 2>/dev/null; do
         answer_nodes "$run"
+        leave_out_bad_nodes "$run"
         nap 1
     done
     wait "$step" || status=$?
@@ -66,6 +68,7 @@ run_training() {
         nap 5
     done
     answer_nodes "$run"
+    leave_out_bad_nodes "$run"
     judge "$run" || verdict=$?
     say "status of the run: $verdict (of srun: $status)"
     return "$verdict"
@@ -83,6 +86,24 @@ on_all_nodes() {
 # The nodes ask whether anybody is left on this host to end the job (node.sh).
 answer_nodes() {
     [ ! -e "$1/final.json" ] || [ -e "$1.logs/batch-host-knows" ] || touch "$1.logs/batch-host-knows"
+}
+
+# The next job of the chain does without the nodes that were put aside. It waits already, so that its
+# list is changed; what it was submitted with (--exclude) stays in it. Done whenever the file of bad
+# nodes is new: nobody knows how this job will end.
+leave_out_bad_nodes() {
+    local noted=${1%/*}/bad-nodes.json seen=$1.logs/bad-nodes-left-out bad job after given
+    [ -e "$noted" ] && ! [ "$seen" -nt "$noted" ] || return 0
+    touch "$seen"
+    bad=$(deadpool bad-nodes --names --hours "${BAD_NODE_HOURS:-72}" "${1%/*}") || return 0
+    bad=$(sed 's/\.[^,]*//g' <<<"$bad") # Slurm names nodes without their domain
+    [ -n "$bad" ] || return 0
+    while IFS="|" read -r job after given; do
+        [[ $after =~ :$SLURM_JOB_ID([^0-9]|$) ]] || continue
+        [ "$given" != "(null)" ] || given=
+        say "job $job, the next one, leaves out $bad"
+        scontrol update "JobId=$job" "ExcNodeList=${given:+$given,}$bad" || true
+    done < <(squeue -h -t PD -o "%i|%E|%x")
 }
 
 # Whether any task of the step is alive.

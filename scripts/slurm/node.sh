@@ -70,6 +70,7 @@ kill "$clock" 2>/dev/null
 
 if is_over && ! batch_host_lives; then
     echo "node.sh: the batch host does not answer: the run is over, and the job is ended from here"
+    leave_out_bad_nodes "$run"
     judge "$run"
     sleep "$((SLURM_PROCID % 10))"
     scancel "$SLURM_JOB_ID"

@@ -226,6 +226,10 @@ class Cluster:
         words = self.control("scontrol", "show", "job", "-o", str(job)).split()
         return dict(word.partition("=")[::2] for word in words)
 
+    def nodes_of(self, job: int) -> list[str]:
+        """Names of the nodes that a job has."""
+        return self.control("scontrol", "show", "hostnames", self.job(job)["NodeList"]).split()
+
     def job_of_element(self, array: int, element: int) -> dict[str, str]:
         """What ``scontrol show job`` says of one element of a job array."""
         words = self.control("scontrol", "show", "job", "-o", f"{array}_{element}").split()

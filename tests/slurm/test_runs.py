@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ def test_every_node_knows_its_place(cluster: Cluster, jobs: Jobs) -> None:
     assert ended["ExitCode"] == "0:0"
     assert "status of the run: 0 (of srun: 0)" in cluster.output(job.number)
     nodes = job.first_record().nodes
-    hosts = cluster.control("scontrol", "show", "hostnames", ended["NodeList"]).split()
+    hosts = cluster.nodes_of(job.number)
     assert [nodes[n].host for n in range(5)] == [cluster.host(host).address for host in hosts]
     assert [nodes[n].domain for n in range(5)] == [cluster.rack(host) for host in hosts]
 
@@ -136,6 +137,33 @@ def test_time_limit_saves_the_state_and_the_next_job_goes_on(cluster: Cluster, j
     third = jobs.submit()
     third.wait_end("COMPLETED")
     assert "nothing to do" in cluster.output(third.number)
+
+
+def test_the_next_job_leaves_out_a_node_that_was_put_aside(
+    cluster: Cluster, jobs: Jobs, tmp_path: Path
+) -> None:
+    """Its own list of excluded nodes stays; a site's script drains the node."""
+    check, sick = tmp_path / "check", cluster.nodes[1]
+    check.write_text(f"#!/bin/sh\ntest $(hostname) != {sick} || {{ echo bad row; exit 2; }}\n")
+    check.chmod(0o755)
+    settings = (*jobs.settings, "--deadpool-health-command", str(check))
+    first, second = dataclasses.replace(jobs, nodes=3, spares=1, settings=settings).chain(2)
+    first.wait_iteration(3)
+    assert sick in cluster.nodes_of(first.number)
+    cluster.wait_for(
+        "the next job's list", lambda: cluster.job(second.number)["ExcNodeList"] == sick
+    )
+    cluster.control("scancel", "--batch", "--signal=USR1", str(first.number))
+    assert first.wait_over()["exit_status"] == 75
+    second.wait_iteration(first.final_iteration() + 3)
+    assert sick not in cluster.nodes_of(second.number)
+    second.finish()
+    second.wait_end("COMPLETED")
+    told = {"BAD_NODE": sick, "BAD_NODE_KIND": "left-out", "BAD_NODE_TEXT": "bad row"}
+    given = {f"DEADPOOL_{name}": value for name, value in told.items()}
+    cluster.control(str(SCRIPTS.parents[1] / "share" / "slurm" / "drain_bad_node.sh"), **given)
+    assert "deadpool: left-out: bad row" in cluster.control("sinfo", "-h", "-R", "-o", "%E")
+    cluster.control("scontrol", "update", f"nodename={sick}", "state=resume")
 
 
 def test_nodes_save_in_time_when_nobody_tells_them(cluster: Cluster, jobs: Jobs) -> None:
