@@ -58,7 +58,7 @@ def _running(run: Agents) -> dict[str, Any]:
     return told if told.get("phase") == "running" else {}
 
 
-def test_a_takeover_opens_no_file_of_events(tmp_path: Path) -> None:
+def test_a_takeover_waits_for_no_file_of_events(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(5)
         events = run.run.events

@@ -23,6 +23,8 @@ from deadpool_megatron.cluster.machine.state.state import State
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
+# So long the end waits for the events of earlier coordinators, where they are still being read.
+_ACCOUNT_SECONDS = 3.0
 
 
 class RunEnd:
@@ -71,7 +73,7 @@ class RunEnd:
     async def _finish(self, finish: Finish, state: State) -> None:
         if await self._is_superseded():
             return
-        await asyncio.to_thread(self._files.account.finish, self._close_seconds)
+        await asyncio.to_thread(self._files.account.finish, _ACCOUNT_SECONDS)
         result = self._files.result(finish, state)
         limit = time.monotonic() + self._patience_seconds
         error = await self._write(finish, result, limit)
