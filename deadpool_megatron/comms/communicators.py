@@ -16,8 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import torch_versions
+from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
-from deadpool_megatron.comms.gloo.fabric import GlooFabric
+from deadpool_megatron.comms.fabrics import fabric_of
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.groups.install import Installation
@@ -25,13 +26,14 @@ from deadpool_megatron.comms.groups.roster import Entry, Roster
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits, Progress
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
-from deadpool_megatron.comms.inner import Fabric, InnerGroup, Position
+from deadpool_megatron.comms.inner import InnerGroup, Position
+from deadpool_megatron.comms.store import EpochStore
 
 _c10d: Any = c10d
 
 KINDS = ("gloo", "nccl", "fake-nccl")
 _DRAIN_STEP_SECONDS = 0.002
-#: one may be bad luck; each holds sockets, a thread and half a communicator
+#: one may be bad luck; each holds sockets, threads and halves of communicators
 _MOST_BUILDERS_LEFT = 1
 
 
@@ -43,7 +45,8 @@ class Communicators:
     life of what an interrupted one leaves behind. After a fault, a failed call waits
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
     called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
-    deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself.
+    deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself;
+    ``at_once`` the number of groups that connect at the same time.
 
     All methods but interrupt, waiting_for, progress and the properties belong to the main thread.
     """
@@ -57,6 +60,7 @@ class Communicators:
         on_fault: FaultCallback | None = None,
         grace_seconds: float = 0.1,
         address: str | None = None,
+        at_once: int = AT_ONCE,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
@@ -66,6 +70,7 @@ class Communicators:
         )
         self._on_fault = on_fault
         self._address = address
+        self._at_once = at_once
         self._roster = Roster()
         self._pool = WaiterPool()
         self._reaper = Reaper()
@@ -78,8 +83,8 @@ class Communicators:
         self._store: Store | None = None
         self._given_store: Store | None = None
         self._drained = False
-        # Threads that hang in the making of communicators of closed epochs.
-        self._builders_left: list[Waiter] = []
+        # Those of closed epochs with threads that hang in the making of communicators.
+        self._builders_left: list[Builders | Waiter] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -146,14 +151,11 @@ class Communicators:
             group.inner = ClosedGroup(epoch.number)
             raise EpochClosed(epoch.number, "new_group")
         store = self._store
-        made: list[InnerGroup] = []
-        self._build(
-            epoch,
-            lambda: made.append(self._connect(epoch, group, store)),
-            Activity(group.description, "new_group"),
-            self._limits.operation_timeout_seconds,
-        )
-        group.inner = made[0]
+        made: dict[ReconfigurableGroup, InnerGroup] = {}
+        builders = Builders([self._job(epoch, group, store, made)], 1)
+        activity = Activity(group.description, "new_group")
+        self._build(epoch, builders, builders.run, activity, self._limits.operation_timeout_seconds)
+        group.inner = made[group]
 
     def forget(self, group: ReconfigurableGroup) -> None:
         """destroy_process_group was called on it."""
@@ -262,7 +264,7 @@ class Communicators:
         self._builders_left = [one for one in self._builders_left if not one.finished]
         # gloo's end by themselves, with the time-out of an operation.
         if self._kind != "gloo" and len(self._builders_left) > _MOST_BUILDERS_LEFT:
-            self.ruin = f"{len(self._builders_left)} threads hang in the making of communicators"
+            self.ruin = f"{len(self._builders_left)} rebuilds hang in the making of communicators"
         return not self.ruin
 
     def _drain(self, epoch: Epoch) -> None:
@@ -373,31 +375,31 @@ class Communicators:
 
             enter_stream_order()
         made: dict[ReconfigurableGroup, InnerGroup] = {}
-        activity = Activity("WORLD", "attach")
+        groups = self._roster.in_attach_order()
+        jobs = [self._job(epoch, group, prefixed, made) for group in groups]
+        # A client of TCPStore holds its lock while it waits, so that no other thread could write.
+        builders = Builders(jobs, self._at_once if isinstance(store, EpochStore) else 1)
+        activity = Connecting(builders)
 
         def build() -> None:
-            for group in self._roster.in_attach_order():
-                epoch.check("attach")
-                activity.description = group.description
-                made[group] = self._connect(epoch, group, prefixed)
-            world = self._roster.world()
-            activity.description = f"{world.description} (barrier)"
+            builders.run()
             epoch.check("attach")
-            work = made[world].forward("barrier", (), {})
+            work = made[self._roster.world()].forward("barrier", (), {})
             if work is not None:
                 work.wait()
 
-        self._build(epoch, build, activity, deadline_seconds)
+        self._build(epoch, builders, build, activity, deadline_seconds)
         return made
 
     def _build(
         self,
         epoch: Epoch,
+        builders: Builders,
         build: Callable[[], None],
-        activity: Activity,
+        activity: Activity | Connecting,
         deadline_seconds: float,
     ) -> None:
-        """Run ``build``, which blocks on peers, so that it can be left."""
+        """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
         problem: str | None = None
         late = False
         epoch.waits[get_ident()] = activity
@@ -408,38 +410,33 @@ class Communicators:
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
-        except CommunicatorFault:
-            raise  # reported and waited for already
-        except RuntimeError as error:
+        except BaseException as error:
+            self._builders_left.append(builders)
+            if isinstance(error, CommunicatorFault) or not isinstance(error, RuntimeError):
+                raise  # a fault was reported and waited for already
             problem = str(error)
         finally:
             epoch.waits.pop(get_ident(), None)
+            builders.stop()
         if problem is not None:
             wait_seconds = 0.0 if late else self._limits.close_wait_seconds
             epoch.fault(activity.description, activity.operation, problem, wait_seconds)
         epoch.check(activity.operation)
 
-    def _connect(self, epoch: Epoch, group: ReconfigurableGroup, store: Store) -> InnerGroup:
+    def _job(
+        self,
+        epoch: Epoch,
+        group: ReconfigurableGroup,
+        store: Store,
+        made: dict[ReconfigurableGroup, InnerGroup],
+    ) -> Job:
+        """What connects the group; its key in the store is numbered now, in order."""
         prefixed = PrefixStore(self._roster.next_key(group), store)
-        inner = self._fabric(epoch, group.transport).create(group.spec(), prefixed)
-        epoch.groups.append(inner)
-        return inner
 
-    def _fabric(self, epoch: Epoch, transport: str) -> Fabric:
-        fabric = epoch.fabric_of.get(transport)
-        if fabric is None:
-            fabric = self._make_fabric(epoch, transport)
-            epoch.fabric_of[transport] = fabric
-            epoch.fabrics.append(fabric)
-        return fabric
+        def connect() -> None:
+            epoch.check("attach")
+            inner = fabric_of(epoch, group.transport, self._address).create(group.spec(), prefixed)
+            epoch.groups.append(inner)
+            made[group] = inner
 
-    def _make_fabric(self, epoch: Epoch, transport: str) -> Fabric:
-        if transport == "gloo":
-            return GlooFabric(epoch, self._address)
-        if transport == "nccl":
-            from deadpool_megatron.comms.nccl.fabric import NcclFabric
-
-            return NcclFabric(epoch)
-        from deadpool_megatron.comms.nccl.fake import FakeNcclFabric
-
-        return FakeNcclFabric(epoch, self._address)
+        return Job(group.description, connect)

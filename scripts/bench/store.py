@@ -59,11 +59,8 @@ def groups_of(roles: int) -> list[list[int]]:
     return 2 * (pairs + octets + rows + halves)
 
 
-def play_role(
-    role: int, roles: int, links: socket.socket, orders: socket.socket, port: int
-) -> None:
-    """Attach whenever told to, through the store that is named; answer how long it took."""
-    torch.set_num_threads(1)
+def link_of(role: int, links: socket.socket) -> MemberLink:
+    """Returns the started link of a role to its agent."""
     seat = Seat(role // _ROLES_PER_AGENT, role % _ROLES_PER_AGENT, 0)
     link = MemberLink(links, seat, "", Settings())
     link.start(
@@ -75,6 +72,15 @@ def play_role(
             status=lambda: {"section": "bench", "iteration": 0, "waiting": None, "progress": 0},
         )
     )
+    return link
+
+
+def play_role(
+    role: int, roles: int, links: socket.socket, orders: socket.socket, port: int
+) -> None:
+    """Attach whenever told to, through the store that is named; answer how long it took."""
+    torch.set_num_threads(1)
+    link = link_of(role, links)
     communicators = Communicators(operation_timeout_seconds=_DEADLINE_SECONDS, address="127.0.0.1")
     communicators.install()
     dist.init_process_group("gloo", rank=role, world_size=roles)
@@ -150,10 +156,15 @@ def play_tcp_store(told: int) -> None:
 
 
 class Tree:
-    """The processes of one size; a context manager that ends them."""
+    """The processes of one size; a context manager that ends them.
 
-    def __init__(self, roles: int) -> None:
+    A role is ``play(role, roles, link, orders, port of the TCPStore, *arguments)``.
+    """
+
+    def __init__(self, roles: int, play: Callable[..., None] = play_role, *arguments: Any) -> None:
         self.roles = roles
+        self._play = play
+        self._arguments = arguments
         self.pids: dict[str, list[int]] = {}
         self.orders: list[socket.socket] = []
 
@@ -168,7 +179,8 @@ class Tree:
             for role in range(first, min(first + _ROLES_PER_AGENT, self.roles)):
                 ours, theirs = socket.socketpair()
                 orders, told_role = socket.socketpair()
-                self._fork("role", play_role, role, self.roles, theirs, told_role, port)
+                role_of = (role, self.roles, theirs, told_role, port)
+                self._fork("role", self._play, *role_of, *self._arguments)
                 theirs.close()
                 told_role.close()
                 ends.append(ours)

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deadpool_megatron.comms import EpochClosed, communicators
+from deadpool_megatron.cluster.member.store import MemberStore
+from deadpool_megatron.comms import EpochClosed, EpochStore, communicators
+from deadpool_megatron.comms.builders import AT_ONCE
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
@@ -27,7 +29,8 @@ KIND = "fake-nccl"
 class SetUp:
     """Communicators are set up when the test says so; whoever does is told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
         self.begun = threading.Event()
         self.release = threading.Event()
         self.communicators: list[fake_nccl.FakeCommunicator] = []
@@ -35,13 +38,21 @@ class SetUp:
 
     def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
         self.communicators.append(communicator)
-        self.begun.set()
+        if len(self.communicators) == self.groups:
+            self.begun.set()
         assert self.release.wait(DEADLINE_SECONDS)
 
 
-def attach_and_close(member: Member, epoch: int) -> SetUp:
-    """The epoch is closed while its first communicator is set up."""
-    hanging = SetUp()
+def attach(member: Member, epoch: int) -> None:
+    """Attach a run's only role, through a store in this process."""
+    store = MemberStore(lambda message: None)
+    limit = DEADLINE_SECONDS
+    member.comms.attach(epoch, EpochStore(store, epoch, limit), member.rank, limit)
+
+
+def attach_and_close(member: Member, epoch: int, groups: int = 1) -> SetUp:
+    """The epoch is closed while its first communicators are set up."""
+    hanging = SetUp(groups)
 
     def close() -> None:
         hanging.begun.wait(DEADLINE_SECONDS)
@@ -50,51 +61,56 @@ def attach_and_close(member: Member, epoch: int) -> SetUp:
     closer = threading.Thread(target=close)
     closer.start()
     with pytest.raises(EpochClosed):
-        member.attach(epoch)
+        attach(member, epoch)
     closer.join(DEADLINE_SECONDS)
     return hanging
 
 
-def late_set_up(member: Member) -> bool:
+def late_set_ups(member: Member) -> bool:
+    """Several groups are set up side by side as the epoch is closed: one rebuild, as any other."""
     member.init("nccl")
-    hanging = attach_and_close(member, 0)
+    for _ in range(9):
+        dist.new_group([0])
+    hanging = attach_and_close(member, 1, AT_ONCE)
     assert member.comms.drain(), "once may be bad luck"
-    (late,) = hanging.communicators
-    assert not late.aborted
+    late = list(hanging.communicators)
+    assert len(late) == AT_ONCE, "of ten"
+    assert not any(one.aborted for one in late)
     hanging.release.set()
-    wait_for("the abort of a communicator that came up late", lambda: late.aborted)
-    wait_for("the end of its thread", lambda: not builders())
+    wait_for("the aborts of those that came up late", lambda: all(one.aborted for one in late))
+    wait_for("the end of their threads", lambda: not builders())
+    assert hanging.communicators == late, "no further one was begun"
     # The process is as good as new.
     fake_nccl.set_up = lambda communicator: None
-    member.attach(1)
+    attach(member, 2)
     value = torch.ones(1)
     dist.all_reduce(value)
     return value.item() == 1.0
 
 
 def builders() -> list[str]:
-    """Threads that make communicators, or made some and wait for more."""
+    """Threads that make communicators, or wait for those that do."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name == "deadpool-waiter"]
+    return [name for name in names if name in ("deadpool-waiter", "deadpool-builder")]
 
 
-def test_a_communicator_that_comes_up_after_the_close_is_aborted() -> None:
-    assert run(1, late_set_up, kind=KIND)[0]
+def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
+    assert run(1, late_set_ups, kind=KIND)[0]
 
 
 def hung_set_ups(member: Member) -> bool:
     member.init("nccl")
-    first = attach_and_close(member, 0)
+    first = attach_and_close(member, 1)
     assert member.comms.drain()
-    second = attach_and_close(member, 1)
+    second = attach_and_close(member, 2)
     assert not member.comms.drain()
-    assert "2 threads" in member.comms.ruin
+    assert "2 rebuilds" in member.comms.ruin
     first.release.set()
     second.release.set()
     return True
 
 
-def test_two_threads_that_hang_in_a_set_up_cost_their_process() -> None:
+def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process() -> None:
     assert run(1, hung_set_ups, kind=KIND)[0]
 
 

@@ -39,13 +39,16 @@ class NcclFabric(Fabric):
     def __init__(self, epoch: Epoch) -> None:
         self._epoch = epoch
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._backends: list[Any] = []
         self._groups: list[NcclGroup] = []
         self._aborting: list[threading.Thread] = []
         self._blocks = Blocks()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
-        plain, backend = self._build(spec, store)
+        # torch numbers them as they are made; only their connecting takes time.
+        with self._making:
+            plain, backend = self._build(spec, store)
         with self._lock:
             self._backends.append(backend)
         # An interrupt may have come before the registration above.

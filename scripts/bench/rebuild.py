@@ -1,0 +1,204 @@
+#!/usr/bin/env python
+"""How long R roles take to connect N groups each: one by one, side by side, and stock torch.
+
+    .venv/bin/python scripts/bench/rebuild.py [--roles 4 16 64] [--groups 4 10 20 40]
+        [--rounds N] [--delay SECONDS] [--json | --out FILE] [--plot FILE]
+
+A process for each role, forked; a round measures each side once, in turns, and takes as long as
+its last role. Ours meet through the links (real sockets, real relays, without handshake), as in a
+recovery. Stock is init_process_group and new_group on a TCPStore whose clients are connected
+before. ``--delay`` lets each group of ours take that much longer, asleep, as communicators of NCCL
+take a second or two: it stands for that, and is no measurement of NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common.machine import machine_facts, write_facts
+from rich.console import Console
+from rich.table import Table
+from store import Tree, link_of
+
+from deadpool_megatron.comms import Communicators
+from deadpool_megatron.comms.builders import AT_ONCE
+from deadpool_megatron.comms.gloo.fabric import GlooFabric
+from deadpool_megatron.comms.store import EpochStore
+
+_DEADLINE_SECONDS = 120.0
+SIDES = {"one by one": 1, "side by side": AT_ONCE, "stock": 0}
+
+
+def groups_of(roles: int, count: int) -> list[list[int]]:
+    """As many partitions of the roles as bring every role ``count`` groups beside WORLD: pairs,
+    octets and rows in turn, neighbours or strided, as tensor, model and data parallelism have them.
+    """
+    every = list(range(roles))
+    found: list[list[int]] = []
+    sizes = [size for size in (2, 4, 8, roles) if size <= roles]
+    for number in range(count):
+        size = sizes[number % len(sizes)]
+        if number // len(sizes) % 2:
+            found += [every[first :: roles // size] for first in range(roles // size)]
+        else:
+            found += [every[first : first + size] for first in range(0, roles, size)]
+    return found
+
+
+def play_role(
+    role: int,
+    roles: int,
+    links: socket.socket,
+    orders: socket.socket,
+    port: int,
+    count: int,
+    delay_seconds: float,
+) -> None:
+    """Connect all groups whenever told to; answer how long it took."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    link = link_of(role, links)
+    limit = timedelta(seconds=_DEADLINE_SECONDS)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    if delay_seconds:
+        _slow_down(delay_seconds)
+    while order := orders.recv(64).decode():
+        side, _, epoch = order.rpartition(" ")
+        if SIDES[side]:
+            ours = Communicators(
+                operation_timeout_seconds=_DEADLINE_SECONDS,
+                address="127.0.0.1",
+                at_once=SIDES[side],
+            )
+            ours.install()
+            dist.init_process_group("gloo", rank=role, world_size=roles)
+            for ranks in groups_of(roles, count):
+                dist.new_group(ranks)
+            store = EpochStore(link.store, int(epoch), _DEADLINE_SECONDS)
+            before = time.monotonic()
+            ours.attach(int(epoch), store, role, _DEADLINE_SECONDS)
+            took = time.monotonic() - before
+            dist.barrier()
+            dist.destroy_process_group()
+            ours.uninstall()
+        else:
+            before = time.monotonic()
+            prefixed = dist.PrefixStore(epoch, client)
+            dist.init_process_group(
+                "gloo", store=prefixed, rank=role, world_size=roles, timeout=limit
+            )
+            for ranks in groups_of(roles, count):
+                dist.new_group(ranks)
+            dist.barrier()
+            took = time.monotonic() - before
+            dist.destroy_process_group()
+        orders.send(json.dumps([took, 0.0]).encode())
+
+
+def _slow_down(seconds: float) -> None:
+    create = GlooFabric.create
+
+    def slow(self: GlooFabric, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return create(self, *arguments)
+
+    GlooFabric.create = slow  # type: ignore[method-assign]
+
+
+def measure(roles: int, count: int, rounds: int, delay_seconds: float) -> dict[str, Any]:
+    """Returns the figures of one size."""
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    sides = [side for side in SIDES if SIDES[side] or not delay_seconds]
+    with Tree(roles, play_role, count, delay_seconds) as tree:
+        epoch = 0
+        for number in range(rounds + 1):
+            for side in sides if number % 2 else sides[::-1]:
+                epoch += 1
+                took, _ = tree.all(f"{side} {epoch}")
+                if number:  # in the first one everything is loaded and mapped
+                    seconds[side].append(took)
+    return {
+        "roles": roles,
+        "groups_of_a_role": count + 1,
+        "delay_seconds": delay_seconds,
+        "seconds": {
+            side: {"median": statistics.median(all_of), "least": min(all_of), "all": all_of}
+            for side, all_of in seconds.items()
+            if all_of
+        },
+    }
+
+
+def show(sizes: list[dict[str, Any]]) -> None:
+    """A table of the medians, to standard error."""
+    table = Table("roles", "groups of each", *(f"{side}, s" for side in SIDES))
+    for size in sizes:
+        figures = [
+            f"{size['seconds'][side]['median']:.3f}" if side in size["seconds"] else ""
+            for side in SIDES
+        ]
+        table.add_row(str(size["roles"]), str(size["groups_of_a_role"]), *figures)
+    Console(stderr=True).print(table)
+
+
+def plot(sizes: list[dict[str, Any]], path: Path) -> None:
+    """Seconds against groups, a panel for each number of roles."""
+    from matplotlib import pyplot
+
+    panels = sorted({size["roles"] for size in sizes})
+    figure, axes = pyplot.subplots(1, len(panels), squeeze=False, figsize=(4 * len(panels), 3.5))
+    for axis, roles in zip(axes[0], panels, strict=True):
+        for side in SIDES:
+            of_side = [one for one in sizes if one["roles"] == roles and side in one["seconds"]]
+            axis.plot(
+                [one["groups_of_a_role"] for one in of_side],
+                [one["seconds"][side]["median"] for one in of_side],
+                marker="o",
+                label=side,
+            )
+        axis.set(
+            title=f"{roles} roles", xlabel="groups of a role", ylabel="seconds", ylim=(0, None)
+        )
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--roles", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--groups", type=int, nargs="+", default=[4, 10, 20, 40])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds for each group of ours")
+    parser.add_argument("--json", action="store_true", help="JSON to standard output")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--plot", type=Path, help="a figure, if matplotlib is there")
+    arguments = parser.parse_args()
+    facts = machine_facts()
+    sizes = [
+        measure(roles, count, arguments.rounds, arguments.delay)
+        for roles in arguments.roles
+        for count in arguments.groups
+    ]
+    show(sizes)
+    if arguments.json or arguments.out:
+        write_facts(arguments.out, {"machine": facts, "at_once": AT_ONCE, "sizes": sizes})
+    if arguments.plot:
+        plot(sizes, arguments.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
