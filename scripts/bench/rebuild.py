@@ -126,6 +126,7 @@ def measure(roles: int, count: int, rounds: int, delay_seconds: float) -> dict[s
             for side in sides if number % 2 else sides[::-1]:
                 epoch += 1
                 took, _ = tree.all(f"{side} {epoch}")
+                print(f"{roles} roles, {count + 1} groups, {side}: {took:.3f} s", file=sys.stderr)
                 if number:  # in the first one everything is loaded and mapped
                     seconds[side].append(took)
     return {
