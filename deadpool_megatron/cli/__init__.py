@@ -31,6 +31,7 @@ COMMANDS = {
     "kill": "control.commands",
     "stop": "control.commands",
     "persist": "control.persist",
+    "follow-slurm": "control.follow_slurm",
     "report": "show.report",
     "metrics": "observe.metrics",
     "traces": "observe.traces",

@@ -210,6 +210,11 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
 
+    def begin(self, *command: str) -> subprocess.Popen[bytes]:
+        """Start a command on the control host, which whoever calls has to end."""
+        console = self.directory / "begun.console"
+        return self._hosts[0].start(command, console, self.environment())
+
     def submit(self, script: Path | str, *options: str, **variables: str) -> int:
         """``sbatch``; answers the job's number. Output goes to ``<directory>/job-<number>.out``."""
         where = f"--output={self.directory}/job-%j.out"

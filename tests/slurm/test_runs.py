@@ -45,6 +45,26 @@ def test_middle_node_of_checked_ones_lost(cluster: Cluster, jobs: Jobs) -> None:
     assert job.wait_end("COMPLETED")["NumNodes"] == "4"
 
 
+def test_node_that_slurm_drains_gives_its_roles_away(cluster: Cluster, jobs: Jobs) -> None:
+    job = jobs.submit()
+    job.wait_iteration(3)
+    drained = job.host(1)
+    cluster.control("scontrol", "update", f"nodename={drained}", "state=drain", "reason=test")
+    follow = cluster.begin("deadpool", "follow-slurm", "--every", "0.5", str(job.run.path))
+    try:
+        job.wait_for("a recovery", lambda: job.events(Kind.RECOVERED))
+        final = job.finish()
+        assert follow.wait(30) == 0, "it ends with the run"
+    finally:
+        follow.kill()
+        follow.wait()
+    (recovery,) = final["recoveries"]
+    assert (recovery["kind"], recovery["steps_recomputed"]) == ("drained", 0)
+    assert recovery["seats_changed"]["1"][0][0] == 1
+    job.wait_end("COMPLETED")
+    cluster.control("scontrol", "update", f"nodename={drained}", "state=resume")
+
+
 def test_batch_host_lost(cluster: Cluster, jobs: Jobs) -> None:
     """Nobody is left whose end would be the job's: the survivors end it."""
     job = jobs.submit()

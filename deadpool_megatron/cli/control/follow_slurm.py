@@ -1,0 +1,139 @@
+"""``deadpool follow-slurm``: a node that Slurm drains gives its roles to a spare, nothing lost.
+
+It asks Slurm and the run in turn, needs no right in Slurm, and may be started anew at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+from deadpool_megatron.cli.common import (
+    CommandError,
+    Refused,
+    RunNotReachable,
+    add_run_directory,
+    ask,
+)
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+
+_ANSWER_SECONDS = 60.0
+_PAUSE_SECONDS = 0.2
+_DESCRIPTION = """\
+Watches what Slurm says of the nodes of a run, and drains each one that Slurm drains: its roles
+move to a spare, and nothing is computed again. Without a spare it says so, and the node trains on
+until there is one. Ends with the run. Start it where sinfo works and the run directory is.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the sub-command."""
+    parser = subparsers.add_parser(
+        "follow-slurm",
+        help="drain the nodes that Slurm drains",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_run_directory(parser)
+    parser.add_argument(
+        "--every", type=float, default=15.0, metavar="SECONDS", help="between looks (default: 15)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Follow until the run is over."""
+    directory = RunDirectory(args.run_dir)
+    directory.read_run()
+    follower = Follower(directory, drained_hosts, lambda message: ask(directory, message))
+    while not directory.final.exists():
+        follower.look()
+        again = time.monotonic() + args.every
+        while time.monotonic() < again and not directory.final.exists():
+            time.sleep(_PAUSE_SECONDS)
+    return 0
+
+
+class Follower:
+    """``drained``: names of the hosts that Slurm drains; raises CommandError when it does not say.
+    ``tell``: sends a message to the run; raises RunNotReachable or Refused.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        drained: Callable[[], frozenset[str]],
+        tell: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        self._directory, self._drained, self._tell = directory, drained, tell
+        # One request for each node, however often it is sent.
+        self._tokens: dict[int, str] = {}
+        self._over: set[int] = set()
+        self._printed: dict[int | None, str] = {}
+
+    def look(self) -> None:
+        """Ask Slurm, and have the run drain what Slurm drains; print what is new."""
+        try:
+            drained = self._drained()
+        except CommandError as error:
+            self._print(None, f"Slurm does not say which nodes it drains: {error}")
+            return
+        self._print(None, "")
+        for node, listing in sorted(self._directory.node_listings().items()):
+            host = _short(str(listing.get("hostname")))
+            if host in drained and node not in self._over:
+                self._drain(node, host)
+
+    def _drain(self, node: int, host: str) -> None:
+        token = self._tokens.setdefault(node, secrets.token_hex(8))
+        try:
+            answer = self._tell({"command": str(Verb.DRAIN), "token": token, "node": node})
+        except RunNotReachable as error:
+            self._print(node, f"the run does not know yet that Slurm drains {host}: {error}")
+            return
+        except Refused as error:
+            self._over.add(node)
+            self._print(node, f"Slurm drains {host}, node {node} is not drained: {error}")
+            return
+        known = Request.from_dict(answer["request"])
+        if not known.is_open:
+            self._over.add(node)
+        stage = {Stage.REFUSED: "refused", Stage.DONE: "done"}.get(known.stage, "")
+        said = ", ".join(filter(None, (stage, known.why)))
+        self._print(node, f"Slurm drains {host}: node {node} is drained{said and f': {said}'}")
+
+    def _print(self, about: int | None, text: str) -> None:
+        if text and self._printed.get(about) != text:
+            print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+        self._printed[about] = text
+
+
+def drained_hosts() -> frozenset[str]:
+    """Hosts that Slurm drains or has drained, without their domains. Raises CommandError."""
+    try:
+        done = subprocess.run(
+            ["sinfo", "--noheader", "--Node", "--format=%n|%T"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise CommandError(f"sinfo gave no answer within {_ANSWER_SECONDS:g} s") from error
+    except OSError as error:
+        raise CommandError(f"sinfo cannot be run: {error}") from error
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines() or ["without a word"]
+        raise CommandError(f"sinfo ended with status {done.returncode}: {said[-1]}")
+    lines = (line.partition("|") for line in done.stdout.splitlines())
+    return frozenset(_short(host.strip()) for host, _, state in lines if state.startswith("drain"))
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
