@@ -46,7 +46,8 @@ class Communicators:
     ``close_wait_seconds`` for the close of the epoch; ``on_fault(group, operation, text)`` is
     called before, once per epoch, on the thread that communicates. ``drain_seconds`` is the
     deadline of :meth:`drain`; ``grace_seconds`` the time an interrupted wait gets to end by itself;
-    ``at_once`` the number of groups that connect at the same time.
+    ``at_once`` the number of groups that connect at the same time, over NCCL one by default: that
+    its communicators may be made side by side on a device has been read, and tried by nobody.
 
     All methods but interrupt, waiting_for, progress and the properties belong to the main thread.
     """
@@ -60,7 +61,7 @@ class Communicators:
         on_fault: FaultCallback | None = None,
         grace_seconds: float = 0.1,
         address: str | None = None,
-        at_once: int = AT_ONCE,
+        at_once: int | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
@@ -70,7 +71,7 @@ class Communicators:
         )
         self._on_fault = on_fault
         self._address = address
-        self._at_once = at_once
+        self._at_once = at_once or (1 if kind == "nccl" else AT_ONCE)
         self._roster = Roster()
         self._pool = WaiterPool()
         self._reaper = Reaper()
