@@ -71,15 +71,17 @@ for part in proc dev sys; do mount --rbind "/$part" "$root/$part"; done
 for file in /etc/resolv.conf /etc/hosts /etc/ssl/certs/ca-certificates.crt; do
     [ ! -e "$file" ] || cp -L "$file" "$root$file"
 done
-mkdir -p "$root/checkout" "$root/root/.cache/deadpool-megatron"
+home=/root
+trees=$root$home/.cache/deadpool-megatron
+mkdir -p "$root/checkout" "$trees"
 mount --bind "$checkout" "$root/checkout"
 mount -t tmpfs tmpfs "$root/tmp"
 for tree in "$HOME"/.cache/deadpool-megatron/Megatron-LM-*; do
     [ -d "$tree" ] || continue
-    mkdir -p "$root/root/.cache/deadpool-megatron/${tree##*/}"
-    mount --bind "$tree" "$root/root/.cache/deadpool-megatron/${tree##*/}"
+    mkdir -p "$trees/${tree##*/}"
+    mount --bind "$tree" "$trees/${tree##*/}"
 done
-exec chroot "$root" env -i HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
+exec chroot "$root" env -i HOME="$home" PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
     PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/checkout PIP_CERT=/etc/ssl/certs/ca-certificates.crt "$@"
 '
 inside() { unshare --mount bash -c "$in_root" compat "$root" "$checkout" "$@"; }
