@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from deadpool_megatron.hooks.pretraining.scene import replaced
@@ -38,7 +38,7 @@ class CommandLine:
 
 
 @contextlib.contextmanager
-def no_writers() -> Any:
+def no_writers() -> Iterator[None]:
     """Nobody opens TensorBoard's or W&B's files while the block runs."""
     from megatron.training import global_vars
 
