@@ -10,7 +10,7 @@ from tests.faults.harness.jobs import restart_kinds, undisturbed
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout
 from tests.megatron_lm.harness.runs import BASE, dies, gpt, stock, strike
 
-pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]
+pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.mark.parametrize("tag", [tag for tag in TAGS if tag != TAG])
