@@ -171,7 +171,8 @@ def test_standby_is_started_as_soon_as_that_is_possible(
         short.left = 3
         monkeypatch.setattr(os, "pipe", pipes)
         keeper.start()
-        assert set(Path("/proc/self/fd").iterdir()) == before
+        # Nothing is left open; what an earlier test has left may be closed at any moment.
+        assert set(Path("/proc/self/fd").iterdir()) <= before
         await asyncio.wait_for(looks.wait(), 20.0)
         assert short.left == 0
         await keeper.close(0.0)
