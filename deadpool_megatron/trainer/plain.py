@@ -98,9 +98,13 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     if namespace.out is not None and dist.get_rank() == 0:
         namespace.out.write_text(json.dumps(facts, indent=1))
-    dist.destroy_process_group()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The run is over and told of. Taking the groups down ends in an abort now and then: torch
+    # destroys a thread of gloo that still runs.
+    os._exit(status)
