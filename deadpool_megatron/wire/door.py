@@ -29,6 +29,8 @@ from deadpool_megatron.wire.tls import Tls, accepted_stream
 # which takes milliseconds where both sides are not busy.
 _MUTE_SECONDS = 0.2
 _PATIENCE_SECONDS = 1.0
+# After it, this process hears once more what has come: it may have been busy itself all the time.
+_LAST_CALL_SECONDS = 0.05
 _PAUSE_SECONDS = 0.1
 # As many as a busy process hears out in the time that one has in a crowd.
 _MOST_STRANGERS = 256
@@ -60,6 +62,7 @@ class _Stranger:
     port: int
     since: float
     has_spoken: bool = False
+    was_called: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
@@ -123,6 +126,8 @@ class Door:
         while len(self._strangers) >= self._most_strangers:
             first = self._next_to_go()
             left = first.until - time.monotonic()
+            if left <= 0 and not first.was_called:
+                first.was_called, left = True, _LAST_CALL_SECONDS
             if left <= 0:
                 del self._strangers[first]
                 assert first.task is not None

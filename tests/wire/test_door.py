@@ -86,22 +86,35 @@ class Short(socket.socket):
 class Slow(socket.socket):
     """A listener on a busy host."""
 
+    seconds = 0.03
+
     def accept(self) -> tuple[socket.socket, Any]:
         found = super().accept()
-        time.sleep(0.03)
+        time.sleep(self.seconds)
         return found
 
 
-def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is() -> None:
+@pytest.mark.parametrize(
+    ("agents", "most_strangers", "seconds"),
+    [
+        pytest.param(40, 8, 0.03, id="each waits a little"),
+        pytest.param(6, 2, 0.3, id="its process stands still for longer than one may be mute"),
+    ],
+)
+def test_who_waits_in_a_crowd_is_heard_however_slow_the_host_is(
+    agents: int, most_strangers: int, seconds: float
+) -> None:
     """The door takes connections that wait without a pause, and each has a fifth of a second."""
+    listener = Slow()
+    listener.seconds = seconds
 
     async def scenario(inside: Recorder, address: Address) -> None:
-        writers = await asyncio.gather(*(enter(address) for _ in range(40)))
-        assert len(inside.served) == 40
+        writers = await asyncio.gather(*(enter(address) for _ in range(agents)))
+        assert len(inside.served) == agents
         for writer in writers:
             writer.close()
 
-    assert behind(scenario, most_strangers=8, listener=Slow()).refusals == []
+    assert behind(scenario, most_strangers, listener=listener).refusals == []
 
 
 def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
@@ -186,8 +199,10 @@ def test_a_crowd_of_agents_gets_in_one_after_the_other() -> None:
     """As many as all agents of a large run that come back at once: none of them is put out."""
 
     async def scenario(inside: Recorder, address: Address) -> None:
-        await asyncio.gather(*(enter(address) for _ in range(200)))
+        writers = await asyncio.gather(*(enter(address) for _ in range(200)))
         assert len(inside.served) == 200
+        for writer in writers:
+            writer.close()
 
     assert behind(scenario, most_strangers=4).refusals == []
 

@@ -51,7 +51,10 @@ def replace(path: Path, text: str | None) -> None:
 
 
 class LogCopier:
-    """Copies what logs have grown by. How far it is stands beside them, for whoever goes on."""
+    """Copies what logs have grown by. How far it is stands beside them, for whoever goes on, and of
+    the log that is being copied how long the target was before: the target itself tells how far one
+    has come that was killed meanwhile.
+    """
 
     def __init__(self, logs: Path, target: Path) -> None:
         self._logs, self._target = logs, target
@@ -83,12 +86,20 @@ class LogCopier:
     def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
         """With the lock: another process may have copied meanwhile."""
         with contextlib.suppress(OSError, ValueError):
-            self._copied = json.loads((self._logs / _COPIED).read_text())
+            record = json.loads((self._logs / _COPIED).read_text())
+            self._copied = record["copied"]
+            for name, nbytes_before in record["under_way"].items():
+                nbytes = (self._target / name).stat().st_size
+                self._copied[name] = self._copied.get(name, 0) + max(0, nbytes - nbytes_before)
         try:
             for entry in grown:
                 self._copy(entry)
         finally:
-            replace(self._logs / _COPIED, json.dumps(self._copied))
+            self._keep({})
+
+    def _keep(self, under_way: dict[str, int]) -> None:
+        record = {"copied": self._copied, "under_way": under_way}
+        replace(self._logs / _COPIED, json.dumps(record))
 
     def _copy(self, entry: os.DirEntry[str]) -> None:
         if not self._has_grown(entry):
@@ -104,6 +115,7 @@ class LogCopier:
                 if data > start:
                     os.write(target, f"\n[{data - start} bytes are missing here]\n".encode())
                     self._copied[entry.name] = data
+                self._keep({entry.name: os.fstat(target).st_size})
                 log.seek(data)
                 while piece := log.read(_PIECE_BYTES):
                     while piece:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import file_worker, posix
+from deadpool_megatron.cluster.process.file_worker import LogCopier
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.process.local_logs import LocalLogs
 
@@ -159,6 +160,37 @@ def test_logs_are_copied_once_whoever_copies(tmp_path: Path) -> None:
         assert copy.read_text() == "of an earlier run\nfirst\nsecond\n"
 
     working(tmp_path, scenario)
+
+
+def test_a_log_is_copied_once_by_one_that_is_killed_as_it_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has copied it could not write down."""
+    logs, target = LocalLogs(tmp_path / "logs"), tmp_path / "target"
+    target.mkdir()
+    logs.log("one").write_text("first\n")
+    LogCopier(logs.directory, target).copy()
+    logs.log("one").write_text("first\nsecond\n")
+
+    class Killed(BaseException):
+        pass
+
+    def write(descriptor: int, piece: bytes) -> int:
+        real_write(descriptor, piece[:3])
+        raise Killed
+
+    def keep_nothing(_self: LogCopier, under_way: dict[str, int]) -> None:
+        if under_way:
+            real_keep(_self, under_way)
+
+    real_write, real_keep = os.write, LogCopier._keep
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        patched.setattr(LogCopier, "_keep", keep_nothing)
+        with pytest.raises(Killed):
+            LogCopier(logs.directory, target).copy()
+    assert LogCopier(logs.directory, target).copy() == ""
+    assert (target / "one.log").read_text() == "first\nsecond\n"
 
 
 def test_logs_wait_for_a_target_that_takes_nothing(
