@@ -37,6 +37,8 @@ def check_directory(path: Path) -> None:
             facts = path.stat()
     except FileNotFoundError:
         return
+    except OSError as error:
+        raise OwnershipError(f"{path} cannot be looked at: {error.strerror}") from error
     _check_owner(path, facts)
     if stat.S_ISDIR(facts.st_mode) and facts.st_mode & _OTHERS_WRITE and not _is_trusted(path):
         raise OwnershipError(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import deadpool_megatron
+from deadpool_megatron.cli import standard_streams
 from deadpool_megatron.cli.common import EXIT_BAD_INPUT, CommandError
 from deadpool_megatron.cluster.run_directory.directory import RunDirectoryError
 from deadpool_megatron.ownership import OwnershipError
@@ -58,6 +59,8 @@ _REFUSALS = (
 )
 # What these write is for the run's user alone, unless the variable says otherwise.
 _WRITERS = {"run", "demo", "check", "coordinator", "agent", "standby"}
+# On these a run depends, for as long as it lasts.
+_PARTS_OF_A_RUN = {"run", "agent", "standby"}
 UMASK_VARIABLE = "DEADPOOL_UMASK"
 _EXAMPLES = """\
 examples:
@@ -75,6 +78,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; answers the exit status."""
+    standard_streams.open_missing()
     given = list(sys.argv[1:] if argv is None else argv)
     # Everything behind the first "--" is the user's command and not to be parsed here.
     options, command = given, []
@@ -86,6 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.subcommand in _WRITERS:
             os.umask(_umask())
+        if args.subcommand in _PARTS_OF_A_RUN:
+            standard_streams.outlive_readers()
         return int(_module(COMMANDS[args.subcommand]).run(args))
     except _REFUSALS as error:
         print(f"deadpool {args.subcommand}: {error}", file=sys.stderr)

@@ -103,6 +103,7 @@ class Launcher:
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
         }
         try:
             self._run.create(self._info)

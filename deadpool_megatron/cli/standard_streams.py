@@ -1,0 +1,70 @@
+"""Standard input, output and error of a command that must outlive who reads them.
+
+A terminal goes away, ``tee`` is killed, the disk behind ``> run.log`` is full: none of it may end a
+run. And a descriptor that was closed at the start would be given to the next socket.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Any, TextIO, cast
+
+# There may be room again later; everything else stays as it is.
+_PASSING = {errno.ENOSPC, errno.EDQUOT, errno.EAGAIN, errno.ENOMEM}
+
+
+def open_missing() -> None:
+    """Have descriptors 0 to 2 and their streams lead nowhere where they were closed."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != descriptor:
+                os.dup2(nowhere, descriptor)
+                os.close(nowhere)
+            os.set_inheritable(descriptor, True)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w")
+
+
+def outlive_readers() -> None:
+    """From now on, what cannot be printed is lost, and the process goes on."""
+    sys.stdout = cast(TextIO, _Steady(sys.stdout))
+    sys.stderr = cast(TextIO, _Steady(sys.stderr))
+
+
+class _Steady:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno not in _PASSING:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

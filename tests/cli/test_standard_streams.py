@@ -1,0 +1,64 @@
+"""A run does not end because nobody can read any more what it prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Stands for `deadpool run` up to its first line; the rest is what every sub-command goes through.
+RUN = """
+import sys
+from deadpool_megatron import cli
+from deadpool_megatron.cli.start import run
+def prints(args):
+    for _ in range(3):
+        print("x" * 10_000, flush=True)
+        print("y", file=sys.stderr)
+    return 7
+run.run = prints
+sys.exit(cli.main(["run", "--run-dir", "d", "--nodes", "1", "--nproc-per-node", "1"]))
+"""
+
+
+def result(**streams: int) -> int:
+    done = subprocess.run([sys.executable, "-c", RUN], check=False, timeout=60, **streams)
+    return done.returncode
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_reader_goes_away(stream: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert result(**{stream: writing}) == 7
+    finally:
+        os.close(writing)
+
+
+def test_a_disk_is_full() -> None:
+    with open("/dev/full", "w") as full:
+        assert result(stdout=full.fileno(), stderr=full.fileno()) == 7
+
+
+def test_streams_that_are_closed_lead_nowhere() -> None:
+    """Or the next socket would get their numbers, and what is printed."""
+    shown = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&- >&- 2>&-', sys.executable, "-c", RUN],
+        check=False,
+        timeout=60,
+    )
+    assert shown.returncode == 7
+
+
+def test_what_a_terminal_has_no_letters_for_is_written_in_others() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-c", RUN.replace('"x" * 10_000', '"caf\\u00e9"')],
+        env={**os.environ, "PYTHONIOENCODING": "ascii:strict"},
+        check=False,
+        timeout=60,
+        capture_output=True,
+    )
+    assert (shown.returncode, shown.stdout.splitlines()[0]) == (7, rb"caf\xe9")
