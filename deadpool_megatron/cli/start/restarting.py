@@ -70,7 +70,9 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
         old = run.read_run()
     except (RunDirectoryError, NotADirectoryError):
         return None
-    if run.final.exists() and not slots_are_kept(run):
+    if run.launcher_lock.exists():
+        os.close(hold(run))  # whose launcher lives is not to be waited for
+    if _is_over(run):
         return None
     if args.resume is not None:
         raise CommandError(
@@ -78,6 +80,8 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
             " another directory"
         )
     _await_end(run, old)
+    if _is_over(run):
+        return None  # it came to its end without its launcher
     for flag, given, known in (
         ("--nodes", args.nodes, old.nodes),
         ("--nproc-per-node", args.nproc_per_node, old.nproc_per_node),
@@ -119,6 +123,10 @@ def begin(run: RunDirectory, restart: Restart) -> str:
         shutil.rmtree(run.skeletons, ignore_errors=True)
         where += "; its command is another one than before, the state is taken as it is"
     return f"run {restart.info.run_id} is started again; {where}"
+
+
+def _is_over(run: RunDirectory) -> bool:
+    return run.final.exists() and not slots_are_kept(run)
 
 
 def _await_end(run: RunDirectory, old: RunInfo) -> None:

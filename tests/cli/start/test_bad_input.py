@@ -272,6 +272,21 @@ def test_two_launchers_of_one_directory(
     checks.check_run_directory(RunDirectory(tmp_path / "r"))
 
 
+def test_a_second_launcher_neither_waits_for_the_first_nor_begins_its_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = old_run(tmp_path / "r")
+    lock = restarting.hold(run)
+    assert "in use by another 'deadpool run'" in complain(capsys, *run_arguments(run.path))
+    os.close(lock)
+
+    def it_comes_to_its_end(*_: object) -> None:
+        write_json(run.final, {"exit_status": 0, "reason": ""})
+
+    monkeypatch.setattr(restarting, "_await_end", it_comes_to_its_end)
+    assert "holds an earlier run" in complain(capsys, *run_arguments(run.path))
+
+
 def test_another_command_on_the_state_in_memory_is_told(tmp_path: Path) -> None:
     run = old_run(tmp_path / "old")
     info = run.read_run()
