@@ -68,7 +68,7 @@ def test_a_drain_that_a_failure_overtakes_is_done_all_the_same() -> None:
     rig = begun()
     ask(rig, Verb.DRAIN, node=1)
     rig.feed(ev.NodeLost(1, "gone"))
-    assert outcome(rig) == (Stage.REFUSED, "node 1 node 1: gone")
+    assert outcome(rig) == (Stage.REFUSED, "node 1: gone")
 
 
 def taken_over(old: Rig, *, restarted: bool = False) -> Rig:
