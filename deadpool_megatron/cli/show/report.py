@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cli.common import shown
+from deadpool_megatron.cli.show.advice import advice_for
 from deadpool_megatron.cli.show.narration import (
     describe_cause,
     describe_coordinator,
@@ -22,6 +23,7 @@ from deadpool_megatron.cli.show.narration import (
 )
 from deadpool_megatron.cli.show.run_result import (
     PHASES,
+    FinishedRecovery,
     ResultError,
     RunResult,
     decimal,
@@ -103,6 +105,9 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
             f" {failure.began - began:.1f} s into the run, epoch {failure.closed_epoch} closed",
         )
     ]
+    advice = advice_for(failure.kind)
+    if advice is not None:
+        facts.append(("why", advice.noticed))
     if failure.losses:
         facts.append(("lost", _joined(describe_loss(loss) for loss in failure.losses)))
     facts += [("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]]
@@ -119,12 +124,19 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
             facts.append(("seats", describe_seats(recovery.seats_changed)))
         phases = [f"{name} {value:.3f}" for name, value in recovery.phases.items()]
         facts.append(("phases", ", ".join(phases) + " s" if phases else "not recorded"))
-        facts.append(("redone", f"{count(recovery.steps_recomputed, 'step')} recomputed"))
-        if recovery.seconds is not None:
-            facts.append(("took", f"{recovery.seconds:.3f} s until the next step was finished"))
-        facts.append(("exposed", f"{failure.exposure:.3f} s without all copies in memory"))
+        facts.append(("cost", _describe_cost(failure, recovery)))
+    if advice is not None and advice.to_do:
+        facts.append(("to do", advice.to_do))
     cause = describe_cause({"kind": failure.kind, "cause": failure.cause})
     return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+
+
+def _describe_cost(failure: Interruption, recovery: FinishedRecovery) -> str:
+    again = f"{count(recovery.steps_recomputed, 'step')} computed again"
+    exposed = f"{failure.exposure:.3f} s without all copies in memory"
+    if recovery.seconds is None:
+        return f"{again}, {exposed}"
+    return f"{recovery.seconds:.3f} s until the next step was finished, {again}, {exposed}"
 
 
 def _describe_progress(failure: Interruption, story: Story) -> str:

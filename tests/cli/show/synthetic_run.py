@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
 WORLD_SIZE = 8
@@ -104,7 +105,11 @@ def recovery_events(iteration: int, killed: float) -> Iterator[Event]:
     yield Event(
         Kind.EPOCH_CLOSED,
         epoch=1,
-        data={"cause": "node 0 lost: connection of its agent closed", "culprits": [0]},
+        data={
+            "cause": "node 0: connection closed",
+            "kind": FailureKind.NODE_LOST,
+            "culprits": [0],
+        },
         wall_seconds=ends["detect"],
     )
     decided = {"generation": [1, iteration - 1], "segment": "step", "seconds": 0.004}
@@ -132,7 +137,8 @@ def recovery_events(iteration: int, killed: float) -> Iterator[Event]:
 
 def recovery_facts(iteration: int) -> dict[str, Any]:
     return {
-        "cause": "node 0 lost: connection of its agent closed",
+        "cause": "node 0: connection closed",
+        "kind": FailureKind.NODE_LOST,
         "generation": [1, iteration - 1],
         "boundary": "step",
         "phases": PHASES,

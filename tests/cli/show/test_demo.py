@@ -54,7 +54,7 @@ def test_an_identical_run_ends_with_the_verdict_and_leaves_nothing(
     live = [line.split(" s  ", 1)[1] for line in lines[again + 1 :] if " s  " in line]
     first, last = live.index("lost connection of its agent closed"), live.index(recovered(live))
     assert last - first <= 9, "a failure in ten lines"
-    assert "epoch 1 closed: node 0 lost: connection of its agent closed" in live[first:last]
+    assert "epoch 1 closed: a node was lost: node 0: connection closed" in live[first:last]
     for phase, seconds in synthetic_run.PHASES.items():
         assert f"{phase} {seconds:.2f}" in recovered(live) or seconds < 0.005
     facts = json.loads(facts_file.read_text())

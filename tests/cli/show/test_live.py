@@ -51,7 +51,7 @@ def test_a_failure_is_told_in_ten_lines_with_cause_phases_and_seconds(tmp_path: 
     assert len(told) <= 10
     assert told[:3] == [
         "lost connection of its agent closed",
-        "epoch 1 closed: node 0 lost: connection of its agent closed",
+        "epoch 1 closed: a node was lost: node 0: connection closed",
         "epoch 2 goes on from iteration 5 (1)",
     ]
     assert told[-1].startswith("recovered in 0.90 s (detect 0.01, close 0.08, ")

@@ -11,8 +11,10 @@ import pytest
 from synthetic_run import events_of, write_run
 
 from deadpool_megatron.cli.show import report
+from deadpool_megatron.cli.show.advice import ADVICE
 from deadpool_megatron.cli.show.narration import describe_loss
 from deadpool_megatron.cli.show.story import Story, summary
+from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
 
 
@@ -41,19 +43,27 @@ def test_a_failure_is_told_in_ten_lines_at_most(
     text = capsys.readouterr().out
     told = text.split("Failure 1: ")[1].split("\n\n")[0].splitlines()
     assert len(told) <= 10
-    assert told[0] == "node 0 lost: connection of its agent closed"
+    assert told[0] == "a node was lost: node 0: connection closed"
     assert "after iteration 5," in told[1]
     for part in (
         "of iteration 5 (computed in epoch 1)",
         "role 0: node 0 slot 0 -> node 4 slot 0",
         "rebuild 0.212",
-        "1 step recomputed",
+        "why      the connection to its agent ended",
+        "1 step computed again",
         "0.899 s until the next step",
         "0.247 s without all copies",
+        "to do    look whether the host is up",
     ):
         assert any(part in line for line in told), part
     assert "ended with exit status 0" in text
     assert "1 wait, 0.040 s over all roles, the longest 0.040 s (role 2, iteration 3)" in text
+
+
+def test_every_kind_of_failure_has_a_reason_and_what_to_do() -> None:
+    planned = {FailureKind.DRAINED, FailureKind.COORDINATOR, FailureKind.RESTART}
+    assert ADVICE.keys() == set(FailureKind)
+    assert {kind for kind, advice in ADVICE.items() if not advice.to_do} == planned
 
 
 def test_json_holds_the_same_facts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
