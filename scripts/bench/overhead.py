@@ -18,6 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,21 @@ def training_arguments(tokens: int, steps: int) -> list[str]:
     ]
 
 
-def run_protected(training: list[str], steps: int, base: Path) -> Measured:
+def run_protected(
+    training: list[str],
+    steps: int,
+    base: Path,
+    nodes: int = NODES,
+    nproc_per_node: int = NPROC_PER_NODE,
+    program: Sequence[str] = ("-m", "deadpool_megatron.trainer"),
+    variables: Mapping[str, str] | None = None,
+) -> Measured:
     """The training under ``deadpool run``, whose events tell of each step."""
     directory = base / uuid.uuid4().hex
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run"),
-        *("--nodes", str(NODES), "--spares", "0", "--nproc-per-node", str(NPROC_PER_NODE)),
-        *("--run-dir", str(directory), "--deadpool-cadence", "1"),
-        *("--", "-m", "deadpool_megatron.trainer"),
+        *("--nodes", str(nodes), "--spares", "0", "--nproc-per-node", str(nproc_per_node)),
+        *("--run-dir", str(directory), "--deadpool-cadence", "1", "--", *program),
     ]
     tail = EventTail(RunDirectory(directory).events)
 
@@ -69,7 +77,7 @@ def run_protected(training: list[str], steps: int, base: Path) -> Measured:
         return sum(event.kind is Kind.STEP for event in tail.poll())
 
     log = directory.with_suffix(".log")
-    measured = watch([*command, *training], log, steps, new_steps)
+    measured = watch([*command, *training], log, steps, new_steps, variables)
     try:
         story = read_story(directory)
     except ResultError as error:

@@ -18,13 +18,8 @@ PLACE = "BENCH_COMPUTE_AT"
 PLACES = ("begin", "end")
 
 
-def main(side: str, arguments: list[str]) -> int:
-    """Run the trainer of a side in this process."""
-    if side == "plain":
-        from deadpool_megatron.platform import preload  # noqa: F401 - before Megatron's import
-        from deadpool_megatron.trainer import plain as trainer
-    else:
-        from deadpool_megatron.trainer import __main__ as trainer  # type: ignore[no-redef]
+def slow_down() -> None:
+    """From now on every step of this process's trainer takes longer."""
     from deadpool_megatron.trainer.loop import TrainingLoop
 
     name = "_mean_loss" if os.environ.get(PLACE) == "end" else "train_step"
@@ -35,6 +30,16 @@ def main(side: str, arguments: list[str]) -> int:
         return own(loop, *arguments)
 
     setattr(TrainingLoop, name, slower)
+
+
+def main(side: str, arguments: list[str]) -> int:
+    """Run the trainer of a side in this process."""
+    if side == "plain":
+        from deadpool_megatron.platform import preload  # noqa: F401 - before Megatron's import
+        from deadpool_megatron.trainer import plain as trainer
+    else:
+        from deadpool_megatron.trainer import __main__ as trainer  # type: ignore[no-redef]
+    slow_down()
     return trainer.main(arguments)
 
 

@@ -52,7 +52,12 @@ def parameters(config: TrainerConfig) -> int:
 
 
 def run_plain(
-    training: Sequence[str], ranks: int, steps: int, base: Path, unmeasured_steps: int = 0
+    training: Sequence[str],
+    ranks: int,
+    steps: int,
+    base: Path,
+    unmeasured_steps: int = 0,
+    variables: Mapping[str, str] | None = None,
 ) -> Measured:
     """The training on stock gloo, without protection, which prints a line per step."""
     program = Path(__file__).with_name("plain_ranks.py")
@@ -64,7 +69,7 @@ def run_plain(
         def new_steps() -> int:
             return sum("iteration " in line and " | loss " in line for line in lines)
 
-        return watch(command, log, steps, new_steps, unmeasured_steps=unmeasured_steps)
+        return watch(command, log, steps, new_steps, variables, unmeasured_steps)
 
 
 def watch(
