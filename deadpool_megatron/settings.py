@@ -123,7 +123,7 @@ class Settings:
         12.0, "a node that has not come to the new coordinator for this long is taken for lost"
     )
     hang_seconds: float = _setting(
-        300.0, "no progress of any role for this long, outside announced long sections, is a hang"
+        300.0, "no progress of any role for this long, or for 2.5 of the longest steps, is a hang"
     )
     first_step_seconds: float = _setting(
         1200.0, "limit for the first iteration, evaluation, save and load instead of hang_seconds"

@@ -30,6 +30,7 @@ class Reports:
         # What this iteration has reported so far. It travels with the generation: its line may be
         # lost with a node although the generation is safe, and is told again after a restore.
         self.told: list[list[Any]] = []
+        self._section_before = self.section
         self._link = link
         self._settings = link.settings
         self._check = check
@@ -111,7 +112,14 @@ class Reports:
         )
 
     def report_wait(self, generation: Generation, seconds: float, over: bool) -> None:
-        """A wait for the protection of ``generation``: while it lasts, and at its end."""
+        """A wait for the protection of ``generation``: while it lasts, and at its end. Meanwhile
+        the role is in a section of its own: what holds it up is not its own fault.
+        """
+        if not over and self.section != "gate":
+            self._section_before = self.section
+            self.section = "gate"
+        elif over and self.section == "gate":
+            self.section = self._section_before
         values = {"seconds": seconds, "over": over, "lineage": generation.lineage}
         self.send_event(Kind.GATE_WAIT, generation.iteration, values)
 

@@ -41,3 +41,16 @@ def test_a_restored_generation_is_reported_again() -> None:
         (e.kind, e.iteration, e.data) for e in wanted
     ]
     assert second.told == first.told
+
+
+def test_who_waits_at_the_gate_is_in_a_section_of_its_own() -> None:
+    """Or it would hang in its step, and nobody would be any better in its place."""
+    reports = reports_of(Link())
+    reports.section = "step"
+    for seconds in (5.0, 10.0):
+        reports.report_wait(Generation(1, 3), seconds, over=False)
+        assert reports.section == "gate"
+    reports.report_wait(Generation(1, 3), 12.0, over=True)
+    assert reports.section == "step"
+    reports.report_wait(Generation(1, 4), 0.02, over=True)
+    assert reports.section == "step"

@@ -50,7 +50,7 @@ def repeat_seconds(roles: int) -> float:
 
 def hang_look_seconds(settings: Settings) -> float:
     """The time between two looks for a hang: a small part of the limit that is looked for."""
-    return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 5.0))
+    return max(settings.beat_interval_seconds, min(settings.hang_seconds / 20, 2.0))
 
 
 def is_told(role: int, iteration: int, world_size: int) -> bool:

@@ -23,6 +23,8 @@ from deadpool_megatron.settings import Settings
 
 # Sections that have first_step_seconds instead of hang_seconds.
 LONG_SECTIONS = frozenset({"build", "first-step", "load", *BOUNDARIES[1:]})
+# The section whose usual length is learned (hang_limit.py).
+STEP = "step"
 # A role in one of these is not expected to progress.
 IDLE_SECTIONS = frozenset({"parked", "paused", "done"})
 
@@ -90,10 +92,13 @@ class RoleStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """The verdict: roles that hold the others up (may be empty), and one line that says how."""
+    """The verdict: roles that hold the others up (may be empty), one line that says how, and for
+    how long nothing has moved.
+    """
 
     culprits: tuple[int, ...]
     cause: str
+    still_seconds: float
 
 
 class ProgressClock:
@@ -116,23 +121,24 @@ class ProgressClock:
         return statuses
 
 
-def find_hang(statuses: Mapping[int, RoleStatus], settings: Settings) -> Hang | None:
-    """None while any role moves or all are idle; the longest limit of the roles' sections counts,
-    because the others may be waiting for the role that is in the long section.
+def find_hang(
+    statuses: Mapping[int, RoleStatus], settings: Settings, limit_seconds: float
+) -> Hang | None:
+    """None while any role moves or all are idle. ``limit_seconds`` is that of a step; the longest
+    limit of the roles' sections counts, because the others may be waiting for the role that is in
+    the long section.
     """
     busy = {r: s for r, s in statuses.items() if s.section not in IDLE_SECTIONS}
     if not busy:
         return None
-    limit = max(
-        settings.first_step_seconds if s.section in LONG_SECTIONS else settings.hang_seconds
-        for s in busy.values()
-    )
+    limits = {STEP: limit_seconds, **dict.fromkeys(LONG_SECTIONS, settings.first_step_seconds)}
+    limit = max(limits.get(s.section, settings.hang_seconds) for s in busy.values())
     still = min(s.still_seconds for s in statuses.values())
     if still <= limit:
         return None
     on_devices = any(status.device is not None for status in busy.values())
     culprits, how = _culprits_by_device(busy) if on_devices else _culprits(busy)
-    return Hang(culprits, f"no progress of any role for {still:.1f} s: {how}")
+    return Hang(culprits, f"no progress of any role for {still:.1f} s: {how}", still)
 
 
 def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:

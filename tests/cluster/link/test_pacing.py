@@ -43,7 +43,7 @@ def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float
 
 
 def test_hangs_are_looked_for_far_more_often_than_they_are_found() -> None:
-    assert hang_look_seconds(Settings()) == 5.0
+    assert hang_look_seconds(Settings()) == 2.0
     assert hang_look_seconds(Settings(hang_seconds=20.0)) == 1.0
 
 

@@ -17,7 +17,8 @@ from deadpool_megatron.cluster.watch.hang import (
 )
 from deadpool_megatron.settings import Settings
 
-SETTINGS = Settings(hang_seconds=10, first_step_seconds=100)
+LIMIT = 10.0
+SETTINGS = Settings(hang_seconds=LIMIT, first_step_seconds=100)
 
 
 def status(
@@ -34,12 +35,12 @@ def status(
 
 def test_no_hang_while_anybody_moves() -> None:
     waits = ("dp", "all_reduce", 4)
-    assert find_hang({0: status(waits), 1: status(waits, still=0.5)}, SETTINGS) is None
-    assert find_hang({}, SETTINGS) is None
+    assert find_hang({0: status(waits), 1: status(waits, still=0.5)}, SETTINGS, LIMIT) is None
+    assert find_hang({}, SETTINGS, LIMIT) is None
 
 
 def test_culprit_is_who_does_not_wait() -> None:
-    hang = find_hang({0: status(("dp", "all_reduce", 4)), 1: status(None)}, SETTINGS)
+    hang = find_hang({0: status(("dp", "all_reduce", 4)), 1: status(None)}, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1,)
     assert "role 1 in section train of iteration 7" in hang.cause
@@ -47,7 +48,7 @@ def test_culprit_is_who_does_not_wait() -> None:
 
 def test_of_several_outside_the_earliest_iteration_counts() -> None:
     found = {0: status(None, iteration=8), 1: status(None, iteration=7), 2: status(None)}
-    hang = find_hang(found, SETTINGS)
+    hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1, 2)
 
@@ -58,7 +59,7 @@ def test_culprit_is_who_is_behind_in_its_group() -> None:
         1: status(("tp", "all_gather", 8)),
         2: status(("pp", "recv", 3)),
     }
-    hang = find_hang(found, SETTINGS)
+    hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1,)
     assert "did not enter operation 9 of group tp" in hang.cause
@@ -70,13 +71,13 @@ def test_different_groups_fall_back_to_the_count_of_operations() -> None:
         0: status(("tp", "all_reduce", 9), progress=60),
         1: status(("pp", "recv", 3), progress=58),
     }
-    hang = find_hang(found, SETTINGS)
+    hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1,)
 
 
 def test_hang_without_a_visible_culprit_is_still_a_hang() -> None:
-    hang = find_hang({r: status(("dp", "barrier", 4)) for r in range(3)}, SETTINGS)
+    hang = find_hang({r: status(("dp", "barrier", 4)) for r in range(3)}, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == ()
 
@@ -85,20 +86,20 @@ def test_one_role_in_a_long_section_gives_all_its_limit() -> None:
     waits = status(("world", "barrier", 2))
     for section in ("first-step", "evaluation", "save", "load"):
         long = status(None, section=section)
-        assert find_hang({0: waits, 1: long}, SETTINGS) is None, section
+        assert find_hang({0: waits, 1: long}, SETTINGS, LIMIT) is None, section
     late = {
         0: status(("world", "barrier", 2), still=101),
         1: status(None, section="save", still=101),
     }
-    hang = find_hang(late, SETTINGS)
+    hang = find_hang(late, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (1,)
 
 
 def test_idle_roles_are_no_culprits() -> None:
     idle = {0: status(None, section="paused"), 1: status(None, section="done")}
-    assert find_hang(idle, SETTINGS) is None
-    hang = find_hang({**idle, 2: status(None)}, SETTINGS)
+    assert find_hang(idle, SETTINGS, LIMIT) is None
+    hang = find_hang({**idle, 2: status(None)}, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == (2,)
 
@@ -151,14 +152,14 @@ def test_on_devices_only_evidence_names_a_culprit(
     roles: list[tuple[tuple[str, int, int, int], ...]], culprits: tuple[int, ...], words: str
 ) -> None:
     found = {role: on_device(*groups, messages=("pp",)) for role, groups in enumerate(roles)}
-    hang = find_hang(found, SETTINGS)
+    hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == culprits
     assert words in hang.cause
 
 
 def test_nobody_is_named_as_long_as_one_device_is_not_known() -> None:
-    hang = find_hang({0: on_device(("dp", 5, 5, 4)), 1: status(None)}, SETTINGS)
+    hang = find_hang({0: on_device(("dp", 5, 5, 4)), 1: status(None)}, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == ()
 
@@ -180,6 +181,6 @@ def test_never_is_every_role_named(roles: list[list[list[int]]]) -> None:
         role: on_device(*((name, *numbers) for name, numbers in zip("ab", groups, strict=True)))
         for role, groups in enumerate(roles)
     }
-    hang = find_hang(found, SETTINGS)
+    hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert len(hang.culprits) < len(roles)

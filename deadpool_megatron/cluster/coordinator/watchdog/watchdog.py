@@ -19,6 +19,7 @@ from deadpool_megatron.cluster.machine import inputs
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.hang import ProgressClock, find_hang
+from deadpool_megatron.cluster.watch.hang_limit import HangLimit
 from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings
 
@@ -32,6 +33,7 @@ class Watchdog:
         self._settings = settings
         self._peers = peers
         self._progress = ProgressClock()
+        self._hang_limit = HangLimit(settings)
         self._slow_nodes = SlowNodes(settings)
         self._protection = ProtectionWatch(settings)
         self._pace = Pace(hang_look_seconds(settings))
@@ -96,11 +98,15 @@ class Watchdog:
     def _hang(self, state: State, now: float) -> inputs.RolesHung | None:
         record = state.record
         if record is None or state.phase not in (Phase.RUNNING, Phase.PAUSING):
+            self._hang_limit.forget_step()
             return None
         beats = role_beats(state, self._peers)
         if len(beats) != len(record.seats):
             return None
-        hang = find_hang(self._progress.update(beats, now), self._settings)
+        statuses = self._progress.update(beats, now)
+        self._hang_limit.look(statuses, now)
+        hang = find_hang(statuses, self._settings, self._hang_limit.seconds)
         if hang is None:
             return None
+        self._hang_limit.was_reached(hang.still_seconds)
         return inputs.RolesHung(record.epoch, hang.culprits, hang.cause)
