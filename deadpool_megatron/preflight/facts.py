@@ -28,6 +28,8 @@ class HostFacts:
     open_files: int | None = None
     # What the site's own command says; good where there is none.
     health: Answer = field(default_factory=Answer)
+    # Why an earlier run speaks against this host; empty where none does.
+    noted: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the JSON form."""
@@ -52,6 +54,7 @@ class HostFacts:
             shm_free_bytes=int(values["shm_free_bytes"]),
             memory_bytes=int(values["memory_bytes"]),
             health=Answer(Health(values["health"]), str(values["health_text"])),
+            noted=str(values["noted"]),
             **limits,
         )
 

@@ -140,6 +140,8 @@ def judge(reports: Iterable[NodeReport], needs: Needs) -> dict[int, Judgement]:
 def problems(facts: HostFacts, needs: Needs) -> list[Finding]:
     """Returns what is wrong with a node by itself, without a look at the others."""
     found = []
+    if facts.noted:
+        found.append(_out(facts.noted))
     if facts.health.health is Health.OUT:
         found.append(_out(f"its health command says: {facts.health.text}"))
     elif facts.health.health is Health.SPARE_ONLY:

@@ -6,12 +6,17 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cli.prepare import check_table
+from deadpool_megatron.cluster.run_directory.bad_nodes import (
+    BadNode,
+    add_bad_node,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
@@ -62,6 +67,7 @@ class Nodes:
 
 @pytest.mark.slow
 def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
+    add_bad_node(tmp_path, BadNode("host0", "device-error", time.time(), "0a0a0a0a", "Xid 79"))
     with Nodes(tmp_path, "--", MEMBER, "--iterations", "10") as nodes:
         nodes.start(0, OTHER)
         nodes.start(1)
@@ -69,7 +75,7 @@ def test_a_run_without_the_node_that_is_not_fit(tmp_path: Path) -> None:
         status, _, errors = nodes.end_of(0)
         assert status == 69
         (line,) = [line for line in errors.splitlines() if "ends: " in line]
-        assert "left out: " in line
+        assert "left out: run 0a0a0a0a put host0 aside on " in line
         assert "torch is another one" in line
         ended = [nodes.end_of(node) for node in (1, 2)]
         assert [status for status, _, _ in ended] == [0, 0], ended

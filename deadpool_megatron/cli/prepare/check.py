@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from deadpool_megatron.cli.slurm_environment import (
     host_address,
     interface_address,
 )
+from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.planning.assess import assess, busiest
 from deadpool_megatron.planning.file import read_plan
 from deadpool_megatron.planning.keys import PlanError
@@ -30,6 +32,7 @@ at by 'deadpool agent --check-only' on each of them.
 _EPILOG = """\
 examples:
   deadpool check
+  deadpool check --runs runs
   deadpool check --plan configs/65b.yaml
   srun --ntasks-per-node=1 deadpool agent --from-slurm --check-only --run-dir DIR \\
       --nodes 64 --spares 2 --nproc-per-node 8
@@ -70,6 +73,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--health-seconds", type=float, default=60.0, metavar="S", help="limit for it"
     )
+    parser.add_argument(
+        "--runs", type=Path, metavar="RUNS", help="was this host put aside by a run in RUNS?"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
 
@@ -77,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the sub-command."""
     needs = Needs(nodes=1, shm_bytes=_shm_bytes(args))
     facts = host.read_facts(_address(args), args.health_command, args.health_seconds)
+    if args.runs is not None:
+        facts = replace(facts, noted=noted_against(facts.hostname, args.runs, ""))
     found = [finding.text for finding in problems(facts, needs)]
     if args.json:
         answer = {"ok": not found, "facts": facts.to_dict(), "problems": found}

@@ -16,6 +16,7 @@ from pathlib import Path
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
+from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes
 from deadpool_megatron.cluster.run_directory.directory import (
     SEGMENT_ROOT,
@@ -55,6 +56,14 @@ def check_command(command: Sequence[str]) -> None:
         raise CommandError(f"command not found: there is no script {command[0]!r}")
     if not os.access(script, os.R_OK):
         raise CommandError(f"script {command[0]!r} cannot be read")
+
+
+def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
+    """All nodes of the run will be on this host: better said before they start than by each."""
+    if info.settings.check == "off":
+        return
+    if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
+        raise CommandError(f"this host is left out: {noted}")
 
 
 def _check_main_module(name: str) -> None:

@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         info = make_info(args, settings, restore)
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, args.command)
     checks.check_sizes(info)
+    checks.check_host_is_not_bad(directory, info)
     checks.check_domains(info)
     if restart is None:
         checks.check_run_directory(directory)

@@ -13,6 +13,7 @@ from deadpool_megatron.cluster.agent.options import AgentOptions
 from deadpool_megatron.cluster.agent.service import Agent
 from deadpool_megatron.cluster.process import descriptors
 from deadpool_megatron.cluster.run_directory import slots
+from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
 from deadpool_megatron.preflight import host
 from deadpool_megatron.process_names import set_process_name
 from deadpool_megatron.vault.disk.found import found_slots
@@ -47,7 +48,8 @@ def run_agent(options: AgentOptions) -> int:
     settings = options.info.settings
     if settings.check != "off":
         facts = host.read_facts(options.host, settings.health_command, settings.health_seconds)
-        options = replace(options, facts=facts)
+        noted = noted_against(facts.hostname, options.run.path.parent, run_id)
+        options = replace(options, facts=replace(facts, noted=noted))
     code = asyncio.run(Agent(options, found).run())
     os.close(lock)
     print(f"agent ended after {time.monotonic() - started:.1f} s", file=sys.stderr)

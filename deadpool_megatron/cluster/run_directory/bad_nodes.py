@@ -1,16 +1,19 @@
 """The file of bad nodes beside the runs: which hosts a run has put aside, when and why.
 
-It belongs to no single run: each run in the same directory adds to it, and whoever starts the next
-one leaves these hosts out. Those who train never read it.
+It belongs to no single run: each run in the same directory adds to it, and the next one leaves
+these hosts out, be it by who submits it or by each agent, which says so when it joins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +23,25 @@ from deadpool_megatron.cluster.run_directory.directory import write_json
 
 # Names end up in the options of other programs.
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+RECENT_HOURS = 72.0
+# A mistake that puts many nodes aside must not leave nothing to train on.
+MOST_LEFT_OUT = 8
 _MOST_KEPT = 1000
 _MOST_EVIDENCE_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
 class BadNode:
-    """One host that one run has put aside. ``kind``: of failure; ``evidence``: one line."""
+    """One host that one run has put aside. ``kind``: of failure; ``evidence``: one line.
+    ``alone``: no other node of that run was on the host, so that the host is what is meant.
+    """
 
     host: str
     kind: str
     wall_seconds: float
     run: str
     evidence: str
+    alone: bool = True
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> BadNode:
@@ -42,7 +51,8 @@ class BadNode:
         kind, run, evidence = (str(values[name]) for name in ("kind", "run", "evidence"))
         shown = "".join(c if c.isprintable() else "?" for c in evidence)
         when = float(values["wall_seconds"])
-        return BadNode(host, kind, when, run, shown[:_MOST_EVIDENCE_CHARACTERS])
+        alone = bool(values.get("alone", True))
+        return BadNode(host, kind, when, run, shown[:_MOST_EVIDENCE_CHARACTERS], alone)
 
 
 def bad_nodes_file(runs: Path) -> Path:
@@ -73,19 +83,56 @@ def add_bad_node(runs: Path, bad: BadNode) -> bool:
 
     Blocks while another run adds one. Raises what :func:`read_bad_nodes` raises.
     """
-    ownership.check_directory(runs)
-    lock = os.open(runs / ".bad-nodes.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _locked(runs):
         known = read_bad_nodes(runs)
         if any((one.host, one.run) == (bad.host, bad.run) for one in known):
             return False
-        kept = [*known, bad][-_MOST_KEPT:]
-        values = {"nodes": [asdict(one) for one in kept]}
-        write_json(bad_nodes_file(runs), values, lasting=True)
+        _write(runs, [*known, bad])
         return True
-    finally:
-        os.close(lock)
+
+
+def forget_host(runs: Path, host: str) -> int:
+    """Remove the entries of a host that was repaired; returns how many there were.
+
+    Blocks while a run adds one. Raises what :func:`read_bad_nodes` raises.
+    """
+    with _locked(runs):
+        known = read_bad_nodes(runs)
+        kept = [one for one in known if one.host != host]
+        if len(kept) < len(known):
+            _write(runs, kept)
+        return len(known) - len(kept)
+
+
+def why_left_out(runs: Path, host: str, run_id: str, now_wall_seconds: float) -> str:
+    """Returns why a run leaves this host out, with what to do about it; empty where it does not.
+
+    By the newest entry of another run: what a run has put aside itself it knows better. Raises what
+    :func:`read_bad_nodes` raises.
+    """
+    since = now_wall_seconds - RECENT_HOURS * 3600
+    known = [one for one in read_bad_nodes(runs) if one.alone and one.run != run_id]
+    if host not in recent_hosts(known, since, MOST_LEFT_OUT):
+        return ""
+    newest = max((one for one in known if one.host == host), key=lambda one: one.wall_seconds)
+    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(newest.wall_seconds))
+    return (
+        f"run {newest.run} put {host} aside on {when} ({newest.kind}: {newest.evidence});"
+        f" 'deadpool bad-nodes --forget {host} {runs}' when it is mended"
+    )
+
+
+def noted_against(host: str, runs: Path, run_id: str) -> str:
+    """Returns why the run leaves this host out, by now. A file that cannot be believed leaves none
+    out; that is said on standard error.
+    """
+    if not bad_nodes_file(runs).exists():
+        return ""
+    try:
+        return why_left_out(runs, host, run_id, time.time())
+    except (OSError, ownership.OwnershipError, ValueError) as error:
+        print(f"deadpool: bad nodes are not looked up: {error}", file=sys.stderr, flush=True)
+        return ""
 
 
 def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int) -> list[str]:
@@ -94,3 +141,19 @@ def recent_hosts(bad: Sequence[BadNode], since_wall_seconds: float, at_most: int
     recent = [host for host, when in last.items() if when >= since_wall_seconds]
     newest = sorted(recent, key=lambda host: last[host], reverse=True)
     return sorted(newest[:at_most])
+
+
+@contextlib.contextmanager
+def _locked(runs: Path) -> Iterator[None]:
+    ownership.check_directory(runs)
+    lock = os.open(runs / ".bad-nodes.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _write(runs: Path, bad: Sequence[BadNode]) -> None:
+    values = {"nodes": [asdict(one) for one in bad[-_MOST_KEPT:]]}
+    write_json(bad_nodes_file(runs), values, lasting=True)

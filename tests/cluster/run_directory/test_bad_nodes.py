@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
-from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import is_bad
+from deadpool_megatron import cli
+from deadpool_megatron.cluster.coordinator.reporting.bad_nodes import BadNodes, is_bad
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.run_directory import bad_nodes
 from deadpool_megatron.cluster.run_directory.bad_nodes import (
     BadNode,
     add_bad_node,
+    forget_host,
     read_bad_nodes,
     recent_hosts,
+    why_left_out,
 )
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
+from tests.waiting import PATIENCE_SECONDS
 
 NODE = BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
 
@@ -54,6 +61,66 @@ def test_old_ones_are_used_again_and_never_too_many_are_left_out() -> None:
     again = replace(NODE, host="node1", wall_seconds=350.0)
     assert recent_hosts([*known, again], 250.0, 9) == ["node1", "node3", "node4"]
     assert recent_hosts([*known, again], 250.0, 2) == ["node1", "node4"]
+
+
+def test_a_host_that_another_run_has_put_aside_is_left_out_until_it_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    """Not by the run itself, nor by one that had several nodes there and lost one of them."""
+    add_bad_node(tmp_path, NODE)
+    add_bad_node(tmp_path, replace(NODE, host="node8", alone=False))
+    now = NODE.wall_seconds + 3600.0
+    said = why_left_out(tmp_path, "node7", "another", now)
+    assert said.startswith("run 0a0a0a0a put node7 aside on ")
+    assert "(device-error: Xid 79)" in said
+    assert f"'deadpool bad-nodes --forget node7 {tmp_path}'" in said
+    for host, run, when in (
+        ("node7", NODE.run, now),
+        ("node8", "another", now),
+        ("node9", "another", now),
+        ("node7", "another", now + 80 * 3600.0),
+    ):
+        assert why_left_out(tmp_path, host, run, when) == ""
+    assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 0
+    assert why_left_out(tmp_path, "node7", "another", now) == ""
+    assert [one.host for one in read_bad_nodes(tmp_path)] == ["node8"]
+
+
+def test_a_host_that_is_left_out_for_an_entry_is_not_noted_anew(tmp_path: Path) -> None:
+    """Else the entry would never be too old."""
+    run = RunDirectory(tmp_path / "run")
+    run.node(0).parent.mkdir(parents=True)
+    write_json(run.node(0), {"hostname": NODE.host})
+    left_out = {"kind": "left-out", "cause": "left out: of another reason"}
+    event = Event(Kind.NODE_LOST, node=0, wall_seconds=NODE.wall_seconds + 60.0, data=left_out)
+
+    def note() -> list[str]:
+        said: list[str] = []
+        noting = BadNodes(run, "another", "", said.append)
+        noting.note(event)
+        noting.flush(time.monotonic() + PATIENCE_SECONDS)
+        assert not said
+        return [one.run for one in read_bad_nodes(tmp_path)]
+
+    add_bad_node(tmp_path, NODE)
+    assert note() == [NODE.run]
+    forget_host(tmp_path, NODE.host)
+    assert note() == ["another"]
+
+
+def test_a_run_on_a_bad_host_is_refused_before_it_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add_bad_node(tmp_path, replace(NODE, host=gethostname(), wall_seconds=time.time()))
+    run = tmp_path / "run"
+    size = ("--nodes", "2", "--nproc-per-node", "1", "--preload", "")
+    start = ["run", "--run-dir", str(run), *size, "--", "-m", "json.tool"]
+    assert cli.main(start) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this host is left out: run 0a0a0a0a put " in line
+    assert not run.exists()
+    assert cli.main(["check", "--runs", str(tmp_path)]) == 1
+    assert "problem: run 0a0a0a0a put " in capsys.readouterr().out
 
 
 def test_a_lost_connection_or_a_drain_says_nothing_of_the_host() -> None:

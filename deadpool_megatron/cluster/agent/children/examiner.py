@@ -10,6 +10,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from deadpool_megatron.cluster.agent.children.starting import start_child
@@ -62,7 +63,9 @@ class Examiner:
     async def look(self) -> None:
         """Read the facts anew, and tell them."""
         try:
-            self._facts = await self._read()
+            # What earlier runs have noted is looked up once: the file may be on a slow file system.
+            noted = "" if self._facts is None else self._facts.noted
+            self._facts = replace(await self._read(), noted=noted)
         except (OSError, TimeoutError, LookupError, TypeError, ValueError) as error:
             text = f"node {self._options.node}: its host was not looked at again: {error!r}"
             print(text, file=sys.stderr, flush=True)

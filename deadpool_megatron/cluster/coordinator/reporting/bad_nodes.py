@@ -12,7 +12,11 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.notices import Outlet, call
 from deadpool_megatron.cluster.failures import FailureKind
-from deadpool_megatron.cluster.run_directory.bad_nodes import BadNode, add_bad_node
+from deadpool_megatron.cluster.run_directory.bad_nodes import (
+    BadNode,
+    add_bad_node,
+    why_left_out,
+)
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
@@ -66,10 +70,17 @@ class BadNodes:
         try:
             # It is there from the node's start to its run's end, however the node was lost.
             host = read_json(self._run.node(event["node"]))["hostname"]
+            kind, runs = event["data"].get("kind"), self._run.path.parent
+            # Left out for what stands there: noted anew, that would never be too old.
+            if kind == FailureKind.LEFT_OUT and why_left_out(
+                runs, host, self._run_id, event["wall_seconds"]
+            ):
+                return
+            there = [one["hostname"] for one in self._run.node_listings().values()]
             values = {"host": host, "run": self._run_id, "evidence": notice["text"]}
-            values |= {"kind": event["data"].get("kind"), "wall_seconds": event["wall_seconds"]}
-            bad = BadNode.from_dict(values)
-            is_new = add_bad_node(self._run.path.parent, bad)
+            values |= {"kind": kind, "wall_seconds": event["wall_seconds"]}
+            bad = BadNode.from_dict({**values, "alone": there.count(host) < 2})
+            is_new = add_bad_node(runs, bad)
         except (OwnershipError, KeyError, ValueError) as error:
             raise OSError(str(error)) from error
         if is_new and self._command:

@@ -16,7 +16,7 @@ from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddres
 from deadpool_megatron.preflight.facts import HostFacts
 from deadpool_megatron.settings import Settings
 
-FACTS = HostFacts("at the start")
+FACTS = HostFacts("at the start", noted="an earlier run put it aside")
 
 
 class FakeVault:
@@ -89,7 +89,8 @@ def test_facts_are_read_by_a_process_of_its_own(segments: Path) -> None:
     made, sent = examiner(segments, 1, "deadpool_megatron", "check", "--json")
     asyncio.run(made.look())
     assert sent[0]["t"] == "facts"
-    assert HostFacts.from_dict(sent[0]["facts"]).address == "127.0.0.1"
+    told = HostFacts.from_dict(sent[0]["facts"])
+    assert (told.address, told.noted) == ("127.0.0.1", FACTS.noted)
     assert made.told() == sent[0]["facts"]
 
 
