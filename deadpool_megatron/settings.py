@@ -87,7 +87,7 @@ class Settings:
         60.0, "limit for the health command; a node whose command needs longer is used last"
     )
     notify: str = _setting(
-        "", "URL that gets a POST of JSON, with a text, for a failure, a recovery, a wait, the end"
+        "", "URL that is told of a failure, a recovery, a wait, the end: a POST, or by apprise"
     )
     on_event: str = _setting("", "command that the shell runs then, with the JSON as its input")
     bad_node_command: str = _setting(
@@ -258,8 +258,8 @@ class Settings:
         for name in ("memory_gb", "extras_room_mb", "shm_gb"):
             if not 0 <= (size := getattr(self, name)) < 1e9:
                 raise SettingsError(f"{flag_name(name)} must be 0 or more, got {size:g}")
-        if self.notify and not _WEB_ADDRESS.fullmatch(self.notify):
-            raise SettingsError("--deadpool-notify must be a URL of http or https")
+        if self.notify and not _URL.fullmatch(self.notify):
+            raise SettingsError("--deadpool-notify must be a URL, of https or of apprise")
         self._check_choice("check", ("off", "facts", "links"))
         if self.health_command and self.check == "off":
             raise SettingsError(
@@ -424,7 +424,7 @@ NCCL_DEFAULTS: Mapping[str, float] = {"close_seconds": 40.0, "rebuild_seconds": 
 
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
-_WEB_ADDRESS = re.compile(r"https?://[^/\s]\S*")
+_URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _ENDPOINT = r"(?:\[[0-9A-Fa-f:.]+\]|[\w.-]+):\d{1,5}"
 _JOURNAL = re.compile(rf"directory|etcds?://{_ENDPOINT}(?:,{_ENDPOINT})*/+[\w.-][\w./-]*")
 

@@ -36,6 +36,7 @@ from deadpool_megatron.cli.start.checks import (
     check_command,
     check_domains,
     check_journal,
+    check_notify,
     check_shared_memory,
     check_sizes,
     check_vault_cpus,
@@ -279,6 +280,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
         restore = resume_point(RunDirectory(args.resume), args, others)
     info = replace(make_info(args, settings, restore), check_only=args.check_only)
     tls.contexts(info.settings)
+    check_notify(settings)
     check_sizes(info)
     check_domains(info)
     check_journal(run, info)

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deadpool_megatron.cli.common import CommandError
+from deadpool_megatron.cluster.coordinator.reporting.notices import (
+    complaint_of_apprise,
+    is_web_address,
+)
 from deadpool_megatron.cluster.journal.choice import open_journal
 from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.bad_nodes import noted_against
@@ -29,6 +33,7 @@ from deadpool_megatron.layout.places.parity import MOST_BLOCKS
 from deadpool_megatron.layout.reckoning.choice import largest_group
 from deadpool_megatron.layout.schemes import Kind, losses_survived
 from deadpool_megatron.preflight.host import available_memory
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.memory.limits import cgroup_memory
 from deadpool_megatron.vault.shm.affinity import choose_cpus
 
@@ -64,6 +69,13 @@ def check_host_is_not_bad(run: RunDirectory, info: RunInfo) -> None:
         return
     if noted := noted_against(socket.gethostname(), run.path.parent, info.run_id):
         raise CommandError(f"this host is left out: {noted}")
+
+
+def check_notify(settings: Settings) -> None:
+    """Found now, not when there is something to tell."""
+    url = settings.notify
+    if url and not is_web_address(url) and (complaint := complaint_of_apprise(url)):
+        raise CommandError(f"--deadpool-notify: {complaint}")
 
 
 def _check_main_module(name: str) -> None:

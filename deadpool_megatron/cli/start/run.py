@@ -112,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
     address = local_address(settings.interface)
     listen(address, args.port).close()
     tls.contexts(settings)
+    checks.check_notify(settings)
     checks.check_modules(modules)
     checks.check_memory(info)
     if args.refill < 0:

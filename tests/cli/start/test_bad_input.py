@@ -68,7 +68,8 @@ def run_arguments(directory: Path, *more: str, nodes: int = 2, command: str = SC
         (("--refill", "-1"), "--refill must be at least 0"),
         (("--deadpool-close-seconds", "90"), "--deadpool-operation-timeout-seconds (60 s) must be"),
         (("--deadpool-communicator", "mpi"), "must be one of auto, gloo"),
-        (("--deadpool-notify", "file:///etc/passwd"), "must be a URL of http or https"),
+        (("--deadpool-notify", "/etc/passwd"), "must be a URL"),
+        (("--deadpool-notify", "file:///etc/passwd"), "--deadpool-notify: "),
         (("--deadpool-cadence", "0"), "--deadpool-cadence must be auto or a number from 1 to 1000"),
         (("--deadpool-cadence", "often"), "--deadpool-cadence must be auto or a number"),
         (

@@ -1,8 +1,9 @@
-"""Tells people elsewhere what happens: a POST of JSON to a URL, and a command of the user's.
+"""Tells people elsewhere what happens: a POST of JSON to a URL, one of the services that apprise
+knows, and a command of the user's.
 
-Nothing waits for either. Each has a thread and a short queue of its own; what comes while the queue
-is full takes the place of the oldest. When an outlet begins to fail there is one warning, and the
-next one not before it has worked again.
+Nothing waits for any of them. Each has a thread and a short queue of its own; what comes while the
+queue is full takes the place of the oldest. When an outlet begins to fail there is one warning, and
+the next one not before it has worked again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
 import threading
 import time
@@ -101,7 +103,8 @@ def notices(run_id: str, url: str, command: str, warn: Callable[[str], None]) ->
     """Return the notices to this URL and this command, each empty for none."""
     outlets = []
     if url:
-        outlets.append(Outlet("--deadpool-notify", lambda notice: post(url, notice), warn))
+        tell = post if is_web_address(url) else tell_by_apprise
+        outlets.append(Outlet("--deadpool-notify", lambda notice: tell(url, notice), warn))
     if command:
         outlets.append(Outlet("--deadpool-on-event", lambda notice: _tell(command, notice), warn))
     return Notices(run_id, outlets)
@@ -142,6 +145,36 @@ def post(url: str, notice: Mapping[str, Any]) -> None:
         raise OSError(str(error.reason)) from error
     except (ValueError, http.client.HTTPException) as error:
         raise OSError(type(error).__name__) from error
+
+
+def is_web_address(url: str) -> bool:
+    """Whether notices go there as a POST; what is none is a URL of apprise's."""
+    return url.partition("://")[0].lower() in ("http", "https")
+
+
+def complaint_of_apprise(url: str) -> str:
+    """Returns why apprise cannot tell notices to this URL, which may be a secret and is not named;
+    empty when it can.
+    """
+    kind = url.partition("://")[0]
+    try:
+        from apprise import Apprise
+    except ImportError:
+        return f"{kind}:// needs apprise: pip install 'deadpool-megatron[apprise]'"
+    return "" if Apprise.instantiate(url) else f"apprise takes no such {kind}:// URL"
+
+
+def tell_by_apprise(url: str, notice: Mapping[str, Any]) -> None:
+    """Tell the text of a notice. Raises OSError; the URL is not in its text."""
+    if complaint := complaint_of_apprise(url):
+        raise OSError(complaint)
+    from apprise import Apprise
+
+    logging.getLogger("apprise").disabled = True  # it may print the URL
+    service = Apprise()
+    service.add(url)
+    if not service.notify(body=str(notice["text"])):
+        raise OSError("apprise could not deliver it")
 
 
 def call(command: str, notice: Mapping[str, Any], environment: Mapping[str, str]) -> None:
