@@ -46,7 +46,7 @@ COMMANDS = {
     "examples": "prepare.examples",
     "check": "prepare.check",
     "bad-nodes": "prepare.bad_nodes",
-    "xids": "prepare.xids",
+    "gpu-health": "prepare.gpu_health",
     "agent": "start.agent",
     "standby": "start.standby",
 }

@@ -23,7 +23,7 @@ ADVICE: dict[FailureKind, Advice] = {
     FailureKind.PROCESS_CRASH: Advice("its agent saw it end, and read its log", _LOG),
     FailureKind.DEVICE_ERROR: Advice(
         "its process ended with an error of the device",
-        "look at the host: deadpool xids, nvidia-smi -q, dmesg",
+        "look at the host: deadpool gpu-health, nvidia-smi -q, dmesg",
     ),
     FailureKind.COMMUNICATOR_ERROR: Advice(
         "an operation between roles failed, and nothing better was heard within half a second",
