@@ -194,7 +194,7 @@ def main() -> int:
         "measured_steps": args.steps,
         "killed_in_iteration": iterations(args.steps) - AFTER,
         "iterations": iterations(args.steps),
-        "packages": {side: PACKAGES[peer][0] for side, peer in _peers(sides).items()},
+        "packages": {side: PACKAGES[peer].requirement for side, peer in _peers(sides).items()},
         "not_run": reasons,
         "sizes": {},
     }

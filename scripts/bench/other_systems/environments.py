@@ -9,16 +9,30 @@ from __future__ import annotations
 import subprocess
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 from common.machine import ROOT
 
 from other_systems.outcomes import last_line
 
-#: peer -> (what pip installs, what must be importable)
+
+@dataclass(frozen=True)
+class Package:
+    """What pip installs, and what must be importable then. ``wheel_of``: of this Python is the
+    newest wheel, whose parts in C, for GPUs only, the bench does not load.
+    """
+
+    requirement: str
+    module: str
+    wheel_of: str = ""
+
+
 PACKAGES = {
-    "nvidia-resiliency-ext": ("nvidia-resiliency-ext==0.4.1", "nvidia_resiliency_ext.inprocess"),
-    "lm-resiliency": ("lm-resiliency==0.2.0", "lm_resiliency.integrations.megatron"),
+    "nvidia-resiliency-ext": Package(
+        "nvidia-resiliency-ext==0.7.0", "nvidia_resiliency_ext.inprocess", wheel_of="3.12"
+    ),
+    "lm-resiliency": Package("lm-resiliency==0.2.0", "lm_resiliency.integrations.megatron"),
 }
 _INSTALL_SECONDS = 900.0
 _IMPORT_SECONDS = 120.0
@@ -38,29 +52,48 @@ def install(directory: Path, peer: str) -> None:
 
     Raises PeerUnavailableError with pip's last line when that fails.
     """
-    requirement, _ = PACKAGES[peer]
+    package = PACKAGES[peer]
     _run([sys.executable, "-m", "venv", str(directory / peer)], _INSTALL_SECONDS, peer)
     _link_of(directory, peer).write_text(_LINK)
-    _run(
-        [
-            *(str(python_of(directory, peer)), "-m", "pip", "install", "--quiet"),
-            *("-c", str(ROOT / "constraints.txt"), requirement),
-        ],
-        _INSTALL_SECONDS,
-        peer,
+    wanted = [package.requirement]
+    if package.wheel_of:
+        _take_wheel(directory, peer, package)
+        wanted = _needs_of(directory, peer, package)
+    _pip(directory, peer, "-c", str(ROOT / "constraints.txt"), *wanted)
+
+
+def _take_wheel(directory: Path, peer: str, package: Package) -> None:
+    _pip(
+        *(directory, peer, "--no-deps", "--upgrade", "--only-binary=:all:"),
+        *("--target", str(_packages_of(directory, peer)), "--python-version", package.wheel_of),
+        *("--platform", "manylinux_2_39_x86_64", package.requirement),
     )
+
+
+def _needs_of(directory: Path, peer: str, package: Package) -> list[str]:
+    name = package.requirement.partition("==")[0]
+    program = f"from importlib.metadata import requires; print(*requires({name!r}), sep='\\n')"
+    lines = _run([str(python_of(directory, peer)), "-c", program], _IMPORT_SECONDS, peer)
+    return [line for line in lines.splitlines() if "extra ==" not in line]
+
+
+def _pip(directory: Path, peer: str, *words: str) -> None:
+    command = [str(python_of(directory, peer)), "-m", "pip", "install", "--quiet", *words]
+    _run(command, _INSTALL_SECONDS, peer)
 
 
 def check(directory: Path, peer: str) -> None:
     """That ``peer`` can be imported. Raises PeerUnavailableError saying why it cannot."""
-    requirement, module = PACKAGES[peer]
+    package = PACKAGES[peer]
     python, link = python_of(directory, peer), _link_of(directory, peer)
     if not python.exists():
-        raise PeerUnavailableError(f"{requirement} is not installed: use --install")
+        raise PeerUnavailableError(f"{package.requirement} is not installed: use --install")
     if not link.exists() or link.read_text() != _LINK:
-        raise PeerUnavailableError(f"{requirement} was installed for another Python: use --install")
+        raise PeerUnavailableError(
+            f"{package.requirement} was installed for another Python: use --install"
+        )
     # As in a rank: the stand-ins for what only GPU builds have come first.
-    program = f"from deadpool_megatron.platform import preload; import {module}"
+    program = f"from deadpool_megatron.platform import preload; import {package.module}"
     _run([str(python), "-c", program], _IMPORT_SECONDS, peer)
 
 
@@ -70,12 +103,16 @@ _LINK = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
 
 def _link_of(directory: Path, peer: str) -> Path:
     """What makes the packages of the running environment visible in the one of ``peer``."""
+    return _packages_of(directory, peer) / "deadpool_bench.pth"
+
+
+def _packages_of(directory: Path, peer: str) -> Path:
     place = {"base": str(directory / peer), "platbase": str(directory / peer)}
-    return Path(sysconfig.get_path("purelib", "venv", place)) / "deadpool_bench.pth"
+    return Path(sysconfig.get_path("purelib", "venv", place))
 
 
-def _run(command: list[str], limit_seconds: float, peer: str) -> None:
-    """Run a command. Raises PeerUnavailableError when it fails or takes too long."""
+def _run(command: list[str], limit_seconds: float, peer: str) -> str:
+    """Returns what a command prints. Raises PeerUnavailableError when it fails or is too slow."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_seconds)
     except subprocess.TimeoutExpired:
@@ -83,3 +120,4 @@ def _run(command: list[str], limit_seconds: float, peer: str) -> None:
         raise PeerUnavailableError(f"{peer}: {name} took over {limit_seconds:.0f} s") from None
     if done.returncode != 0:
         raise PeerUnavailableError(f"{peer}: {last_line(done.stderr)}")
+    return done.stdout

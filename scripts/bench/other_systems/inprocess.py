@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from common.plain_ranks import free_port
 from nvidia_resiliency_ext import inprocess
@@ -110,7 +111,10 @@ def main(argv: list[str]) -> int:
     for rank in range(ranks + 1):
         pid = os.fork()
         if pid == 0:
-            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            os.environ["RANK"] = str(rank)
+            # It checks the GPU of this number before a restart, and fails where there is none.
+            if torch.cuda.is_available():
+                os.environ["LOCAL_RANK"] = str(rank)
             failpoints.load()
             status = 1
             try:

@@ -31,7 +31,8 @@ _LEFTOVER_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Side:
-    """One way to survive. ``start``: torchrun, inprocess or deadpool; ``peer``: of what package.
+    """One way to survive. ``start``: torchrun, ft_launcher, inprocess or deadpool; ``peer``: of
+    what package.
 
     ``keeper``: as for rank.py, for deadpool what is killed. ``only_named``: why it is not
     measured unless it is named; empty for all that are.
@@ -53,6 +54,13 @@ SIDES: dict[str, Side] = {
     "torchrun-sync-10": Side(f"{_DCP}.save each 10 steps", "torchrun", "dcp", 10),
     "torchrun-async-1": Side(f"{_DCP}.async_save each step", "torchrun", "dcp-async"),
     "torchrun-async-10": Side(f"{_DCP}.async_save each 10 steps", "torchrun", "dcp-async", 10),
+    "nvrx-injob-10": Side(
+        "nvidia-resiliency-ext in-job restart (ft_launcher --max-restarts), dcp.save each 10 steps",
+        "ft_launcher",
+        "dcp",
+        10,
+        peer="nvidia-resiliency-ext",
+    ),
     "nvrx-inprocess-10": Side(
         f"{_NVRX}; an abort for gloo is added, its own covers NCCL only",
         "inprocess",
@@ -175,8 +183,12 @@ def _fault(steps: int) -> dict[str, object]:
 def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
     if side.start == "inprocess":
         return [python, "-m", "other_systems.inprocess", str(NODES), *side.flags]
+    launchers = {
+        "torchrun": "torch.distributed.run",
+        "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher",
+    }
     return [
-        *(python, "-m", "torch.distributed.run", "--standalone"),
+        *(python, "-m", launchers[side.start], "--standalone"),
         *("--nproc-per-node", str(NODES), "--max-restarts", "1"),
         # Where it puts folders that it does not remove.
         *("--log-dir", str(directory / "torchrun")),
