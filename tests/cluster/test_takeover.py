@@ -15,7 +15,7 @@ from tests.cluster.agents import Agents
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
 from tests.told import read_final
-from tests.waiting import wait_for
+from tests.waiting import PATIENCE_SECONDS, wait_for
 from tests.wire import certificates
 
 pytestmark = pytest.mark.slow
@@ -112,6 +112,28 @@ def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
         run.wait_more(3)
         final = run.finish()
     assert final["recoveries"][0]["seats_changed"]["0"][1][0] == 2
+
+
+def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -> None:
+    """As an evicted pod, here with the coordinator in it: the one that takes its place comes while
+    it waits, and nothing is lost.
+    """
+    options = ("--leave-seconds", "60", *_SOON)
+    with Agents(tmp_path / "r", spares=0, options=options) as run:
+        run.wait_iteration(5)
+        os.kill(read_json(run.run.node(1))["agent"], signal.SIGTERM)
+        wait_for("its drain", lambda: run.events(Kind.DRAIN))
+        run.start("late", "--attach")
+        assert run.agents["1"].wait(PATIENCE_SECONDS) == 143
+        run.wait_term(2)
+        status = json.loads(deadpool("status", str(run.run.path), "--json").stdout)
+        assert [(one["verb"], one["stage"]) for one in status["requests"]] == [("drain", "done")]
+        run.wait_more(3)
+        final = run.finish()
+    recovery = final["recoveries"][0]
+    assert recovery["kind"] == "drained"
+    assert recovery["seats_changed"]["1"][1][0] == 2
+    assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
 def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:

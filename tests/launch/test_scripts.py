@@ -72,6 +72,9 @@ def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones() -> None:
     assert pod["restartPolicy"] == "OnFailure"
     assert "--node-id" in shell
     assert "--attach" in shell
+    leave = re.search(r"--leave-seconds (\d+)", shell)
+    assert leave is not None
+    assert int(leave[1]) + 30 <= pod["terminationGracePeriodSeconds"]
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert f"--nproc-per-node {gpus} " in shell
 

@@ -71,7 +71,7 @@ examples:
 
 exit status: that of the run, where this node can read it (with --check-only: 0 there are N good
 nodes, 1 there are not); 2 bad input or environment; 69 this node was cut off, put aside, or left
-out as not fit."""
+out as not fit; 143 it was told to end (--leave-seconds)."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -116,6 +116,14 @@ def add_parser(subparsers: Any) -> None:
         default=3,
         metavar="K",
         help="after having been cut off, come back as a new spare, up to K times (default: 3)",
+    )
+    agent.add_argument(
+        "--leave-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="at SIGTERM, as when a pod is evicted: so long for the roles of this node to move to a"
+        " spare before it ends (default: 0, it ends at once)",
     )
     agent.add_argument(
         "--coordinator",
@@ -192,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
             standby_port=None if alone or args.no_standby else args.coordinator_port,
             fixed=fixed,
             rejoins=max(0, args.rejoin),
+            leave_seconds=args.leave_seconds,
         )
     finally:
         os.close(held)

@@ -45,13 +45,14 @@ def serve(
     fixed: tuple[str, int] | None = None,
     rejoins: int = 0,
     launcher_fd: int | None = None,
+    leave_seconds: float = 0.0,
 ) -> int:
     """Serve as a node until the run is over; returns its exit status. An agent that was fenced
     comes back as another node, up to ``rejoins`` times. Raises CommandError.
 
     ``standby_port``: where its standby listens once it coordinates, None for no standby. ``fixed``:
-    address of the coordinator where the run directory is not shared. ``launcher_fd``: see
-    :class:`AgentOptions`.
+    address of the coordinator where the run directory is not shared. ``launcher_fd`` and
+    ``leave_seconds``: see :class:`AgentOptions`.
     """
     node = place.node
     for attempt in range(rejoins + 1):
@@ -73,6 +74,7 @@ def serve(
             standby=standby,
             keeps_slots=attempt < rejoins,
             launcher_fd=launcher_fd,
+            leave_seconds=leave_seconds,
         )
         try:
             status = run_agent(options)

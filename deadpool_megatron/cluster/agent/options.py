@@ -30,7 +30,8 @@ class AgentOptions:
     standby started, which elsewhere is from the beginning. No network can come between this node
     and the others then, and what it holds goes with it. ``keeps_slots``: another agent comes after
     this one when it is fenced, and takes up what it had. ``facts``: of the host,
-    read before the agent starts; None where nobody asks for them.
+    read before the agent starts; None where nobody asks for them. ``leave_seconds``: for its roles
+    to move to a spare when it is told to end; 0 to end at once.
     """
 
     node: int
@@ -46,6 +47,7 @@ class AgentOptions:
     keeps_slots: bool = False
     facts: HostFacts | None = None
     fixed_address: tuple[str, int] | None = None
+    leave_seconds: float = 0.0
 
     @property
     def segments(self) -> Path:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.agent.children.examiner import Examiner
 from deadpool_megatron.cluster.agent.children.exports import NodeExports
+from deadpool_megatron.cluster.agent.children.leaving import Leaving
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
 from deadpool_megatron.cluster.agent.children.vault_keeper import VaultGivenUp, VaultKeeper
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
@@ -134,8 +134,7 @@ class Agent:
         self._examiner = Examiner(self._options, self._vault, self._link.send, lambda: self._shown)
         place = (self._node, self._options.run, self._options.info, self._segments)
         self._exports = NodeExports(*place, self._vault, self._logs, self._link.send)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self._end, "agent got SIGTERM", True)
+        self._leaving = Leaving(self._options, partial(self._end, "agent got SIGTERM", True))
         try:
             if self._standby is not None:
                 self._standby.begin(self._options.launcher_fd, self._launcher_gone)
@@ -158,7 +157,7 @@ class Agent:
             self._fence(str(error), keep=True)
         finally:
             await self._shut_down()
-        return self._exit_code
+        return self._exit_code or self._leaving.exit_status
 
     # Orders of the coordinator.
 
@@ -441,7 +440,8 @@ class Agent:
         await self._exports.close()
         await self._vault.shut_down(remove)
         if self._standby is not None:
-            grace = 0.0 if self._exit_code else 2 * self._settings.close_seconds
+            goes_on = self._exit_code or self._leaving.exit_status  # without this node
+            grace = 0.0 if goes_on else 2 * self._settings.close_seconds
             await self._standby.close(grace)
         await self._files.copy_logs(_FLUSH_SECONDS)
         if remove:
