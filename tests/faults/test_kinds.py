@@ -30,7 +30,7 @@ def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> N
 
 @pytest.mark.full
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -> None:
-    plain = trainer(DP4, 36)
+    plain = trainer(DP4, 54)
     slow = Program((SLOW_TRAINER, "2", "0.25", *plain.command[2:]), DP4.nodes)
     outcome = run_program(tmp_path / "run", slow, spares=1, settings="--deadpool-evict-slow on")
     assert outcome.status == 0, outcome.story()

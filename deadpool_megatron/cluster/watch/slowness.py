@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# One verdict needs two windows in a row: a garbage collection or a page fault is not a slow node.
-WINDOW_ITERATIONS = 8
-_WINDOWS = 2
+# A verdict needs many short windows in a row, for a slow node is slow in each of them. One pause,
+# however long (a garbage collection, a file system), spoils the mean of one window only.
+WINDOW_ITERATIONS = 4
+WINDOWS = 6
 # Differences below this are noise of the clock and of the scheduler.
 _LEAST_SECONDS = 0.005
 
@@ -99,7 +100,7 @@ class SlownessWatch:
                     changed.append(over)
                 continue
             self._suspected[node] = self._suspected.get(node, 0) + 1
-            if self._suspected[node] >= _WINDOWS:
+            if self._suspected[node] >= WINDOWS:
                 if node not in self._slow:
                     changed.append(found)
                 self._slow[node] = found
