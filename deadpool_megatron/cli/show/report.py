@@ -109,7 +109,9 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
     if advice is not None:
         facts.append(("why", advice.noticed))
     if failure.losses:
-        facts.append(("lost", _joined(describe_loss(loss) for loss in failure.losses)))
+        # What is ended on purpose loses nothing.
+        label = "ended" if failure.planned else "lost"
+        facts.append((label, _joined(describe_loss(loss) for loss in failure.losses)))
     facts += [("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]]
     if failure.closes > 1:
         facts.append(("again", f"struck {failure.closes} times before the run went on"))
@@ -127,7 +129,9 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         facts.append(("cost", _describe_cost(failure, recovery)))
     if advice is not None and advice.to_do:
         facts.append(("to do", advice.to_do))
-    cause = describe_cause({"kind": failure.kind, "cause": failure.cause})
+    cause = failure.cause
+    if not failure.planned:
+        cause = describe_cause({"kind": failure.kind, "cause": cause})
     return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
 
 
@@ -178,7 +182,8 @@ def _phase_table(failures: list[Interruption]) -> list[str]:
     rows.append([r.seconds if r is not None else None for r in recoveries])
     titles = [*names, "to next step"]
     if len(failures) <= _COLUMNS:
-        header = ["phase", *(f"failure {f.number}" for f in failures)]
+        titled = (f"{'swap' if f.planned else 'failure'} {f.number}" for f in failures)
+        header = ["phase", *titled]
         return table(header, [[t, *map(seconds, r)] for t, r in zip(titles, rows, strict=True)])
     cells = []
     for title, row in zip(titles, rows, strict=True):

@@ -138,7 +138,10 @@ def test_a_drain_is_a_planned_swap() -> None:
     closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
     events.insert(closed, Event(Kind.DRAIN, epoch=1, node=0))
     story = story_of(events)
-    assert report.describe_failure(story.failures[0], story)[0].startswith("Planned swap 1")
+    title, *facts = report.describe_failure(story.failures[0], story)
+    assert title == f"Planned swap 1: {story.failures[0].cause}"
+    assert not any(line.lstrip().startswith("lost") for line in facts), "nothing is"
+    assert report._phase_table(story.failures)[0].split() == ["phase", "swap", "1"]
 
 
 def test_a_wait_reported_twice_counts_once() -> None:
