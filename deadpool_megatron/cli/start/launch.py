@@ -103,7 +103,8 @@ class Launcher:
         previous = {
             number: signal.signal(number, self._on_signal)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-            if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+            # nohup has it ignored, and means it. A shell has its background ignore interrupts, too.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
         }
         try:
             self._run.create(self._info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import uuid
 from pathlib import Path
 
@@ -44,6 +45,32 @@ def test_a_start_that_fails_does_not_cost_the_state_in_memory(
         assert ["stays" in line for line in said] == [True] * began
     finally:
         shutil.rmtree(segment_root(run_id), ignore_errors=True)
+
+
+def test_a_run_under_nohup_outlives_the_terminal_and_minds_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell has jobs in its background ignore interrupts, and nohup the end of the session."""
+    info = RunInfo(uuid.uuid4().hex[:8], 1, 1, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
+    options = launch.LaunchOptions(
+        RunDirectory(tmp_path), info, 0, (), 0, print, lambda: None, numbers=(0,)
+    )
+    numbers = (signal.SIGHUP, signal.SIGINT)
+    minded: list[bool] = []
+
+    def stop(*_: object) -> None:
+        minded.extend(signal.getsignal(number) is not signal.SIG_IGN for number in numbers)
+        raise CommandError("seen enough")
+
+    monkeypatch.setattr(launch, "preload_modules", stop)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        with pytest.raises(CommandError):
+            launch.Launcher(options).run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert minded == [False, True]
 
 
 @pytest.mark.parametrize(("interface", "lines"), [("0.0.0.0", 1), ("localhost", 0)])
