@@ -58,7 +58,7 @@ _REFUSALS = (
     AuthenticationError,
 )
 # What these write is for the run's user alone, unless the variable says otherwise.
-_WRITERS = {"run", "demo", "check", "coordinator", "agent", "standby"}
+_WRITERS = {"run", "demo", "check", "agent", "standby"}
 # On these a run depends, for as long as it lasts.
 _PARTS_OF_A_RUN = {"run", "agent", "standby"}
 UMASK_VARIABLE = "DEADPOOL_UMASK"

@@ -70,8 +70,8 @@ class _Stranger:
         return f"{self.source}:{self.port}"
 
     def has_said_hello(self) -> None:
-        """Its first message was one."""
-        self.has_spoken = True
+        """Its first message was one: it has another limit, and another last call."""
+        self.has_spoken, self.was_called = True, False
 
     @property
     def until(self) -> float:

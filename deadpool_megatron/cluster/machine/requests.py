@@ -129,7 +129,7 @@ def _drain(turn: Turn, request: Request) -> Request:
     if state.phase in LAST_PHASES:
         return request.at(Stage.REFUSED, _ENDING)
     if node not in state.fleet.nodes:
-        return request.at(Stage.REFUSED, _where(turn, node, "is not connected"))
+        return request.at(Stage.REFUSED, _fate(turn, node, "is not connected"))
     if node not in state.seats.nodes:
         if state.phase is not Phase.RUNNING:
             return request
@@ -199,7 +199,7 @@ def _kill(turn: Turn, request: Request) -> Request:
             return request.at(Stage.DONE, f"role {number} is played by {where}")
     if part in ("node", "agent") and number not in state.fleet.nodes:
         if state.phase is Phase.RUNNING:
-            return request.at(Stage.DONE, _where(turn, number, "is lost"))
+            return request.at(Stage.DONE, _fate(turn, number, "is lost"))
         return replace(request, why=f"node {number} is lost")
     return request
 
@@ -220,12 +220,12 @@ def _strike(turn: Turn, request: Request) -> Request:
         return request.at(Stage.UNDER_WAY)
     if number not in state.fleet.nodes:
         stage = Stage.DONE if number in state.fleet.gone else Stage.REFUSED
-        return request.at(stage, _where(turn, int(number), "is not connected"))
+        return request.at(stage, _fate(turn, int(number), "is not connected"))
     turn.act(Hurt(int(number), part, signal))
     return request.at(Stage.UNDER_WAY)
 
 
-def _where(turn: Turn, node: int, otherwise: str) -> str:
+def _fate(turn: Turn, node: int, otherwise: str) -> str:
     """What has become of a node; ``otherwise``: if that is not known."""
     why = turn.state.fleet.gone.get(node, otherwise)
     return why if why.startswith(f"node {node}") else f"node {node} {why}"

@@ -85,7 +85,8 @@ class LogCopier:
 
     def _copy_all(self, grown: list[os.DirEntry[str]]) -> None:
         """With the lock: another process may have copied meanwhile."""
-        with contextlib.suppress(OSError, ValueError):
+        # An unreadable record (of another version, for one) costs lines that are there twice.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
             record = json.loads((self._logs / _COPIED).read_text())
             self._copied = record["copied"]
             for name, nbytes_before in record["under_way"].items():
