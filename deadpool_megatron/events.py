@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 # Of events.schema.json: goes up with each change of what an event means or may hold.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class Kind(StrEnum):
@@ -41,6 +41,8 @@ class Kind(StrEnum):
     VAULT_STARTED = "vault-started"
     VAULT_LOST = "vault-lost"
     STACK = "stack"
+    HANG = "hang"
+    NCCL_REPORT = "nccl-report"
     EPOCH_CLOSED = "epoch-closed"
     WAITING_FOR_SPARE = "waiting-for-spare"
     EPOCH_DECIDED = "epoch-decided"
@@ -51,6 +53,8 @@ class Kind(StrEnum):
     TRAINING = "training"
     STEP = "step"
     NONFINITE = "nonfinite"
+    AUDITED = "audited"
+    AUDIT_FAILED = "audit-failed"
     SLOW_NODE = "slow-node"
     EVALUATION = "evaluation"
     SEGMENT = "segment"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -150,6 +149,11 @@ class Settings:
     hash_interval: int = _setting(
         0, "hash the whole state of each role every so many iterations (0: at the end only)"
     )
+    audit_interval: int = _setting(
+        0,
+        "every so many iterations peers compare weights, and compute a micro-batch and an update"
+        " of one of them again, to find nodes that compute or hold wrong numbers (0: never)",
+    )
     divergence: str = _setting(
         "auto",
         "a replayed step with other numbers than the first time: stop (status 3), or report and go"
@@ -246,6 +250,7 @@ class Settings:
             "full_every": 2,
             "max_lag": 0,
             "hash_interval": 0,
+            "audit_interval": 0,
             "persist_interval": 0,
             "persist_keep": 0,
             "node_crashes": 1,
@@ -255,48 +260,39 @@ class Settings:
                 raise SettingsError(
                     f"{flag_name(name)} must be at least {least}, got {getattr(self, name)}"
                 )
-        for name in ("memory_gb", "extras_room_mb", "shm_gb"):
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise SettingsError(
+                    f"{flag_name(name)} must be one of {', '.join(allowed)},"
+                    f" got {getattr(self, name)!r}"
+                )
+        for name in ("memory_gb", "extras_room_mb", "shm_gb", "rate_limit_gbps"):
             if not 0 <= (size := getattr(self, name)) < 1e9:
                 raise SettingsError(f"{flag_name(name)} must be 0 or more, got {size:g}")
         if self.notify and not _URL.fullmatch(self.notify):
             raise SettingsError("--deadpool-notify must be a URL, of https or of apprise")
-        self._check_choice("check", ("off", "facts", "links"))
         if self.health_command and self.check == "off":
             raise SettingsError(
                 "--deadpool-health-command is a part of what nodes are judged by:"
                 " --deadpool-check must not be off"
             )
-        if not 0 <= self.rate_limit_gbps < math.inf:
-            raise SettingsError(
-                "--deadpool-rate-limit-gbps must be a number of gigabits per second, or 0,"
-                f" got {self.rate_limit_gbps}"
-            )
         if not 0 < (part := self.link_share) <= 1:
             raise SettingsError(f"--deadpool-link-share must be above 0 and at most 1, got {part}")
-        self._check_choice("link_gaps", ("on", "off"))
-        for name, most in {"dscp": 63, "vault_nice": 19}.items():
-            if not 0 <= (given := getattr(self, name)) <= most:
-                raise SettingsError(f"{flag_name(name)} must be between 0 and {most}, got {given}")
+        ranges = {"dscp": (0, 63), "vault_nice": (0, 19), "chunk_bytes": (4096, 1 << 30)}
+        for name, (least, most) in ranges.items():
+            if not least <= (given := getattr(self, name)) <= most:
+                raise SettingsError(
+                    f"{flag_name(name)} must be between {least} and {most}, got {given}"
+                )
         if not _CPUS.fullmatch(self.vault_cpus):
             raise SettingsError(
                 "--deadpool-vault-cpus must be a list like 0-3,8, or auto, or empty,"
                 f" got {self.vault_cpus!r}"
             )
-        self._check_choice("numa", ("auto", "off"))
-        if not 4096 <= self.chunk_bytes <= 1 << 30:
-            raise SettingsError("--deadpool-chunk-bytes must be between 4096 and 1073741824")
-        self._check_choice(
-            "protection", ("buddy", "parity", "local", "local-twice", "recompute", "mixed")
-        )
         self._check_sharing()
         self._check_cadence()
-        self._check_choice("communicator", ("auto", "gloo", "nccl", "fake-nccl"))
-        self._check_choice("start_method", ("auto", "fork", "exec"))
-        self._check_choice("divergence", ("auto", "stop", "report"))
-        self._check_choice("evict_slow", ("off", "on"))
         if not self.slow_factor > 1:
             raise SettingsError(f"--deadpool-slow-factor must be above 1, got {self.slow_factor}")
-        self._check_choice("nonfinite", ("stop", "rollback", "ignore"))
         if not _JOURNAL.fullmatch(self.journal):
             raise SettingsError(
                 "--deadpool-journal must be directory or etcd://HOST:PORT,HOST:PORT/PREFIX,"
@@ -311,7 +307,6 @@ class Settings:
         self._check_ladder()
 
     def _check_sharing(self) -> None:
-        self._check_choice("share_snapshots", ("off", "on"))
         if self.share_snapshots == "on" and self.protection == "recompute":
             raise SettingsError(
                 "--deadpool-share-snapshots on: a role that holds a part of the state only cannot"
@@ -334,13 +329,6 @@ class Settings:
             raise SettingsError(
                 "--deadpool-cadence must be 1 with --deadpool-protection recompute, which needs the"
                 f" gradients of every iteration, got {self.cadence}"
-            )
-
-    def _check_choice(self, name: str, allowed: tuple[str, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise SettingsError(
-                f"{flag_name(name)} must be one of {', '.join(allowed)},"
-                f" got {getattr(self, name)!r}"
             )
 
     def _check_tls(self) -> None:
@@ -422,6 +410,18 @@ class Settings:
 #: first communicator of a process takes up to a minute (nccl#1646), and a member has tens of them.
 NCCL_DEFAULTS: Mapping[str, float] = {"close_seconds": 40.0, "rebuild_seconds": 180.0}
 
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "protection": ("buddy", "parity", "local", "local-twice", "recompute", "mixed"),
+    "share_snapshots": ("off", "on"),
+    "check": ("off", "facts", "links"),
+    "communicator": ("auto", "gloo", "nccl", "fake-nccl"),
+    "start_method": ("auto", "fork", "exec"),
+    "divergence": ("auto", "stop", "report"),
+    "evict_slow": ("off", "on"),
+    "nonfinite": ("stop", "rollback", "ignore"),
+    "link_gaps": ("on", "off"),
+    "numa": ("auto", "off"),
+}
 _CPUS = re.compile(r"(?:auto|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 LONGEST_CADENCE = 1000
 _URL = re.compile(r"https?://[^/\s]\S*|(?!https?:)[A-Za-z][A-Za-z0-9+.-]*://\S+")

@@ -11,8 +11,7 @@
 #   parts    tests/state, tests/recovery, tests/layout, tests/wire, tests/hooks
 #   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
 #   megatron of tests/megatron_lm, with the newest supported tag: the same numbers as stock, and kills
-#   faults   of tests/faults: a protected run against stock Megatron, ten failures in one run, and the
-#            DistributedDataParallel loop of docs/own-loop.md
+#   faults   tests/faults, whole: a quarter of an hour
 #
 # With a COMMAND nothing but that runs there, in the checkout.
 #
@@ -131,6 +130,5 @@ part groups "$pytest --timeout 300 tests/comms"
 part parts "$pytest --timeout 120 tests/state tests/recovery tests/layout tests/wire tests/hooks"
 part demo "python -m deadpool_megatron demo"
 part megatron "$pytest --timeout 300 tests/megatron_lm -m \"not full\" --deselect tests/megatron_lm/test_tags.py"
-part faults "$pytest --timeout 300 tests/faults/test_plain.py tests/faults/test_ddp_example.py" \
-    "tests/faults/test_special.py::test_ten_failures_in_one_run"
+part faults "$pytest --timeout 300 tests/faults --full"
 exit "$passed"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import gpus
+from tests.common import gpus
 
 SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
@@ -79,7 +79,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    for name in ("tests.trainer.ranks", "tests.forks"):
+    for name in ("tests.trainer.ranks", "tests.common.forks"):
         shared = sys.modules.get(name)
         if shared is not None:
             shared.stop()  # processes that the tests of a session share

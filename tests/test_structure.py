@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 import deadpool_megatron
 from deadpool_megatron.preflight.gpus import VISIBLE
-from tests import gpus
+from tests.common import gpus
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "deadpool_megatron"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+# Of a run: the same computation gave other numbers.
+EXIT_DIVERGENCE = 3
 # Of a process, and of its run: what changes beside the optimizer's state is too large for its room.
 EXIT_EXTRAS_OUTGROWN = 76
 
@@ -30,6 +32,7 @@ class FailureKind(StrEnum):
     HANG = "hang"  # everything lives, nothing moves
     NONFINITE_LOSS = "nonfinite-loss"  # the loss is NaN or infinite
     SLOW_NODE = "slow-node"  # much slower than its peers
+    SILENT_CORRUPTION = "silent-corruption"  # it computed, or held, other numbers than its peers
     CORRUPT_STATE = "corrupt-state"  # a state did not restore, or not the same on all peers
     BUG = "bug"  # the same failure again at the same step: the program's own
     # Planned: a node was asked to leave, copies are moved, protection changes, the run is to end.
@@ -50,6 +53,7 @@ IN_WORDS: dict[FailureKind, str] = {
     FailureKind.HANG: "nothing moved",
     FailureKind.NONFINITE_LOSS: "the loss was not finite",
     FailureKind.SLOW_NODE: "a node was slow",
+    FailureKind.SILENT_CORRUPTION: "a node computed wrong numbers",
     FailureKind.CORRUPT_STATE: "state was damaged",
     FailureKind.BUG: "the same failure twice at one step",
     FailureKind.DRAINED: "planned",

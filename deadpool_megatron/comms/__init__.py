@@ -5,6 +5,7 @@ groups/        what Megatron holds for the whole run
 gloo/, nccl/   what stands behind the groups in an epoch
 in_flight/     the operations of one epoch, and its end
 inner          the seam between them
+observed       what a watching thread asks of them
 operations     which methods of ProcessGroup communicate
 store          in which the communicators of one epoch meet
 torch_versions which ones the groups have been run on
@@ -16,6 +17,7 @@ from __future__ import annotations
 from deadpool_megatron.comms.communicators import Communicators
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
+from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
 from deadpool_megatron.comms.store import EpochStore
 
@@ -34,5 +36,6 @@ __all__ = [
     "GroupSpec",
     "InnerGroup",
     "ReconfigurableGroup",
+    "StreamWaits",
     "is_detached",
 ]

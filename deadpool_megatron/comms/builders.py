@@ -16,7 +16,7 @@ AT_ONCE = 8
 class Job:
     """One group; ``connect`` returns when all its peers have come."""
 
-    description: str
+    place: str
     connect: Callable[[], None]
 
 
@@ -57,10 +57,10 @@ class Builders:
 
     @property
     def oldest(self) -> str:
-        """The description of the first group that is not up, or nothing. Any thread."""
+        """The place of the first group that is not up, or nothing. Any thread."""
         with self._lock:
             first = next(iter(self._begun.values()), None)
-        return "" if first is None else first.description
+        return "" if first is None else first.place
 
     @property
     def finished(self) -> bool:
@@ -99,6 +99,6 @@ class Connecting:
         self._builders = builders
 
     @property
-    def description(self) -> str:
+    def place(self) -> str:
         """The first group that is not up; after all of them comes a barrier over WORLD."""
         return self._builders.oldest or "WORLD (barrier)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from threading import get_ident
@@ -23,10 +23,11 @@ from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
 from deadpool_megatron.comms.groups.group import ReconfigurableGroup
 from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
-from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits, Progress
+from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
 from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
-from deadpool_megatron.comms.inner import InnerGroup, Position
+from deadpool_megatron.comms.inner import InnerGroup
+from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.comms.store import EpochStore
 
 _c10d: Any = c10d
@@ -37,7 +38,7 @@ _DRAIN_STEP_SECONDS = 0.002
 _MOST_BUILDERS_LEFT = 1
 
 
-class Communicators:
+class Communicators(Observed):
     """Makes torch.distributed groups whose communicators can be closed and replaced.
 
     ``kind`` is what stands behind groups that ask for NCCL (or for nothing): "gloo", "nccl", or
@@ -49,7 +50,7 @@ class Communicators:
     ``at_once`` the number of groups that connect at the same time, over NCCL one by default: that
     its communicators may be made side by side on a device has been read, and tried by nobody.
 
-    All methods but interrupt, waiting_for, progress and the properties belong to the main thread.
+    All methods but interrupt, those of Observed and the properties belong to the main thread.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Communicators:
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind of communicators must be one of {KINDS}, not {kind!r}")
+        super().__init__()
         self._kind = kind
         self._limits = Limits(
             operation_timeout_seconds, close_wait_seconds, drain_seconds, grace_seconds
@@ -75,11 +77,8 @@ class Communicators:
         self._roster = Roster()
         self._pool = WaiterPool()
         self._reaper = Reaper()
-        self._progress = Progress()
         self._installation: Installation | None = None
         self._lock = threading.Lock()
-        self._current: Epoch | None = None
-        self._attaching: Epoch | None = None
         self._closed_up_to = -1
         self._store: Store | None = None
         self._given_store: Store | None = None
@@ -154,7 +153,7 @@ class Communicators:
         store = self._store
         made: dict[ReconfigurableGroup, InnerGroup] = {}
         builders = Builders([self._job(epoch, group, store, made)], 1)
-        activity = Activity(group.description, "new_group")
+        activity = Activity(group.spec().place, "new_group")
         self._build(epoch, builders, builders.run, activity, self._limits.operation_timeout_seconds)
         group.inner = made[group]
 
@@ -293,33 +292,7 @@ class Communicators:
             epoch.check("finish_iteration")
             epoch.finish_in_flight()
 
-    # -- diagnosis -------------------------------------------------------------------------------
-
-    def waiting_for(self) -> tuple[str, str, int] | None:
-        """(group, operation, sequence number) in which the main thread waits, or another one.
-
-        Collectives and messages of a group are numbered separately, from 1 in each epoch: among
-        the ranks of a group, the one with the lowest number keeps the others waiting. Any thread.
-        """
-        epoch = self._attaching or self._current
-        return None if epoch is None else epoch.waiting()
-
-    def positions(self) -> Mapping[str, Position] | None:
-        """How far the device is with the operations of each group; None where waits hold the host,
-        and :meth:`waiting_for` says it. Any thread; not often.
-        """
-        epoch = self._attaching or self._current
-        fabrics = () if epoch is None else list(epoch.fabrics)
-        known = [found for fabric in fabrics if (found := fabric.positions()) is not None]
-        return {name: one for found in known for name, one in found.items()} if known else None
-
-    def progress(self) -> int:
-        """Number of finished operations of this process. Any thread."""
-        return self._progress.finished
-
-    def waited_seconds(self) -> float:
-        """How long the main thread has waited in operations that block the host. Any thread."""
-        return self._progress.waited_seconds
+    # -- what holds now ----------------------------------------------------------------------------
 
     @property
     def interrupted(self) -> bool:
@@ -421,7 +394,7 @@ class Communicators:
             builders.stop()
         if problem is not None:
             wait_seconds = 0.0 if late else self._limits.close_wait_seconds
-            epoch.fault(activity.description, activity.operation, problem, wait_seconds)
+            epoch.fault(activity.place, activity.operation, problem, wait_seconds)
         epoch.check(activity.operation)
 
     def _job(
@@ -440,4 +413,4 @@ class Communicators:
             epoch.groups.append(inner)
             made[group] = inner
 
-        return Job(group.description, connect)
+        return Job(group.spec().place, connect)

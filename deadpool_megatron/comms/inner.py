@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from deadpool_megatron.layout.group_names import group_name
+
 
 @dataclass(frozen=True)
 class GroupSpec:
@@ -40,6 +42,11 @@ class GroupSpec:
         """Number of ranks."""
         return len(self.ranks)
 
+    @property
+    def place(self) -> str:
+        """What diagnosis calls the group: one description is that of many groups."""
+        return group_name(self.description, self.ranks)
+
 
 @dataclass(frozen=True)
 class Position:
@@ -60,6 +67,16 @@ class Position:
         return self.enqueued > self.completed
 
 
+@dataclass(frozen=True)
+class Begun:
+    """How many operations the host has begun in one group, by numbers from 1 in each epoch:
+    collectives, which are the same ones on all ranks, and messages, which are not.
+    """
+
+    collectives: int
+    messages: int
+
+
 class InnerGroup(ABC):
     """One communicator. Used by the thread that communicates; ``backend`` may be None."""
 
@@ -67,6 +84,8 @@ class InnerGroup(ABC):
     coalesces: bool = False
     #: whether operations complete locally, without peers
     detached: bool = False
+    #: see GroupSpec.place; empty where nobody can wait
+    place: str = ""
 
     @abstractmethod
     def forward(
@@ -88,6 +107,10 @@ class InnerGroup(ABC):
     def monitored_barrier(self, timeout: timedelta | None, wait_all_ranks: bool) -> None:
         """Blocking barrier that names missing ranks; gloo only."""
         raise NotImplementedError(f"monitored_barrier on a {type(self).__name__}")
+
+    def begun(self) -> Begun | None:
+        """What the host has begun; None where a device runs the operations. Any thread."""
+        return None
 
     def set_timeout(self, timeout: timedelta) -> None:  # noqa: B027
         """Use ``timeout`` for operations that start from now on."""

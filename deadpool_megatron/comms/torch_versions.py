@@ -10,7 +10,7 @@ import re
 #: (major, minor): all tests run on these
 ALL_TESTS = frozenset({(2, 13)})
 #: and those that scripts/compat.sh starts on these; docs/compatibility.md says what came of it
-SOME_TESTS = frozenset({(2, 15)})
+SOME_TESTS = frozenset({(2, 14), (2, 15)})
 #: torch before it cannot make a backend whose operations raise
 OLDEST = (2, 10)
 

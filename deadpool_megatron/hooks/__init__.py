@@ -8,6 +8,7 @@ reports       what a member says while it plays a role
 generations/  what is captured and put back
 leftovers     what an interrupted step leaves behind: a table
 dimensions/   tensor, pipeline, data: what each rebuilds and compares
+audit/        the search for silent corruption, every so many iterations
 checkpoints/  on disk: saves, skeletons, loading
 process/      the life of a process: session, entry into an epoch, course through it
 pretraining/  Megatron-LM's own scripts under protection

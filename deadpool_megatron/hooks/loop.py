@@ -14,7 +14,14 @@ from deadpool_megatron.persist.skeleton import SkeletonError
 Emit = Callable[[str, Mapping[str, Any]], None]
 
 
+# Megatron's function that runs the passes of an iteration; called with keywords.
+ForwardBackward = Callable[..., Any]
+
 _Result = TypeVar("_Result")
+
+
+def _as_it_is(forward_backward: ForwardBackward) -> ForwardBackward:
+    return forward_backward
 
 
 class Course(ABC):
@@ -62,9 +69,11 @@ class ProtectedLoop(ABC):
     ``counters`` holds at least ``iteration`` (finished iterations) and every other whole number an
     iteration changes; ``log_sums`` running sums of logged values. All state that is neither a
     tensor of model or optimizer, nor the scheduler, nor a random state must be in these two, or in
-    :meth:`extra_state`.
+    :meth:`extra_state`. Where it trains, a loop calls ``around_passes(f)`` in place of Megatron's
+    function ``f`` that runs the passes of an iteration.
     """
 
+    around_passes: Callable[[ForwardBackward], ForwardBackward] = staticmethod(_as_it_is)
     model_chunks: list[Any]
     optimizer: Any
     scheduler: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from deadpool_megatron.cluster.failures import nonfinite_loss
 from deadpool_megatron.cluster.member.link import MemberLink
@@ -73,28 +73,29 @@ class Reports:
             return
         if kind == Kind.STEP and self._is_to_be_judged(values):
             self.send_event(Kind.STEP, iteration, values)
-            self._stand_still(record.epoch, iteration, values)
+            self.stand_still(f"the loss of iteration {iteration} is {nonfinite_loss(values)}")
         self.told.append([str(kind), iteration, values])
         self.send_event(Kind(kind), iteration, values)
 
     def _is_to_be_judged(self, values: Mapping[str, Any]) -> bool:
         return self._settings.nonfinite != "ignore" and bool(nonfinite_loss(values))
 
-    def _stand_still(self, epoch: int, iteration: int | None, values: Mapping[str, Any]) -> None:
-        """The loss is not finite: nobody can finish the next update without this role, so that the
-        state before this one stays in memory until the coordinator has decided.
+    def stand_still(self, why: str) -> NoReturn:
+        """Wait until the coordinator has decided about what was said. Nobody can finish the next
+        update without this role, so the state before this one stays in memory.
 
         Ends by what ``check`` raises. Raises RuntimeError when no decision comes.
         """
-        self.section = "nonfinite"
-        limit = time.monotonic() + self._settings.operation_timeout_seconds
+        assert self.record is not None
+        self.section = "stopped"
+        seconds = self._settings.operation_timeout_seconds
+        limit = time.monotonic() + seconds
         while time.monotonic() < limit:
-            self._check(epoch)
+            self._check(self.record.epoch)
             readable(self._link.interrupt_fd, _LOOK_SECONDS)
-        limit_seconds = self._settings.operation_timeout_seconds
         raise RuntimeError(
-            f"the loss of iteration {iteration} is {nonfinite_loss(values)}, and the coordinator"
-            f" did not decide what to do within operation_timeout_seconds ({limit_seconds:g} s)"
+            f"{why}, and the coordinator did not decide what to do within"
+            f" operation_timeout_seconds ({seconds:g} s)"
         )
 
     def send_event(self, kind: Kind, iteration: int | None, data: Mapping[str, Any]) -> None:

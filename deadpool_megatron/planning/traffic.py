@@ -19,18 +19,20 @@ next update waits for it.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass
 
-from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
-from deadpool_megatron.layout.records import BOUNDARIES
+from deadpool_megatron.layout.reckoning.demand import memory_by_use
 from deadpool_megatron.planning.keys import Plan
+from deadpool_megatron.planning.layouts import (
+    GRADIENT_BYTES,
+    protection_plan,
+    scene_of,
+    step_bytes,
+)
 from deadpool_megatron.planning.roles import Placement
 
 GIGA = 1e9
-_GRADIENT_BYTES = 4.0
 # vault/core/pace.py: of the time from the seal to the gate, the part in which copies are over.
 _PACED_SHARE = 0.7
 
@@ -61,53 +63,24 @@ def node_loads(plan: Plan, placement: Placement) -> dict[int, NodeLoad]:
     what they hold as buddies; the slots that they make while they wait are made where there is room
     for them."""
     extras = plan.protection.extras_bytes_per_role
-    least = int(plan.protection.extras_room_mb * 1e6)
-    room = len(BOUNDARIES) * extras_room_bytes(extras, least)
-    slots = placement.slots
-    unique, own, copies, out, into = (Counter[int]() for _ in range(5))
+    unique, out, into = (Counter[int]() for _ in range(3))
     for role in placement.roles:
         unique[role.node] += role.shard_bytes + extras
-        own[role.node] += slots * (role.shard_bytes + step_bytes(plan, role.shard_bytes) + room)
-        if plan.protection.scheme == "local-twice":
-            copies[role.node] += slots * (role.shard_bytes + room)
         for buddy in role.buddies:
-            copies[buddy] += _copy_bytes(plan, slots, role.shipped_bytes, room)
             shipped = role.shipped_bytes + extras
             out[role.node] += shipped
             into[buddy] += shipped
     by_role = {role.role: role for role in placement.roles}
     for group in placement.groups:
-        members = [by_role[number] for number in group.roles]
-        block = sum(
-            max((part.nbytes for part in parts if part is not None and part.coded), default=0)
-            for parts in itertools.zip_longest(*(role.parts for role in members))
-        )
         for holder in group.holders:
-            copies[holder] += slots * block
-            for role in members:
+            for role in (by_role[number] for number in group.roles):
                 out[role.node] += role.coded_bytes
                 into[holder] += role.coded_bytes
+    memory = memory_by_use(protection_plan(plan), scene_of(plan, placement))
     return {
-        node: NodeLoad(unique[node], own[node], copies[node], out[node], into[node])
+        node: NodeLoad(unique[node], memory[node].own, memory[node].kept, out[node], into[node])
         for node in range(placement.nodes)
     }
-
-
-def step_bytes(plan: Plan, shard_bytes: int) -> int:
-    """What recomputes the update of a shard: fp32 gradients; 0 for other schemes."""
-    if plan.protection.scheme != "recompute":
-        return 0
-    return math.ceil(shard_bytes * _GRADIENT_BYTES / plan.model.state_bytes_per_parameter)
-
-
-def _copy_bytes(plan: Plan, slots: int, shipped_bytes: int, room: int) -> int:
-    """Of one role on one buddy. With recompute the steps as well that lead on from whole copies:
-    as layout.replaying.generations_kept() says."""
-    whole = slots * (shipped_bytes + room)
-    if plan.protection.scheme != "recompute":
-        return whole
-    steps = slots + plan.protection.full_every
-    return whole + steps * (step_bytes(plan, shipped_bytes) + room)
 
 
 def mean_share(plan: Plan) -> float:
@@ -115,7 +88,7 @@ def mean_share(plan: Plan) -> float:
     protection = plan.protection
     if protection.scheme != "recompute":
         return 1.0 / protection.cadence
-    step = _GRADIENT_BYTES / plan.model.state_bytes_per_parameter
+    step = GRADIENT_BYTES / plan.model.state_bytes_per_parameter
     return (1.0 + (protection.full_every - 1) * step) / protection.full_every
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 _WORD = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Eight bytes a word and step of the sums, of memory that training leaves free.
-_BLOCK_WORDS = 1 << 24
+_BLOCK_WORDS = 1 << 22
 _PERIOD = 8191  # prime, so that the weights do not align with power-of-two shapes
 
 

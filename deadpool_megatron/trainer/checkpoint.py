@@ -183,15 +183,23 @@ def _set_generators(states: dict[str, Any]) -> None:
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Writes the shards in the calling process; see :mod:`deadpool_megatron.platform.saving`."""
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
+    # ``how``: since 0.19 by which library; always Megatron's own, since save() asks for that.
+
+    def async_save(
+        self, sharded_state_dict: Any, checkpoint_dir: Path, *how: Any, **named: Any
+    ) -> Any:
         # Where the writer looks before it would start its result process.
         filesystem_async._results_queue = queue.Queue()
         if not filesystem_async.HAVE_PSUTIL:
             # It only logs how much memory writing took, but refuses to write when it cannot.
             filesystem_async._process_memory = int
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        return super().async_save(sharded_state_dict, checkpoint_dir, *how, **named)
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def _get_save_and_finalize_callbacks(
+        self, writer: Any, save_state_dict_ret: Any, *how: Any
+    ) -> Any:
+        del how
+
         def save() -> None:
             if writer.write_buckets:
                 buckets = writer.preload_tensors(writer.write_buckets, True)

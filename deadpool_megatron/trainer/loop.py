@@ -234,7 +234,7 @@ class TrainingLoop(SteppedLoop):
     def _forward_backward(
         self, iterators: list[Iterator[Batch]], forward_only: bool
     ) -> list[dict[str, torch.Tensor]]:
-        losses: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+        losses: list[dict[str, torch.Tensor]] = self.around_passes(get_forward_backward_func())(
             forward_step_func=self._evaluation_step if forward_only else self._forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.model_chunks,

@@ -6,11 +6,12 @@
 
 Four roles (PP2 x DP2, distributed optimizer) on gloo. In each round the same training runs without
 any protection and undisturbed, then once per side, where one process is killed in a backward pass
-after the measured steps. Per side: step time before the kill over that of the undisturbed run;
-seconds from the kill to the end of the first step that is new; seconds the failure cost in all;
-steps computed again; and whether every loss and the final states are those of the undisturbed run,
-bit for bit. The first steps of a run warm up; of everything else nothing is left out. A run that
-fails is listed with its reason, and so is a peer that cannot be run here.
+after the measured steps; on sides that end in ``-node``, where each node has a launcher of its own
+and there is one for a spare, with all that its node runs. Per side: step time before the kill over
+that of the undisturbed run; seconds from the kill to the end of the first step that is new; seconds
+the failure cost in all; steps computed again; and whether every loss and the final states are those
+of the undisturbed run, bit for bit. The first steps of a run warm up; of everything else nothing is
+left out. A run that fails is listed with its reason, and so is a peer that cannot be run here.
 
 The peers are run from environments of their own, which only --install makes.
 """

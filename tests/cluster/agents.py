@@ -21,11 +21,11 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
 )
 from deadpool_megatron.events import Event, Kind
-from tests import forks
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, start
-from tests.told import read_final
-from tests.waiting import PATIENCE_SECONDS, wait_for
+from tests.common import forks
+from tests.common.told import read_final
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 # Here a busy machine must not look like a cut network, and a takeover takes some time anyway.
 _LIMITS = (

@@ -25,6 +25,7 @@ from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrder
 from deadpool_megatron.cluster.member.store import StoreError
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.group_names import group_name
 from deadpool_megatron.layout.records import (
     BOUNDARIES,
     EpochRecord,
@@ -87,6 +88,7 @@ class Counting:
         self.pause_after: int | None = None
         self.section = "parked"
         self.waiting: list[Any] | None = None
+        self.begun: list[list[Any]] = []
         self.progress = 0
 
     # Link.
@@ -96,6 +98,7 @@ class Counting:
             "section": self.section,
             "iteration": self.iteration,
             "waiting": self.waiting,
+            "begun": self.begun,
             "progress": self.progress,
         }
 
@@ -340,7 +343,9 @@ class Counting:
             self.wait(lambda: False)
 
     def barrier(self, iteration: int) -> None:
-        self.waiting = ["world", "barrier", iteration]
+        world = group_name("world", range(self.world_size))
+        self.begun = [[world, iteration, 0]]
+        self.waiting = [world, "barrier", iteration]
         self.wait(lambda: self.lockstep.reached(self.epoch, iteration))
         self.waiting = None
 

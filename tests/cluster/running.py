@@ -22,10 +22,10 @@ from deadpool_megatron.cluster.run_directory.directory import (
     segment_root,
 )
 from deadpool_megatron.events import Event, Kind
-from tests import forks
 from tests.cluster.counting_member import expected_sha256
-from tests.told import read_final
-from tests.waiting import PATIENCE_SECONDS, T, wait_for
+from tests.common import forks
+from tests.common.told import read_final
+from tests.common.waiting import PATIENCE_SECONDS, T, wait_for
 
 MEMBER = str(Path(__file__).with_name("counting_member.py"))
 _ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 # Nobody may be fenced, however busy the machine is.

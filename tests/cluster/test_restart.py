@@ -19,8 +19,8 @@ from deadpool_megatron.events import Event, Kind
 from tests.cluster.agents import Agents
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, send
-from tests.told import read_final
-from tests.waiting import wait_for
+from tests.common.told import read_final
+from tests.common.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 ENDLESS = ("--step-seconds", "0.02")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -19,8 +20,8 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool, send
-from tests.ports import free_port
-from tests.waiting import PATIENCE_SECONDS
+from tests.common.ports import free_port
+from tests.common.waiting import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.slow
 # How long a new coordinator waits for a node that went with the old one; less than by default.
@@ -258,10 +259,23 @@ def test_hanging_member_is_found_and_replaced(tmp_path: Path) -> None:
         (stack,) = run.events(Kind.STACK)
     cause = final["recoveries"][0]["cause"]
     assert "role 1 in section train of iteration 4; 1 role waits in operation" in cause
-    assert "(barrier) of group world" in cause
+    assert "(barrier) of group world(0,1)" in cause
     assert (final["recoveries"][0]["kind"], stack.role) == ("hang", 1)
     assert "hang_if_asked" in " ".join(stack.data["frames"])
-    assert "hang_if_asked" in deadpool("report", str(run.run.path)).stdout
+    told = deadpool("report", str(run.run.path)).stdout
+    assert "hang_if_asked" in told
+    assert re.search(
+        r"world\(0,1\) +5 barrier +1 +4 +- +- +missing \(culprit: 1\)\n +0 +5 +- +- +waits\n", told
+    )
+    (failure,) = json.loads(deadpool("report", "--json", str(run.run.path)).stdout)["failures"]
+    (hang,) = failure["hangs"]
+    (group,) = hang["groups"]
+    assert (hang["roles"], group["operation"], group["number"]) == ([1], "barrier", 5)
+    assert group["rows"] == [
+        {"roles": [1], "where": "missing", "begun": 4},
+        {"roles": [0], "where": "waits", "begun": 5},
+    ]
+    assert failure["stacks"][0]["role"] == 1
 
 
 def _text(log: Path) -> str:

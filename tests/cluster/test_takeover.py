@@ -14,8 +14,8 @@ from deadpool_megatron.events import Kind
 from tests.cluster.agents import Agents
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import deadpool
-from tests.told import read_final
-from tests.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.told import read_final
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 from tests.wire import certificates
 
 pytestmark = pytest.mark.slow

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import CommunicatorFault, EpochClosed
+from deadpool_megatron.comms.inner import Begun
 
 from .ranks import Member, Ranks, run
 
@@ -319,8 +320,11 @@ def test_waiting_for_names_the_culprit() -> None:
         time.sleep(0.5)
         ranks.say(0, "ask", "waiting_for")
         ranks.say(1, "ask", "waiting_for")
-        assert ranks.hear(0, "answer") == ("TENSOR_PARALLEL", "allreduce", 2)
+        assert ranks.hear(0, "answer") == ("TENSOR_PARALLEL(0,1)", "allreduce", 2)
         assert ranks.hear(1, "answer") is None
+        for rank, begun in ((0, 2), (1, 1)):
+            ranks.say(rank, "ask", "begun")
+            assert ranks.hear(rank, "answer")["TENSOR_PARALLEL(0,1)"] == Begun(begun, 0)
         ranks.say(1, "ask", "progress")
         assert ranks.hear(1, "answer") == 3  # one of them attach's own barrier
         ranks.say(1, "order", "go")

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.comms import EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
+from deadpool_megatron.comms.in_flight.epoch import Progress
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks, run
 
@@ -183,7 +184,7 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) 
 def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:
     released = threading.Event()
     stuck = SimpleNamespace(abort=lambda: released.wait(DEADLINE_SECONDS / 2))
-    epoch: Any = SimpleNamespace(limits=SimpleNamespace(drain_seconds=0.01))
+    epoch: Any = SimpleNamespace(limits=SimpleNamespace(drain_seconds=0.01), progress=Progress())
     fabric = NcclFabric(epoch)
     fabric._backends = [stuck] * 4
     fabric.abort()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms.nccl.positions import read_positions
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 from .ranks import DEADLINE_SECONDS, Member, Ranks
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from tests.faults.harness.jobs import Layout, Program, fault, run_program, strike, trainer
-from tests.faults.harness.layouts import DISTRIBUTED, PP2_DP2
+from tests.cluster.running import deadpool
+from tests.faults.harness.jobs import Program, fault, run_program, strike, trainer
+from tests.faults.harness.layouts import FOUR_SHARDS, PP2_DP2
 
 pytestmark = pytest.mark.slow
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
-DP4 = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
 HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
 SLOW_TRAINER = str(Path(__file__).parent / "harness" / "slow_trainer.py")
 
@@ -29,10 +30,15 @@ def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(tmp_path: Path) -> None:
-    plain = trainer(DP4, 54)
-    slow = Program((SLOW_TRAINER, "2", "0.25", *plain.command[2:]), DP4.nodes)
-    outcome = run_program(tmp_path / "run", slow, spares=1, settings="--deadpool-evict-slow on")
+@pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
+def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
+    tmp_path: Path, communicator: str
+) -> None:
+    """With NCCL no host waits for the others: marks in the streams tell who keeps them waiting."""
+    plain = trainer(FOUR_SHARDS, 80)
+    slow = Program((SLOW_TRAINER, "2", "0.1", *plain.command[2:]), FOUR_SHARDS.nodes)
+    settings = f"--deadpool-communicator {communicator} --deadpool-evict-slow on"
+    outcome = run_program(tmp_path / "run", slow, spares=1, settings=settings)
     assert outcome.status == 0, outcome.story()
     first = outcome.of_kind("slow-node")[0]
     assert (first.node, first.data["over"]) == (2, False)
@@ -60,3 +66,13 @@ def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     assert "role 1" in recovery["cause"]
     (stack,) = outcome.of_kind("stack")
     assert (stack.role, "forward" in str(stack.data["frames"])) == (1, True)
+    (failure,) = json.loads(deadpool("report", "--json", str(tmp_path / "run")).stdout)["failures"]
+    (hang,) = failure["hangs"]
+    assert hang["roles"] == [1]
+    groups = {group["group"]: group for group in hang["groups"]}
+    group = groups["DATA_PARALLEL_GROUP_WITH_CP(0,1)"]
+    missing, waits = group["rows"]
+    assert (missing["roles"], missing["where"]) == ([1], "missing")
+    assert (waits["roles"], waits["where"]) == ([0], "waits")
+    assert missing["begun"] == group["number"] - 1
+    assert ("ended" in missing) == (communicator == "fake-nccl")

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.common.ports import free_port
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import MODEL, Layout, reference
-from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix]
 ITERATIONS = 12

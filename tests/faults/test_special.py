@@ -187,7 +187,19 @@ def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) ->
     next failure leads back to it through memory, the evaluation that it has in it stays done."""
     plan = [
         fault("both", "backward", when_role=0, when_iteration=9, target="node", nodes=[1, 0]),
-        fault("again", "backward", when_role=3, when_iteration=7, when_epoch=2),
+        # What was restored is sealed beside the forward and backward passes: all have time for it.
+        fault(
+            "held",
+            "comm",
+            when_op="allreduce",
+            when_section="optimizer",
+            when_role=3,
+            when_iteration=7,
+            when_epoch=2,
+            signal="STOP",
+            resume_after_seconds=1.0,
+        ),
+        fault("again", "optimizer.updated", when_role=3, when_iteration=7, when_epoch=2),
     ]
     evaluation = "--eval-interval 3 --eval-iters 2"
     saves = f"--save {tmp_path / 'saves'} --save-interval 6"

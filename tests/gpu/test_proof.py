@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests import gpus
+from tests.common import gpus
 
 PROVE = Path(__file__).parents[2] / "scripts" / "gpu" / "prove.sh"
 PARTS = ("seam", "losses", "trainer", "pretrain", "copies", "kernels")

@@ -22,9 +22,9 @@ from deadpool_megatron import cli
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import agent
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
+from tests.common.waiting import PATIENCE_SECONDS
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import Question, ask
-from tests.waiting import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.full, pytest.mark.megatron_lm, needs_megatron_lm]
 

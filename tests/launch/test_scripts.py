@@ -17,7 +17,7 @@ import yaml
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json, segment_root
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, environment
-from tests.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SSH = SCRIPTS / "launch" / "ssh.sh"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.cluster.process import posix
+from tests.common.waiting import wait_for
 from tests.netns.lab import hosts
 from tests.netns.lab.hosts import Host, Hosts
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.netns
 _PORT = 7000

@@ -20,7 +20,7 @@ from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import VaultError
-from tests.waiting import until
+from tests.common.waiting import until
 
 
 class SlowVault:

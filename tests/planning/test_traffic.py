@@ -17,6 +17,7 @@ from tests.planning.plans import make
 SHARD = 12 * 10**10 // 16
 EXTRAS = 1000
 ROOM = 5 * (128 << 10)
+AROUND = 500_000  # headers and whole pages
 
 
 def loads_of(plan: Plan) -> dict[int, NodeLoad]:
@@ -26,14 +27,11 @@ def loads_of(plan: Plan) -> dict[int, NodeLoad]:
 def test_a_node_by_hand() -> None:
     plan = make(protection={"extras_bytes_per_role": EXTRAS})
     loads = loads_of(plan)
-    node = NodeLoad(
-        unique_bytes=2 * (SHARD + EXTRAS),
-        own_slots_bytes=2 * 2 * (SHARD + ROOM),
-        copies_bytes=2 * 2 * (SHARD + ROOM),
-        out_bytes_per_step=2 * (SHARD + EXTRAS),
-        in_bytes_per_step=2 * (SHARD + EXTRAS),
-    )
-    assert all(loads[number] == node for number in range(8))
+    for node in range(8):
+        load, slots = loads[node], pytest.approx(2 * 2 * (SHARD + ROOM), abs=AROUND)
+        assert load.unique_bytes == 2 * (SHARD + EXTRAS)
+        assert load.own_slots_bytes == load.copies_bytes == slots
+        assert load.out_bytes_per_step == load.in_bytes_per_step == 2 * (SHARD + EXTRAS)
     assert loads[8] == NodeLoad(0, 0, 0, 0, 0)
     times = timing(plan, place(plan), loads, 20)
     assert times.copy_seconds == SHARD / 20e9
@@ -69,8 +67,9 @@ def test_what_peers_hold_anyway_is_not_shipped() -> None:
     for node, load in loads_of(plan).items():
         if node < 8:
             assert load.out_bytes_per_step == 2 * EXTRAS
-            assert load.copies_bytes == 2 * 3 * ROOM
-            assert load.own_slots_bytes == 2 * 3 * (4 * SHARD + ROOM)
+            assert load.copies_bytes == pytest.approx(2 * 3 * ROOM, abs=AROUND)
+            own = 2 * 3 * (4 * SHARD + ROOM)
+            assert load.own_slots_bytes == pytest.approx(own, abs=AROUND)
 
 
 VALUES = {

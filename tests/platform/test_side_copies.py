@@ -14,7 +14,7 @@ from deadpool_megatron.platform import CopyFailedError, cuda
 from deadpool_megatron.platform.base import in_pieces
 from deadpool_megatron.platform.cpu import CHUNK_BYTES, CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
-from tests import gpus
+from tests.common import gpus
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Kind, read_events
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, deadpool, environment
-from tests.waiting import PATIENCE_SECONDS
+from tests.common.waiting import PATIENCE_SECONDS
 
 OTHER = {"versions": {"torch": "another one"}}
 

@@ -12,7 +12,7 @@ from deadpool_megatron.preflight.facts import HostFacts, Needs
 from deadpool_megatron.preflight.health import Answer, Health, ask
 from deadpool_megatron.preflight.host import read_facts
 from deadpool_megatron.preflight.judge import Standing, problems
-from tests.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "share" / "health"
 

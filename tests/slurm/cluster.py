@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from deadpool_megatron.cluster.process import posix
+from tests.common.waiting import wait_for
 from tests.netns.lab import hosts
 from tests.netns.lab.hosts import Host, Hosts
-from tests.waiting import wait_for
 
 PATIENCE_SECONDS = 90.0
 TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")

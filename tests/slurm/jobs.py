@@ -13,8 +13,8 @@ from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER
+from tests.common.told import read_final
 from tests.slurm.cluster import Cluster
-from tests.told import read_final
 
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "slurm"
 # The counting member needs no torch: nothing is preloaded, a run starts in a second. Five nodes

@@ -33,8 +33,8 @@ from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.control import VaultControl
 from deadpool_megatron.vault.member.client import RestoredParts, VaultClient
 from deadpool_megatron.wire import auth
-from tests import forks
-from tests.waiting import wait_for
+from tests.common import forks
+from tests.common.waiting import wait_for
 
 T = TypeVar("T")
 DEADLINE = 20.0

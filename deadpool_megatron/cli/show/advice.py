@@ -58,6 +58,10 @@ ADVICE: dict[FailureKind, Advice] = {
         "its own work took longer than that of its data-parallel peers",
         "look for throttling, other users and errors that the host corrects",
     ),
+    FailureKind.SILENT_CORRUPTION: Advice(
+        "an audit computed the same again on its peers, or compared what all of them hold",
+        "test processor, memory and GPU of that host before it trains again",
+    ),
     FailureKind.CORRUPT_STATE: Advice(
         "a checksum, or the comparison of peers, did not hold",
         "test the memory of the node that is named before it trains again",

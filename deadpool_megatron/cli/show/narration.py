@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deadpool_megatron.cli.tables import count
+from deadpool_megatron.cli.tables import count, table
 from deadpool_megatron.cluster.failures import in_words
 from deadpool_megatron.events import Event, Kind
+from deadpool_megatron.layout.group_names import in_short
 
 # Enough to see which call it is, and who made it.
 _SHOWN_FRAMES = 4
+# Characters of a name in a table.
+_MOST_CELL = 48
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,9 @@ def tell(event: Event) -> Line | None:
         case Kind.NONFINITE:
             text = f"the loss of iteration {event.iteration} is {data.get('loss')}"
             return Line(f"{text}: {data.get('policy')}", "bold red")
+        case Kind.AUDIT_FAILED:
+            found = f"{data.get('what')} in iteration {event.iteration}: roles {data.get('roles')}"
+            return Line(f"the audit finds wrong numbers: {found}", "bold red")
         case Kind.DURABLE | Kind.DUMPED:
             return Line(f"{event.kind}: {data.get('path')}")
         case Kind.DRAIN:
@@ -134,6 +140,36 @@ def describe_stack(event: Event) -> str:
     more = " < ..." if len(frames) > _SHOWN_FRAMES else ""
     shown = " < ".join(frames[:_SHOWN_FRAMES])
     return f"{who}: {shown}{more} (all threads in logs/{event.data.get('log')})"
+
+
+def describe_hang(event: Event) -> list[str]:
+    """Lines of a table: for each group that somebody waits in, how far its roles are."""
+    rows, culprits = [], set(event.data["roles"])
+    for group in event.data.get("groups", ()):
+        name = _cut(str(group["group"]))
+        operation = " ".join(
+            str(part) for part in (group["number"], group["operation"]) if part not in (None, "")
+        )
+        for row in group["rows"]:
+            numbers = [str(row.get(name, "-")) for name in ("begun", "started", "ended")]
+            where = f"{row['where']} in {row['operation']}" if "operation" in row else row["where"]
+            if found := sorted(culprits & set(row["roles"])):
+                where += f" (culprit: {in_short(found)})"
+            roles = _cut(in_short(row["roles"]))
+            rows.append([name, operation, roles, *numbers, where])
+            name, operation = "", ""
+        if group["left_out"]:
+            rows.append(["", "", f"{group['left_out']} more", "", "", "", ""])
+    if not rows:
+        return []
+    if event.data["left_out"]:
+        rows.append([f"and {count(event.data['left_out'], 'group')} more", *[""] * 6])
+    header = ["group", "operation", "roles", "begun", "started", "ended", "where"]
+    return ["  who waits for whom:", *table(header, rows, indent=4)]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CELL else f"{text[: _MOST_CELL - 3]}..."
 
 
 def describe_slowness(event: Event) -> str:

@@ -15,6 +15,7 @@ from deadpool_megatron.cli.show.advice import advice_for
 from deadpool_megatron.cli.show.narration import (
     describe_cause,
     describe_coordinator,
+    describe_hang,
     describe_loss,
     describe_protection,
     describe_seats,
@@ -113,6 +114,9 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
         label = "ended" if failure.planned else "lost"
         facts.append((label, _joined(describe_loss(loss) for loss in failure.losses)))
     facts += [("stack", describe_stack(event)) for event in failure.stacks[:_SHOWN_STACKS]]
+    if failure.nccl_logs:
+        logs = _joined(f"logs/{log}" for log in failure.nccl_logs)
+        facts.append(("nccl", f"what it said of the job itself: {logs}"))
     if failure.closes > 1:
         facts.append(("again", f"struck {failure.closes} times before the run went on"))
     if failure.generation is not None:
@@ -132,7 +136,10 @@ def describe_failure(failure: Interruption, story: Story) -> list[str]:
     cause = failure.cause
     if not failure.planned:
         cause = describe_cause({"kind": failure.kind, "cause": cause})
-    return [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+    lines = [f"{what} {failure.number}: {cause}", *(f"  {k:<8} {v}" for k, v in facts)]
+    for event in failure.hangs:
+        lines += describe_hang(event)
+    return lines
 
 
 def _describe_cost(failure: Interruption, recovery: FinishedRecovery) -> str:
@@ -238,6 +245,10 @@ def _describe_protection(story: Story) -> list[str]:
     lines += [f"  {event.data.get('cause')}" for event in story.aside]
     lines += [f"  {describe_protection(event)}" for event in story.protections]
     lines += [f"  {describe_slowness(event)}" for event in story.slow]
+    if story.audits:
+        half, longest = statistics.median(story.audits), max(story.audits)
+        spent = f"half of them in {half:.3f} s, the longest {longest:.3f} s"
+        lines.append(f"  audits without a find: {len(story.audits)}, {spent}")
     lines += [f"  {names[kind]}: {number}" for kind, number in story.counts.items()]
     return ["Protection", *lines]
 
@@ -276,6 +287,7 @@ def to_dict(directory: Path, story: Story, result: RunResult | None) -> dict[str
             "seconds": sum(story.gate_waits.values()),
             "longest_seconds": story.longest_wait[0],
         },
+        "seconds_per_audit": summary(story.audits),
         "bytes": {kind.value: total for kind, total in story.bytes_by_kind.items()},
         "counts": {kind.value: number for kind, number in story.counts.items()},
         "durable": [event.data.get("path") for event in story.durable],
@@ -294,7 +306,11 @@ def _failure_to_dict(failure: Interruption) -> dict[str, Any]:
         "closed_epoch": failure.closed_epoch,
         "last_iteration": failure.last_iteration,
         "closes": failure.closes,
-        "stacks": [dict(event.data) for event in failure.stacks],
+        "hangs": [dict(event.data) for event in failure.hangs],
+        "nccl_logs": list(failure.nccl_logs),
+        "stacks": [
+            {"role": event.role, "node": event.node, **event.data} for event in failure.stacks
+        ],
         "losses": [describe_loss(loss) for loss in failure.losses],
         "generation": list(failure.generation) if failure.generation is not None else None,
         "recovered": recovery is not None,

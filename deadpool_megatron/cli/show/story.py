@@ -62,6 +62,8 @@ class Interruption:
     opened: Event | None = None
     parts: list[MemberPhase] = field(default_factory=list)
     stacks: list[Event] = field(default_factory=list)
+    hangs: list[Event] = field(default_factory=list)
+    nccl_logs: list[str] = field(default_factory=list)
     recovery: FinishedRecovery | None = None
     ended: float | None = None
     exposed_seconds: float = 0.0
@@ -99,6 +101,8 @@ class Story:
     counts: dict[Kind, int] = field(default_factory=dict)
     aside: list[Event] = field(default_factory=list)
     slow: list[Event] = field(default_factory=list)
+    # Seconds of each audit that has found nothing.
+    audits: list[float] = field(default_factory=list)
     protections: list[Event] = field(default_factory=list)
     durable: list[Event] = field(default_factory=list)
     coordinators: list[Event] = field(default_factory=list)
@@ -107,6 +111,7 @@ class Story:
     last_wall: float = 0.0
     _losses: list[Event] = field(default_factory=list)
     _stacks: list[Event] = field(default_factory=list)
+    _hangs: list[Event] = field(default_factory=list)
     _drain: Event | None = None
 
     def add(self, event: Event) -> None:
@@ -134,10 +139,14 @@ class Story:
                 self._close(event)
             case Kind.STACK if self.current is None:
                 self._stacks.append(event)
+            case Kind.HANG if self.current is None:
+                self._hangs.append(event)
             case Kind.GATE_WAIT:
                 self._add_wait(event)
             case Kind.NODE_ASIDE:
                 self.aside.append(event)
+            case Kind.AUDITED:
+                self.audits.append(float(event.data["seconds"]))
             case Kind.SLOW_NODE:
                 self.slow.append(event)
             case Kind.PROTECTION if not self._is_said(event):
@@ -227,9 +236,10 @@ class Story:
                 planned=self._drain is not None and not related,
                 losses=related,
                 stacks=self._stacks,
+                hangs=self._hangs,
             )
         )
-        self._losses, self._stacks, self._drain = [], [], None
+        self._losses, self._stacks, self._hangs, self._drain = [], [], [], None
 
     def _add_to_failure(self, event: Event) -> None:
         """Events of a recovery; re-protection and its exposure may end after the run went on."""
@@ -246,6 +256,10 @@ class Story:
                 failure.opened = event
             case Kind.STACK:
                 failure.stacks.append(event)
+            case Kind.HANG:
+                failure.hangs.append(event)
+            case Kind.NCCL_REPORT:
+                failure.nccl_logs.append(str(event.data["log"]))
             case Kind.PHASE:
                 failure.parts.append(_member_phase(event))
             case Kind.EXPOSED:

@@ -38,6 +38,7 @@ from deadpool_megatron.cluster.agent.members.members import (
 )
 from deadpool_megatron.cluster.agent.members.reporter import MemberReporter
 from deadpool_megatron.cluster.agent.members.stacks import LastStacks
+from deadpool_megatron.cluster.agent.nccl_report import NcclReport
 from deadpool_megatron.cluster.agent.options import AgentOptions, member_spec
 from deadpool_megatron.cluster.failures import FailureKind, kind_of_end
 from deadpool_megatron.cluster.journal.terms import claim_order
@@ -121,6 +122,9 @@ class Agent:
         self._store = StoreRelay(self._link.send)
         self._reporter = MemberReporter(self._node, self._members, self._link.send)
         self._stacks = LastStacks(self._node, lambda: self._record, self._link.send)
+        self._nccl = NcclReport(
+            self._node, self._settings.communicator, self._logs, self._link.send
+        )
         self._vault = VaultKeeper(
             self._node,
             self._options.run,
@@ -197,7 +201,9 @@ class Agent:
         elif kind == "dump":
             self._orders.put_nowait(self._dump(dict(message)))
         elif kind == "kill":
-            self._kill(message)
+            self._stacks.kill_by_order(message, self._members.by_slot)
+        elif kind == "ask-nccl":  # before the close, which is behind it: then all is aborted
+            self._orders.put_nowait(self._nccl.take(int(message["epoch"])))
         elif kind == "probe":
             self._examiner.probe(message)
         elif str(kind).startswith("export-"):
@@ -321,16 +327,6 @@ class Agent:
         except (OSError, TimeoutError, VaultError) as error:
             answer["error"] = str(error) or type(error).__name__
         self._link.send(answer)
-
-    def _kill(self, message: Mapping[str, Any]) -> None:
-        member = self._members.by_slot.get(int(message["slot"]))
-        if member is None or member.incarnation != int(message["incarnation"]):
-            return
-        cause = str(message.get("cause", "killed by order of the coordinator"))
-        if message.get("hung"):
-            self._stacks.kill(member, cause)
-        elif not self._stacks.is_asked(member):
-            member.kill(cause)
 
     # Reports of members (see MemberReports).
 

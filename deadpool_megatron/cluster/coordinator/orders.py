@@ -21,6 +21,7 @@ Order = (
     | actions.Probe
     | actions.StartMembers
     | actions.KillMember
+    | actions.AskNccl
     | actions.CloseEpoch
     | actions.Pause
     | actions.Dump
@@ -56,6 +57,8 @@ class Orders:
             case actions.KillMember(node, slot, incarnation, hung):
                 seat = {"slot": slot, "incarnation": incarnation}
                 self.send(node, {"t": "kill", **seat, "hung": hung})
+            case actions.AskNccl(epoch):
+                self._peers.send_all({"t": "ask-nccl", "epoch": epoch})
             case actions.CloseEpoch(epoch, cause):
                 failpoints.hit("coordinator.close", epoch=epoch)
                 self._peers.send_all({"t": "close", "epoch": epoch, "cause": cause})

@@ -57,7 +57,7 @@ from deadpool_megatron.wire.tls import contexts
 
 EXIT_SUPERSEDED = 71
 # So many new objects are looked through in some milliseconds, all of them almost never.
-_GARBAGE_THRESHOLDS = (20_000, 5, 100)
+_GARBAGE_THRESHOLDS = (4_000, 3, 700)
 _URGENT_PHASES = frozenset({Phase.GATHERING, Phase.CLOSING, Phase.DECIDING, Phase.OPENING})
 
 

@@ -158,6 +158,10 @@ def _from_member(seat: SeatKey, m: Message) -> inputs.Input | None:
             return inputs.Restored(*seat, int(m["epoch"]), generation)
         case "restore-failed":
             return inputs.RestoreFailed(*seat, int(m["epoch"]), str(m["part"]), str(m["text"]))
+        case "audit-failed":
+            iteration, roles = int(m["iteration"]), tuple(int(role) for role in m["roles"])
+            certain, what = bool(m["certain"]), str(m["what"])
+            return inputs.AuditFailed(*seat, int(m["epoch"]), iteration, roles, certain, what)
         case "paused":
             return inputs.Paused(*seat, int(m["epoch"]), int(m["iteration"]))
         case "pause-refused":

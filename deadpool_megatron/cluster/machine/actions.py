@@ -90,6 +90,14 @@ class KillMember:
 
 
 @dataclass(frozen=True)
+class AskNccl:
+    """Send to every agent: it asks NCCL what the job is in, before it closes the epoch that hangs,
+    and tells where the answer is."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class CloseEpoch:
     """Send to every agent; their inventories come back. Happens once for an epoch."""
 
@@ -204,6 +212,7 @@ Action = (
     | Probe
     | StartMembers
     | KillMember
+    | AskNccl
     | CloseEpoch
     | Pause
     | Dump

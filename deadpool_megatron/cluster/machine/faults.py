@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent
-from deadpool_megatron.cluster.machine.epoch.closing import close, save_and_end
+from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, save_and_end
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
 from deadpool_megatron.cluster.machine.state.fleet import NodeState
@@ -93,12 +93,17 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
         why = f"{count} crashes within {window:g} s"
     else:
         return
+    _put_aside(turn, node, f"after {why}, the last: {failure.cause}", failure.kind)
+
+
+def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
+    """Have the roles of the node go to a spare; False if none can take all of them."""
     if not _has_better(turn, node):
-        return
+        return False
     fleet = turn.state.fleet
     turn.state = turn.state._replace(fleet=replace(fleet, leaving=fleet.leaving | {node}))
-    cause = f"node {node} is put aside after {why}, the last: {failure.cause}"
-    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
+    turn.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is put aside {why}", kind=kind)
+    return True
 
 
 def _has_better(turn: Turn, node: int) -> bool:
@@ -114,6 +119,32 @@ def _has_better(turn: Turn, node: int) -> bool:
 def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
     since = turn.now - turn.config.settings.node_crash_window_seconds
     return tuple(time for time in times if time >= since)
+
+
+def audit_failed(turn: Turn, event: ev.AuditFailed) -> None:
+    """Put the nodes aside that are wrong; without a spare for them they are given up, and their
+    roles wait for one. Where peers differ and nobody can tell who is wrong, the run ends: going on
+    with either would be training on what may be wrong."""
+    role, state = turn.player(event), turn.state
+    if role is None or not all(one in state.seats for one in event.roles):
+        return
+    nodes = sorted({state.seats[one].node for one in event.roles})
+    named = " and ".join(f"node {node}" for node in nodes)
+    facts = {"roles": list(event.roles), "certain": event.certain, "what": event.what}
+    place = event.epoch, event.node, role, event.iteration
+    turn.act(EmitEvent(Kind.AUDIT_FAILED, *place, facts))
+    cause = f"{event.what} in iteration {event.iteration}: {named}"
+    if not event.certain and len(nodes) > 1:
+        text = f"{cause} differ, and who is wrong cannot be told: go on without one, then the other"
+        words = LastWords(EXIT_DIVERGENCE, text, FailureKind.SILENT_CORRUPTION)
+        save_and_end(turn, words, FailureKind.SILENT_CORRUPTION)
+        return
+    kind, signature = FailureKind.SILENT_CORRUPTION, ("audit", *map(str, event.roles))
+    failure = Failure(f"{cause} computed or held wrong numbers", kind, signature, node=nodes[0])
+    left = [node for node in nodes if not _put_aside(turn, node, f"as {failure.cause}", kind)]
+    for node in left:
+        drop_node(turn, node, replace(failure, node=node))
+    close(turn, failure)
 
 
 EXIT_NONFINITE = 4

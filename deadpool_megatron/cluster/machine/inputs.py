@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.journal.requests import Request
@@ -142,11 +143,13 @@ class MemberSuspected(OfMember):
 
 @dataclass(frozen=True)
 class RolesHung(Input):
-    """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up."""
+    """A verdict: no progress of any role; ``roles`` (perhaps none) hold the others up. ``table``:
+    who is where, as the HANG event tells it."""
 
     epoch: int
     roles: tuple[int, ...]
     cause: str
+    table: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,17 @@ class RestoreFailed(OfPlayer):
 
     part: str
     text: str
+
+
+@dataclass(frozen=True)
+class AuditFailed(OfPlayer):
+    """Peers differ in ``what`` in ``iteration``, and hand no generation of it over. All ``roles``
+    are wrong; if that is not ``certain``, at least one of them is."""
+
+    iteration: int
+    roles: tuple[int, ...]
+    certain: bool
+    what: str
 
 
 @dataclass(frozen=True)

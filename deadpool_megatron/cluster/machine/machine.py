@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from immutables import Map
 
-from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
 from deadpool_megatron.cluster.machine import deadlines, faults, members, protection, requests
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import Action
+from deadpool_megatron.cluster.machine.actions import Action, AskNccl
 from deadpool_megatron.cluster.machine.epoch import closing, ending, opening, pausing
 from deadpool_megatron.cluster.machine.gathering import checkup, start, takeover
 from deadpool_megatron.cluster.machine.state.blame import Blame, Failure, LastWords
@@ -36,7 +36,6 @@ from deadpool_megatron.layout.schemes import first_plan, plan_in_words
 from deadpool_megatron.layout.seats import SeatTable
 
 NOBODY: Mapping[int, str] = {}
-EXIT_DIVERGENCE = 3
 
 
 class Machine:
@@ -194,6 +193,8 @@ def _handle(turn: Turn, event: ev.Input) -> None:
             faults.fault_reported(turn, event)
         case ev.RestoreFailed():
             faults.restore_failed(turn, event)
+        case ev.AuditFailed():
+            faults.audit_failed(turn, event)
         case ev.Restored():
             opening.restored(turn, event)
         case ev.MemberDone():
@@ -211,6 +212,8 @@ def _roles_hung(turn: Turn, event: ev.RolesHung) -> None:
     if event.epoch != state.open_epoch:
         turn.refuse("hang verdict", f"epoch {event.epoch} is not open")
         return
+    turn.emit(Kind.HANG, roles=list(event.roles), **event.table)
+    turn.act(AskNccl(event.epoch))
     for role in event.roles:
         turn.kill((state.seats[role].node, state.seats[role].slot), hung=True)
     signature = ("hang", *map(str, event.roles))

@@ -7,6 +7,7 @@ these hosts out, be it by who submits it or by each agent, which says so when it
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,8 @@ RECENT_HOURS = 72.0
 # A mistake that puts many nodes aside must not leave nothing to train on.
 MOST_LEFT_OUT = 8
 _MOST_KEPT = 1000
+_LOCK_SECONDS = 10.0
+_LOOK_SECONDS = 0.05
 _MOST_EVIDENCE_CHARACTERS = 500
 
 
@@ -81,7 +84,7 @@ def read_bad_nodes(runs: Path) -> list[BadNode]:
 def add_bad_node(runs: Path, bad: BadNode) -> bool:
     """Add a node; False when the same run has added its host before. The oldest ones make room.
 
-    Blocks while another run adds one. Raises what :func:`read_bad_nodes` raises.
+    Waits while another run adds one. Raises what :func:`read_bad_nodes` raises.
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
@@ -94,7 +97,7 @@ def add_bad_node(runs: Path, bad: BadNode) -> bool:
 def forget_host(runs: Path, host: str) -> int:
     """Remove the entries of a host that was repaired; returns how many there were.
 
-    Blocks while a run adds one. Raises what :func:`read_bad_nodes` raises.
+    Waits while a run adds one. Raises what :func:`read_bad_nodes` raises.
     """
     with _locked(runs):
         known = read_bad_nodes(runs)
@@ -148,10 +151,24 @@ def _locked(runs: Path) -> Iterator[None]:
     ownership.check_directory(runs)
     lock = os.open(runs / ".bad-nodes.lock", os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock, bad_nodes_file(runs))
         yield
     finally:
         os.close(lock)
+
+
+def _wait_for(lock: int, file: Path) -> None:
+    """Take the lock. Raises OSError when whoever has it keeps it: a stopped process, or storage
+    that hangs."""
+    limit = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() > limit:
+                what = f"another run has been writing it for {_LOCK_SECONDS:g} s"
+                raise OSError(errno.ETIMEDOUT, what, str(file)) from error
+            time.sleep(_LOOK_SECONDS)
 
 
 def _write(runs: Path, bad: Sequence[BadNode]) -> None:

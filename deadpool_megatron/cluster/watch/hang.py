@@ -39,6 +39,16 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class OnHost:
+    """A group in which the host of one role itself waits: how many collectives, and how many
+    messages, it has begun."""
+
+    group: str
+    collectives: int
+    messages: int
+
+
+@dataclass(frozen=True)
 class OnDevice:
     """A group on the device of one role: numbers of the operations that were enqueued, started and
     completed. ``collective``: the same number is the same operation on all roles.
@@ -60,6 +70,7 @@ class OnDevice:
 class RoleStatus:
     """One role's last beat. ``progress`` counts operations and iterations, and never goes back.
     ``device``: None where the host waits in operations, or the role has not stood still for long.
+    ``host``: empty where it has not.
     """
 
     section: str
@@ -68,6 +79,7 @@ class RoleStatus:
     progress: int
     still_seconds: float
     device: tuple[OnDevice, ...] | None = None
+    host: tuple[OnHost, ...] = ()
 
     @staticmethod
     def from_beat(beat: Mapping[str, Any], still_seconds: float) -> RoleStatus:
@@ -86,6 +98,10 @@ class RoleStatus:
             else tuple(
                 OnDevice(str(group), int(enqueued), int(started), int(completed), bool(same))
                 for group, enqueued, started, completed, same in beat["device"]
+            ),
+            host=tuple(
+                OnHost(str(group), int(collectives), int(messages))
+                for group, collectives, messages in beat.get("begun", ())
             ),
         )
 

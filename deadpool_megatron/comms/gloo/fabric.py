@@ -26,7 +26,7 @@ from deadpool_megatron.comms.gloo import poison, uneven
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch
 from deadpool_megatron.comms.in_flight.waiters import Left
 from deadpool_megatron.comms.in_flight.works import HostWork, communication_failed
-from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup
+from deadpool_megatron.comms.inner import Begun, Fabric, GroupSpec, InnerGroup
 from deadpool_megatron.comms.operations import COMMUNICATION, POINT_TO_POINT, SENDS, is_asynchronous
 from deadpool_megatron.platform.gathers import INSTEAD, SeveralWorks
 
@@ -89,6 +89,7 @@ class GlooGroup(InnerGroup):
     def __init__(self, spec: GroupSpec, epoch: Epoch, plain: Any, backend: Any) -> None:
         self.epoch = epoch
         self.description = spec.description
+        self.place = spec.place
         self.size = spec.size
         self._plain = plain
         self._backend = backend
@@ -139,6 +140,9 @@ class GlooGroup(InnerGroup):
             inner.copy_results if private else None,
         )
 
+    def begun(self) -> Begun:
+        return Begun(self._collectives, self._messages)
+
     def backend(self) -> Any:
         return self._backend
 
@@ -151,7 +155,7 @@ class GlooGroup(InnerGroup):
         epoch = self.epoch
         epoch.check("monitored_barrier")
         plain = self._plain
-        epoch.waits[get_ident()] = Activity(self.description, "monitored_barrier")
+        epoch.waits[get_ident()] = Activity(self.place, "monitored_barrier")
         try:
             epoch.pool.call(lambda: plain.monitored_barrier(timeout, wait_all_ranks), epoch)
         except Left:

@@ -11,8 +11,9 @@ from typing import NoReturn, Protocol
 
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.in_flight import asleep
+from deadpool_megatron.comms.in_flight.stream_waits import StreamWaits
 from deadpool_megatron.comms.in_flight.waiters import WaiterPool
-from deadpool_megatron.comms.inner import Fabric, InnerGroup
+from deadpool_megatron.comms.inner import Begun, Fabric, InnerGroup, Position
 
 FaultCallback = Callable[[str, str, str], None]
 
@@ -43,7 +44,7 @@ class Waiting(Protocol):
     """What a thread waits in."""
 
     @property
-    def description(self) -> str: ...
+    def place(self) -> str: ...
     @property
     def operation(self) -> str: ...
     @property
@@ -54,7 +55,7 @@ class Waiting(Protocol):
 class Activity:
     """Something a thread waits in that is no operation of a group."""
 
-    description: str
+    place: str
     operation: str
     sequence: int = 0
 
@@ -63,11 +64,13 @@ class Activity:
 class Progress:
     """Counts finished operations over all epochs; a lost count under races does no harm.
 
-    ``waited_seconds``: of the main thread, in operations whose wait blocks the host.
+    ``waited_seconds``: of the main thread, in operations whose wait blocks the host;
+    ``stream_waits``: of streams, where a wait blocks these.
     """
 
     finished: int = 0
     waited_seconds: float = 0.0
+    stream_waits: StreamWaits = field(default_factory=StreamWaits)
 
 
 @dataclass
@@ -189,7 +192,17 @@ class Epoch:
         work = waits.get(threading.main_thread().ident or 0)
         if work is None:
             work = next(iter(waits.values()))
-        return work.description, work.operation, work.sequence
+        return work.place, work.operation, work.sequence
+
+    def begun(self) -> dict[str, Begun]:
+        """How many operations the host has begun, by group, where devices do not run them."""
+        found = {group.place: group.begun() for group in list(self.groups)}
+        return {place: one for place, one in found.items() if one is not None}
+
+    def positions(self) -> dict[str, Position] | None:
+        """How far devices are with the operations of each group; None where there are none."""
+        known = [found for one in list(self.fabrics) if (found := one.positions()) is not None]
+        return {place: one for found in known for place, one in found.items()} if known else None
 
     def finish_in_flight(self) -> None:
         """Wait for every operation that nobody waited for."""

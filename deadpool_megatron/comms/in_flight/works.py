@@ -28,13 +28,14 @@ class WorkGroup(Protocol):
 
     epoch: Epoch
     description: str
+    place: str
     size: int
 
 
 class SeamWork(dist.Work):
     """Base of our Works: forwards everything to the inner Work ``inner``.
 
-    Attributes ``description``, ``operation`` and ``sequence`` say what it is, for diagnosis.
+    Attributes ``place``, ``operation`` and ``sequence`` say what it is, for diagnosis.
     """
 
     __slots__ = ("epoch", "group", "inner", "operation", "sequence")
@@ -51,6 +52,11 @@ class SeamWork(dist.Work):
     def description(self) -> str:
         """Description of the group."""
         return self.group.description
+
+    @property
+    def place(self) -> str:
+        """The very group, by its description and ranks."""
+        return self.group.place
 
     def is_completed(self) -> bool:
         """As torch; raises EpochClosed on a closed epoch, since a poll would never end."""
@@ -275,10 +281,8 @@ class StreamWork(SeamWork):
         epoch.waits[ident] = self
         problem: str | None = None
         try:
-            if timeout is None:
-                self.inner.wait()
-            else:
-                self.inner.wait(timeout)
+            wait = self.inner.wait if timeout is None else lambda: self.inner.wait(timeout)
+            epoch.progress.stream_waits.around(wait)
         except RuntimeError as error:
             problem = str(error)
         finally:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +26,13 @@ from torch.distributed import ProcessGroup
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms.errors import EpochClosed
 from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.in_flight.works import StreamWork, book, communication_failed
 from deadpool_megatron.comms.inner import Fabric, GroupSpec, InnerGroup, Position
 from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.nccl.positions import ask_recorder, read_positions
-from deadpool_megatron.comms.operations import POINT_TO_POINT
+from deadpool_megatron.comms.nccl.timing import CudaClock
+from deadpool_megatron.comms.operations import POINT_TO_POINT, is_asynchronous
 
 
 class NcclFabric(Fabric):
@@ -44,6 +46,10 @@ class NcclFabric(Fabric):
         self._groups: list[NcclGroup] = []
         self._aborting: list[threading.Thread] = []
         self._blocks = Blocks()
+        epoch.progress.stream_waits.clock = self._clock()
+
+    def _clock(self) -> DeviceClock[Any]:
+        return CudaClock()
 
     def create(self, spec: GroupSpec, store: Store) -> NcclGroup:
         # torch numbers them as they are made; only their connecting takes time.
@@ -152,8 +158,7 @@ class NcclGroup(InnerGroup):
         self.description = spec.description
         self.size = spec.size
         self.name = spec.name
-        # Groups of one description are told apart by who is in them.
-        self.place = f"{spec.description}({','.join(map(str, spec.ranks))})"
+        self.place = spec.place
         self._plain = plain
         self._backend = backend
         self._blocks = blocks
@@ -174,7 +179,7 @@ class NcclGroup(InnerGroup):
         if operation == "barrier":
             _ask_for_work(args, kwargs)
         try:
-            inner = getattr(self._plain, operation)(*args, **kwargs)
+            inner = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
             if self._blocks.is_open_here():
                 self._blocks.keep(error)
@@ -191,6 +196,14 @@ class NcclGroup(InnerGroup):
             self._collectives += 1
             sequence = self._collectives
         return self._work(inner, operation, sequence)
+
+    def _start(
+        self, operation: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Start an operation; one that is not asynchronous is a wait of the current stream."""
+        if is_asynchronous(args, kwargs) or self._blocks.is_open_here():
+            return operation(*args, **kwargs)
+        return self.epoch.progress.stream_waits.around(lambda: operation(*args, **kwargs))
 
     def _work(self, inner: Any, operation: str, sequence: int) -> dist.Work | None:
         if inner is None:

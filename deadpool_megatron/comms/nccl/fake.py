@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
@@ -44,6 +45,7 @@ from torch._C._distributed_c10d import Store
 
 from deadpool_megatron.comms.gloo.fabric import GlooFabric, GlooGroup
 from deadpool_megatron.comms.in_flight.epoch import Epoch
+from deadpool_megatron.comms.in_flight.stream_waits import DeviceClock
 from deadpool_megatron.comms.inner import GroupSpec
 from deadpool_megatron.comms.nccl.collected import collected
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
@@ -95,6 +97,9 @@ class FakeNcclFabric(NcclFabric):
         self._gloo = GlooFabric(epoch, address)
         self._communicators: dict[str, FakeCommunicator] = {}
 
+    def _clock(self) -> FakeClock:
+        return FakeClock()
+
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)
         self._communicators[spec.name] = communicator
@@ -114,6 +119,36 @@ class FakeNcclFabric(NcclFabric):
         super().close()
         self._communicators.clear()
         self._gloo.close()
+
+
+@dataclass(frozen=True)
+class FakeMark:
+    """A place in the stream of a thread: after what this thread has done by ``at_seconds``, and
+    after these operations."""
+
+    at_seconds: float
+    after: Sequence[FakeWork]
+
+
+class FakeClock(DeviceClock[FakeMark]):
+    """A stream comes to a mark when the operations are over that were ordered before it."""
+
+    def mark(self) -> FakeMark:
+        works = [one for one in order.after_current_thread() if isinstance(one, FakeWork)]
+        return FakeMark(monotonic(), works)
+
+    def is_passed(self, mark: FakeMark) -> bool:
+        return all(operation.is_completed() for operation in mark.after)
+
+    def seconds(self, earlier: FakeMark, later: FakeMark) -> float:
+        return _passed_at(later) - _passed_at(earlier)
+
+    def forget(self, mark: FakeMark) -> None:
+        """Nothing is used again."""
+
+
+def _passed_at(mark: FakeMark) -> float:
+    return max([mark.at_seconds, *(operation.ended_at_seconds for operation in mark.after)])
 
 
 class FakeCommunicator:
@@ -251,6 +286,7 @@ class FakeWork:
         self._results = results
         self._children = children
         self._communicator = communicator
+        self.ended_at_seconds = 0.0
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._outcome: bool | None = None
@@ -311,6 +347,7 @@ class FakeWork:
             return
         if isinstance(self.inner, SeveralWorks):
             self.inner.copy_results()
+        self.ended_at_seconds = monotonic()
         self._communicator.ended()
         if not self._communicator.aborted:
             self._done.set()

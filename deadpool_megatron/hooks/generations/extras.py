@@ -47,9 +47,7 @@ def capture(loop: ProtectedLoop) -> dict[str, Any]:
         values[f"buffer.{name}"] = tensor
     values.update(loss_sums.capture())
     values.update(fp8_state.capture(loop))
-    for name, tensor in tracked_random_states().items():
-        values[f"random.tracker.{name}"] = tensor
-    values.update(capture_random_states())
+    values.update(random_states())
     return values
 
 
@@ -104,11 +102,36 @@ def restore(loop: ProtectedLoop, values: dict[str, Any]) -> None:
     fp8_state.restore(loop, values)
 
 
+def capture_passing(loop: ProtectedLoop) -> dict[str, Any]:
+    """What a forward and backward pass changes beside gradients: a part of :func:`capture`."""
+    buffers = {f"buffer.{name}": tensor for name, tensor in frozen_and_buffers(loop)}
+    return {**buffers, **loss_sums.capture(), **random_states()}
+
+
+def restore_passing(loop: ProtectedLoop, values: dict[str, Any]) -> None:
+    """Inverse of :func:`capture_passing`."""
+    with torch.no_grad():
+        for name, tensor in frozen_and_buffers(loop):
+            tensor.copy_(values[f"buffer.{name}"])
+    restore_last(values)
+
+
+def random_states() -> dict[str, Any]:
+    """All of them, Megatron's own and those of Python, numpy and torch."""
+    tracked = {f"random.tracker.{name}": state for name, state in tracked_random_states().items()}
+    return {**tracked, **capture_random_states()}
+
+
+def set_random_states(values: dict[str, Any]) -> None:
+    """Inverse of :func:`random_states`."""
+    _restore_tracked(_named(values, "random.tracker."))
+    restore_random_states(values)
+
+
 def restore_last(values: dict[str, Any]) -> None:
     """Put back what rebuilding the data loaders may touch: loss sums, and the random states."""
     loss_sums.restore(values)
-    _restore_tracked(_named(values, "random.tracker."))
-    restore_random_states(values)
+    set_random_states(values)
 
 
 def _restore_tracked(states: dict[str, Any]) -> None:

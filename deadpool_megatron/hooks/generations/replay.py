@@ -9,7 +9,7 @@ owner's checksums after each replay (layout.replaying).
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,27 +50,31 @@ class InnerUpdate:
         return InnerUpdate(list(values["groups"]), tuple(values["without_gradient"]))
 
 
-def refuse_what_cannot_be_replayed(optimizer: Any, config: Any) -> None:
-    """Raise UnsupportedOptimizer where the same update could give other bytes."""
-    why = ""
+def why_not_replayed(optimizer: Any, config: Any) -> str:
+    """Why the same update could give other bytes, in words; empty where it cannot."""
     if getattr(config, "qk_clip", False):
-        why = "QK-clip changes weights after the update"
-    elif param_group_tensors(optimizer):
-        why = "the optimizer is capturable: its steps and learning rate lie on the device"
+        return "QK-clip changes weights after the update"
+    if param_group_tensors(optimizer):
+        return "the optimizer is capturable: its steps and learning rate lie on the device"
     for inner in inner_optimizers(optimizer):
         kind = type(inner.optimizer).__name__
         if kind not in _KNOWN:
-            why = f"nobody knows what an update of {kind} depends on"
-        elif getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
-            why = f"the precision-aware {kind} keeps masters and gradients of its own"
-        elif any(
+            return f"nobody knows what an update of {kind} depends on"
+        if getattr(getattr(inner, "config", None), "use_precision_aware_optimizer", False):
+            return f"the precision-aware {kind} keeps masters and gradients of its own"
+        if any(
             raw_tensors(value)
             for parameter in parameters_of(inner)
             for value in inner.optimizer.state[parameter].values()
             if isinstance(value, Tensor)
         ):
-            why = f"{kind} keeps quantised state"
-    if why:
+            return f"{kind} keeps quantised state"
+    return ""
+
+
+def refuse_what_cannot_be_replayed(optimizer: Any, config: Any) -> None:
+    """Raise UnsupportedOptimizer where the same update could give other bytes."""
+    if why := why_not_replayed(optimizer, config):
         raise UnsupportedOptimizer(
             f"--deadpool-protection recompute: {why}; use --deadpool-protection buddy"
         )
@@ -121,57 +125,91 @@ def rehearse(
     none. ``before`` and ``after``: bytes of the shard part around the update. Takes about
     ``_CHUNK_BYTES`` of device memory, or what one parameter needs.
     """
-    number = 0
-    for chunk in _chunks(inner):
-        chosen = range(number, number + len(chunk))
+    number, groups, absent = 0, group_numbers(inner), set(update.without_gradient)
+    for chunk in chunks(inner):
+        copies = [
+            _copy(inner, number + index, groups[number + index], parameter, shard, before)
+            for index, parameter in enumerate(chunk)
+        ]
+        for copy in copies:
+            if copy.number not in absent:
+                copy.parameter.grad = gradients[copy.number].to(copy.parameter.device)
+        update_copies(inner, update.groups, copies)
+        for copy, parameter in zip(copies, chunk, strict=True):
+            for name, tensor in all_tensors(inner, parameter):
+                if not _same_bytes(copy.tensors[name], shard.slice(after, tensor)):
+                    return f"{name or 'parameter'} of parameter {copy.number}"
         number += len(chunk)
-        held = _copies(inner, chunk, shard, before)
-        for index, parameter in zip(chosen, chunk, strict=True):
-            if index not in update.without_gradient:
-                held[id(parameter)][""].grad = gradients[index].to(parameter.device)
-        _step(_on_copies(inner, update, held))
-        for index, parameter in zip(chosen, chunk, strict=True):
-            for name, tensor in _all_tensors(inner, parameter):
-                wanted = shard.slice(after, tensor)
-                if not _same_bytes(held[id(parameter)][name], wanted):
-                    return f"{name or 'parameter'} of parameter {index}"
     return ""
 
 
-_Copies = dict[int, dict[str, Tensor]]
+@dataclass(frozen=True)
+class ParameterCopy:
+    """A parameter, with its gradient, and what its optimizer keeps for it, on memory of their own.
+
+    ``number``: over all groups; ``group``: which one it is in. ``tensors``: the parameter under the
+    empty name, then its state; ``values``: state that is no tensor.
+    """
+
+    number: int
+    group: int
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter itself."""
+        return self.tensors[""]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What the optimizer keeps for it."""
+        return {**self.values, **{name: t for name, t in self.tensors.items() if name}}
 
 
-def _copies(inner: Any, parameters: list[Tensor], shard: Part, held: memoryview) -> _Copies:
-    """Copies of parameters and their state as the bytes have them, by id and name."""
-    return {
-        id(parameter): {
-            name: shard.slice(held, tensor).to(tensor.device, copy=True)
-            for name, tensor in _all_tensors(inner, parameter)
-        }
-        for parameter in parameters
-    }
+def group_numbers(inner: Any) -> list[int]:
+    """For each parameter of :func:`parameters_of` the number of its group."""
+    groups = inner.optimizer.param_groups
+    return [number for number, group in enumerate(groups) for _ in group["params"]]
 
 
-def _on_copies(inner: Any, update: InnerUpdate, held: _Copies) -> Any:
-    """The optimizer, working on copies of some of its parameters."""
-    adam = inner.optimizer
-    shadow = _without_hooks(adam)
-    shadow.state = defaultdict(dict)
+def plain_values(inner: Any, parameter: Tensor) -> dict[str, Any]:
+    """State of a parameter that is no tensor."""
+    state = inner.optimizer.state[parameter]
+    return {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+
+
+def update_copies(
+    inner: Any, groups: Sequence[Mapping[str, Any]], copies: Sequence[ParameterCopy]
+) -> None:
+    """Update copies of parameters, of this or of another role, as ``inner`` would update its own.
+
+    ``groups``: the plain values of its parameter groups; gradients are those of the copies.
+    """
+    shadow = _without_hooks(inner.optimizer)
+    shadow.state = defaultdict(dict, {copy.parameter: copy.state for copy in copies})
     shadow.param_groups = []
-    for group, values in zip(adam.param_groups, update.groups, strict=True):
-        chosen = [parameter for parameter in group["params"] if id(parameter) in held]
-        if not chosen:
-            continue
-        copied = dict(group)
-        _set_values(copied, values)
-        copied["params"] = [held[id(parameter)][""] for parameter in chosen]
-        shadow.param_groups.append(copied)
-        for parameter in chosen:
-            tensors = held[id(parameter)]
-            shadow.state[tensors[""]] = {
-                key: tensors.get(key, value) for key, value in adam.state[parameter].items()
-            }
-    return shadow
+    for number, (group, values) in enumerate(
+        zip(inner.optimizer.param_groups, groups, strict=True)
+    ):
+        chosen = [copy.parameter for copy in copies if copy.group == number]
+        if chosen:
+            copied = dict(group)
+            _set_values(copied, values)
+            copied["params"] = chosen
+            shadow.param_groups.append(copied)
+    _step(shadow)
+
+
+def _copy(
+    inner: Any, number: int, group: int, parameter: Tensor, shard: Part, held: memoryview
+) -> ParameterCopy:
+    """A parameter and its state as the bytes of the shard part have them."""
+    tensors = {
+        name: shard.slice(held, tensor).to(tensor.device, copy=True)
+        for name, tensor in all_tensors(inner, parameter)
+    }
+    return ParameterCopy(number, group, tensors, plain_values(inner, parameter))
 
 
 def _without_hooks(adam: Any) -> Any:
@@ -203,17 +241,19 @@ def _is_plain_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(one, _PLAIN) for one in value)
 
 
-def _all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+def all_tensors(inner: Any, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A parameter, under the empty name, then what its optimizer keeps for it."""
     yield "", parameter
     yield from state_tensors(inner, parameter).items()
 
 
-def _chunks(inner: Any) -> Iterator[list[Tensor]]:
+def chunks(inner: Any) -> Iterator[list[Tensor]]:
+    """The parameters in turn, so many at a time that they and their state take about 64 MiB."""
     found: list[Tensor] = []
     nbytes = 0
     for parameter in parameters_of(inner):
         found.append(parameter)
-        nbytes += sum(t.numel() * t.element_size() for _, t in _all_tensors(inner, parameter))
+        nbytes += sum(t.numel() * t.element_size() for _, t in all_tensors(inner, parameter))
         if nbytes >= _CHUNK_BYTES:
             yield found
             found, nbytes = [], 0

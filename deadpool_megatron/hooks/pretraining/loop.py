@@ -280,7 +280,9 @@ class PretrainLoop(ProtectedLoop):
         """The step itself, and everything that has to be known to go on behind it elsewhere."""
         from megatron.training import training
 
-        answer = original(*args, **kwargs)
+        given = self._arguments(original, args, kwargs)
+        given["forward_backward_func"] = self.around_passes(given["forward_backward_func"])
+        answer = original(**given)
         if answer[SHOULD_EXIT]:
             raise _NoGeneration(answer)
         self._newest.finish(answer, self._sums or {})

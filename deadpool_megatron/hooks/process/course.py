@@ -77,6 +77,9 @@ class EpochCourse(Course):
         reports.section = "first-step" if iteration == self._first_iteration else "step"
         failpoints.set_context(iteration=iteration)
         protection.announce(generation)
+        if self._entry.audit is not None:
+            every = self._record.protection.every
+            self._entry.audit.announce(iteration, self.generation, every)
         reports.told = []
         self._own_time.begin()
         result = run()

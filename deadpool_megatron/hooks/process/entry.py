@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from megatron.core import parallel_state
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.audit import Audit, refuse_what_cannot_be_audited
 from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
 from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
 from deadpool_megatron.hooks.dimensions.data import DataHook
@@ -46,6 +48,7 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
+from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
 
@@ -93,6 +96,7 @@ class EpochEntry(Stages):
         self._pinned = PinnedSlots(self._platform, self._warn)
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None
+        self.audit: Audit | None = None
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
         self._leftovers: Leftovers | None = None
@@ -385,12 +389,29 @@ class EpochEntry(Stages):
         protection = self._protection
         # QK-clip changes the weights after the update; their copies then start with the rest.
         updated = protection.updated if not getattr(config, "qk_clip", False) else _later
-        StepHooks(optimizer, protection.gate, protection.using, updated)
+        before: list[Callable[[int], None]] = [protection.using]
+        after: list[Callable[[int], None]] = [updated]
+        if self._settings.audit_interval:
+            self.audit = self._make_audit(loop, self._shard.parts, protection)
+            before.append(self.audit.before_update)
+            after.append(self.audit.after_update)
+        StepHooks(optimizer, protection.gate, _in_turn(before), _in_turn(after))
         self._leftovers = Leftovers(loop)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
             DataHook(self._loop, self._shard.shared),
+        )
+
+    def _make_audit(self, loop: ProtectedLoop, parts: list[Part], protection: Protection) -> Audit:
+        refuse_what_cannot_be_audited(loop.optimizer, model_config(loop))
+        return Audit(
+            loop,
+            parts,
+            self._vault.sealed_part,
+            self._settings.audit_interval,
+            protection.settle,
+            self._reports,
         )
 
     def _drop(self) -> None:
@@ -402,11 +423,21 @@ class EpochEntry(Stages):
         self._pinned.release()
         if self._loop is not None:
             self._loop.close()
-        self._loop, self._protection = None, None
+        self._loop, self._protection, self.audit = None, None, None
         self._shard, self._dimensions, self._leftovers = None, (), None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()
+
+
+def _in_turn(calls: list[Callable[[int], None]]) -> Callable[[int], None]:
+    """One call in place of several."""
+
+    def call(index: int) -> None:
+        for one in calls:
+            one(index)
+
+    return call if len(calls) > 1 else calls[0]
 
 
 def _later(index: int) -> None:

@@ -3,35 +3,93 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from math import ceil
+
+from deadpool_megatron.comms import StreamWaits
+
+# What a mark in a stream costs the host, generously, and the part of training that marks may take.
+_MARK_SECONDS = 5e-6
+_MOST_SHARE = 1e-3
 
 
-class OwnTimeMeter:
-    """Main thread; :attr:`sample` may be read by any. ``waited()`` answers the seconds which the
-    main thread has waited so far, in communication or for protection.
+class OwnTimeMeter(ABC):
+    """Main thread; :attr:`sample` may be read by any."""
 
-    With NCCL the host does not wait in operations but in reads of results, which are not seen here.
-    """
-
-    def __init__(self, waited: Callable[[], float]) -> None:
-        # (finished iterations, seconds of all of them), since the epoch began.
+    def __init__(self) -> None:
+        # (measured iterations, seconds of all of them), since the epoch began.
         self.sample = (0, 0.0)
-        self._waited = waited
-        self._began = 0.0
-        self._waited_before = 0.0
 
     def reset(self) -> None:
         """A new epoch begins."""
         self.sample = (0, 0.0)
 
+    @abstractmethod
     def begin(self) -> None:
         """An iteration begins."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """It is finished."""
+
+    def _add(self, seconds: float) -> None:
+        iterations, before = self.sample
+        self.sample = (iterations + 1, before + max(0.0, seconds))
+
+
+class HostMeter(OwnTimeMeter):
+    """Where waits hold the host (gloo). ``waited()`` answers the seconds which the main thread has
+    waited so far, in communication or for protection."""
+
+    def __init__(self, waited: Callable[[], float]) -> None:
+        super().__init__()
+        self._waited = waited
+        self._began = 0.0
+        self._waited_before = 0.0
+
+    def begin(self) -> None:
         self._waited_before = self._waited()
         self._began = time.monotonic()
 
     def end(self) -> None:
-        """It is finished."""
         waited = self._waited() - self._waited_before
-        own = max(0.0, time.monotonic() - self._began - waited)
-        iterations, seconds = self.sample
-        self.sample = (iterations + 1, seconds + own)
+        self._add(time.monotonic() - self._began - waited)
+
+
+class DeviceMeter(OwnTimeMeter):
+    """Where waits hold a stream (NCCL): by marks in it, in as many iterations as cost next to
+    nothing. ``stalled()`` answers the seconds which the host has waited for protection so far."""
+
+    def __init__(self, waits: StreamWaits, stalled: Callable[[], float]) -> None:
+        super().__init__()
+        self._waits = waits
+        self._stalled = stalled
+        self._stalled_before = 0.0
+        self._stalled_seconds = 0.0
+        self._is_measured = False
+        self._to_skip = 0
+
+    def reset(self) -> None:
+        super().reset()
+        self._waits.drop()
+        self._is_measured, self._to_skip = False, 0
+
+    def begin(self) -> None:
+        found = self._waits.read()
+        if found is not None:
+            whole, waited = found
+            self._add(whole - waited - self._stalled_seconds)
+            cost = 2 * self._waits.count * _MARK_SECONDS
+            self._to_skip = ceil(cost / (_MOST_SHARE * max(whole, 1e-6))) - 1
+        elif self._to_skip > 0:
+            self._to_skip -= 1
+        if self._to_skip <= 0:
+            self._is_measured = self._waits.begin()
+            self._stalled_before = self._stalled()
+
+    def end(self) -> None:
+        if self._is_measured:
+            self._is_measured = False
+            self._waits.end()
+            self._stalled_seconds = self._stalled() - self._stalled_before

@@ -40,7 +40,7 @@ from deadpool_megatron.hooks.loop import Program
 from deadpool_megatron.hooks.process.course import EpochCourse
 from deadpool_megatron.hooks.process.device import take_device
 from deadpool_megatron.hooks.process.entry import EpochEntry, RestoreFailed
-from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
+from deadpool_megatron.hooks.process.own_time import DeviceMeter, HostMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.process.standstill import Standstill
 from deadpool_megatron.hooks.reports import Reports
@@ -97,7 +97,11 @@ class Session:
         self._engaged_epoch = 0
         self._drained_epoch = 0
         self._pause = PausePoint()
-        self._own_time = OwnTimeMeter(self._waited_seconds)
+        self._own_time = (
+            HostMeter(self._waited_seconds)
+            if kind == "gloo"
+            else DeviceMeter(self._communicators.stream_waits, self._stalled_seconds)
+        )
         self._standstill = Standstill()
         self._saves = DurableSaves(
             self._reports, self._check, link.interrupt_fd, settings.restore_seconds
@@ -396,8 +400,10 @@ class Session:
         self._link.send({**message, "epoch": self._engaged_epoch})
 
     def _waited_seconds(self) -> float:
-        protection = 0.0 if self._entry is None else self._entry.protection.stall_seconds
-        return self._communicators.waited_seconds() + protection
+        return self._communicators.waited_seconds() + self._stalled_seconds()
+
+    def _stalled_seconds(self) -> float:
+        return 0.0 if self._entry is None else self._entry.protection.stall_seconds
 
     def _status(self) -> Mapping[str, Any]:
         waiting = self._communicators.waiting_for()

@@ -13,7 +13,12 @@ from dataclasses import dataclass, replace
 
 from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
 from deadpool_megatron.layout.places.parity import ParityPlacement
-from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
+from deadpool_megatron.layout.reckoning.footprint import (
+    block_bytes,
+    chain_bytes,
+    copy_bytes,
+    own_bytes,
+)
 from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan
 
@@ -33,10 +38,24 @@ class Scene:
     roomy: bool = False
 
 
+@dataclass(frozen=True)
+class NodeMemory:
+    """Bytes of one node: ``own`` slots of the roles that train there; ``kept`` beside them (second
+    copies, copies for others, parity blocks)."""
+
+    own: int
+    kept: int
+
+
+def memory_by_use(plan: ProtectionPlan, scene: Scene) -> dict[int, NodeMemory]:
+    """Returns what each node has its memory for, while nobody takes over from another one."""
+    reckoning = _reckoned(plan, scene)
+    own = reckoning.own
+    return {node: NodeMemory(own[node], all - own[node]) for node, all in reckoning.memory.items()}
+
+
 def memory_needs(plan: ProtectionPlan, scene: Scene) -> dict[int, int]:
-    """Return node -> bytes of all slots: own, copies, parity blocks. Recompute counts as what its
-    generations with a whole copy need.
-    """
+    """Returns node -> bytes of all slots: own, copies, parity blocks."""
     reckoning = _reckoned(plan, scene)
     if not scene.roomy:
         return dict(reckoning.memory)
@@ -78,23 +97,26 @@ class _Reckoning:
                 scene.seats, scene.domains, scene.spares, plan, scene.survived
             )
         self.memory = Counter(dict.fromkeys(scene.domains, 0))
-        self._own = Counter[int]()
+        self.own = Counter[int]()
 
     def add_role(self, role: int, layout: RoleLayout) -> None:
         """The own slots, their second copies, and the copies that other nodes hold."""
         node = self._scene.seats[role]
         own = own_bytes(layout)
         self.memory[node] += own
-        self._own[node] += own
+        self.own[node] += own
         if self._plan.kind is Kind.LOCAL_TWICE:
             self.memory[node] += copy_bytes(layout, [part.nbytes for part in layout.parts])
-        shards = layout.shard_parts
-        sizes = [
-            part.nbytes
-            for part in layout.parts
-            if part.name not in shards or self._is_copied(role, part)
+        shards = set(layout.shard_parts)
+        copied = [
+            part for part in layout.parts if part.name in shards and self._is_copied(role, part)
         ]
-        kept = copy_bytes(layout, sizes)
+        if self._plan.kind is Kind.RECOMPUTE:
+            names = [part.name for part in copied]
+            kept = chain_bytes(layout, names, self._plan.scheme.full_every)
+        else:
+            others = [part.nbytes for part in layout.parts if part.name not in shards]
+            kept = copy_bytes(layout, [*(part.nbytes for part in copied), *others])
         for buddy in self._copies.buddies(role, layout.peers):
             self.memory[buddy] += kept
 
@@ -127,7 +149,7 @@ class _Reckoning:
 
     def most_kept(self) -> int:
         """Bytes that the fullest training node has beside its own slots."""
-        own = self._own
+        own = self.own
         return max((self.memory[node] - own[node] for node in own), default=0)
 
     def with_room(self, kept: int) -> dict[int, int]:
@@ -135,7 +157,7 @@ class _Reckoning:
         over, until that has new places, of which the spare, which keeps as much as ``kept`` bytes
         then, may be one.
         """
-        own = self._own
+        own = self.own
         slots = max((layout.slots for layout in self._scene.layouts.values()), default=1)
         most = max(own.values(), default=0)
         return {

@@ -6,10 +6,11 @@ Never less than what vault.shm.segment really takes: a plan that fits by these f
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
 from deadpool_megatron.layout.records import RoleLayout
+from deadpool_megatron.layout.replaying import generations_kept, gradients_part
 
 # Of the machine; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
@@ -41,6 +42,19 @@ def copy_bytes(layout: RoleLayout, nbytes: Iterable[int]) -> int:
     """As many slots on another node, with parts of these sizes; 0 where there are none."""
     sizes = tuple(nbytes)
     return _layout_bytes(layout.shape, sizes) if sizes else 0
+
+
+def chain_bytes(layout: RoleLayout, copied: Collection[str], full_every: int) -> int:
+    """A copy on another node where steps are kept: whole generations of the ``copied`` shard parts,
+    and the gradients of more steps than that; extras lie in both."""
+    steps, whole = generations_kept(layout, full_every), layout.slots
+    gradients = {gradients_part(name) for name in layout.shard_parts}
+    sent = {gradients_part(name) for name in copied}
+    known = gradients.union(layout.shard_parts)
+    extras = sum(part.nbytes for part in layout.parts if part.name not in known)
+    of_steps = sum(part.nbytes for part in layout.parts if part.name in sent)
+    of_shards = sum(part.nbytes for part in layout.parts if part.name in copied)
+    return whole * of_shards + steps * of_steps + (whole + steps) * extras
 
 
 def block_bytes(slots: int, roles: int, longest: Mapping[str, int]) -> int:

@@ -34,21 +34,21 @@ def ensure_own(
     layout: RoleLayout,
     seat: Seat,
     *,
-    memory_node: int | None = None,
     epoch: int | None = None,
 ) -> Segment:
     """The segment of the member on ``seat``, made if it is not there yet: with the role, or for
     what is restored before its process has come to it.
 
-    ``memory_node``: NUMA node of new memory. ``epoch``: the one it is made for. Raises NoRoom,
-    VaultError when the layouts differ or that epoch is over.
+    New memory lies beside the device of that slot, as far as a process there has ever said which
+    it is. ``epoch``: the one it is made for. Raises NoRoom, VaultError when the layouts differ or
+    that epoch is over.
     """
     path = state.table.directory / own_name(layout.role, seat)
     with state.makes(layout.role):
         with state.lock:
             is_new = path.name not in state.table.segments and not path.exists()
         if is_new:
-            _make_own(state, path, layout, seat, memory_node)
+            _make_own(state, path, layout, seat)
         with state.lock:
             is_over = epoch is not None and not state.is_open(epoch)
             if is_over and is_new and state.own_roles().get(layout.role) != seat:
@@ -65,9 +65,8 @@ def ensure_own(
     return segment
 
 
-def _make_own(
-    state: VaultState, path: Path, layout: RoleLayout, seat: Seat, memory_node: int | None
-) -> None:
+def _make_own(state: VaultState, path: Path, layout: RoleLayout, seat: Seat) -> None:
+    memory_node = state.memory_nodes.get(seat.slot)
     try:
         make_own(path, layout, seat, state.table.budget, memory_node)
     except NoRoom:

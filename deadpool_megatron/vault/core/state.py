@@ -55,6 +55,8 @@ class VaultState:
     ) -> None:
         self.node = node
         self.settings = settings
+        # Of the device of each slot of this node, as its member has said.
+        self.memory_nodes: dict[int, int | None] = {}
         self.table = Table(directory, Budget(directory, settings.memory_bytes))
         self.traffic = Traffic.of(settings, interface)
         self.lock = threading.RLock()

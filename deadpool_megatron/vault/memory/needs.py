@@ -11,9 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from deadpool_megatron.layout.reckoning.choice import largest_group
-from deadpool_megatron.layout.reckoning.footprint import block_bytes, copy_bytes, own_bytes
+from deadpool_megatron.layout.reckoning.footprint import (
+    block_bytes,
+    chain_bytes,
+    copy_bytes,
+    own_bytes,
+)
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.layout.replaying import generations_kept, gradients_part
 from deadpool_megatron.settings import Settings
 
 
@@ -86,7 +90,7 @@ def node_needs(
     elif settings.protection == "mixed" and (group := largest_group(nodes, replicas)):
         scheme = f"at least, for parity ({replicas} of {group} roles, --deadpool-protection mixed)"
     elif settings.protection == "recompute":
-        kept = _chains(layout, sum(owed.values()), settings)
+        kept = replicas * chain_bytes(layout, owed, settings.full_every)
         scheme = f"for {replicas} copies with their steps"
     if group:
         blocks = block_bytes(layout.slots, group, owed) if owed else 0
@@ -98,20 +102,6 @@ def node_needs(
         kept=kept * roles_per_node,
         scheme=scheme,
     )
-
-
-def _chains(layout: RoleLayout, owed: int, settings: Settings) -> int:
-    """Bytes of a role's copies where steps are kept: whole ones (``owed`` bytes) as without, and
-    beside them the gradients of the steps; extras lie in both."""
-    steps = generations_kept(layout, settings.full_every)
-    names = {gradients_part(name) for name in layout.shard_parts}
-    gradients = sum(
-        p.nbytes for p in layout.parts if p.name in names and len(p.replicas) <= settings.replicas
-    )
-    known = names.union(layout.shard_parts)
-    extras = sum(p.nbytes for p in layout.parts if p.name not in known)
-    whole = layout.slots
-    return settings.replicas * (whole * owed + steps * gradients + (whole + steps) * extras)
 
 
 def objection(needs: Needs, rooms: Sequence[Room]) -> str:

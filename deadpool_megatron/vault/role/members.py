@@ -83,7 +83,7 @@ class MemberDialogue:
         self._seat = Seat.from_list(hello["seat"])
         self._trusted = bool(hello["rehearsed"])
         self._has_slots = bool(hello["has_slots"])
-        self._memory_node: int | None = hello["memory_node"]
+        state.memory_nodes[self._seat.slot] = hello["memory_node"]
         self._wish: Mapping[str, Any] | None = None
         self._pinned: list[Place] = []
         self._over = False
@@ -122,7 +122,7 @@ class MemberDialogue:
             if self._has_slots:
                 self._state.attach(own_name(self.role, self._seat))
             else:
-                room.ensure_own(self._state, self.layout, self._seat, memory_node=self._memory_node)
+                room.ensure_own(self._state, self.layout, self._seat)
         except (VaultError, OSError) as error:
             text = f"segment of role {self.role}: {error}"
             code = error.code if isinstance(error, VaultError) else Code.FAILED

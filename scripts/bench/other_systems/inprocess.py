@@ -14,6 +14,7 @@ import signal
 import socket
 import stat
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from nvidia_resiliency_ext import inprocess
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.trainer.megatron_api import parallel_state
-from other_systems.rank import parse, train
+from other_systems.rank import parse, tell_node, train
 
 _AS_SHIPPED = "--as-shipped"
 
@@ -56,7 +57,7 @@ class CloseConnections(inprocess.abort.Abort):
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], None]:
+def wrapped(ranks: int, own_abort: bool, port: int, monitors: Path) -> Callable[[list[str]], None]:
     """The training as the package wants it: called again in every surviving process.
 
     Everything else is left at the package's defaults. It looks at the annotations of what it
@@ -70,6 +71,7 @@ def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], Non
     @inprocess.Wrapper(
         store_kwargs={"port": port},
         abort=abort,
+        monitor_process_pidfile=str(monitors / "{rank}"),
         rank_assignment=inprocess.Compose(
             inprocess.rank_assignment.MaxActiveWorldSize(ranks),
             inprocess.rank_assignment.FillGaps(),
@@ -92,6 +94,10 @@ def wrapped(ranks: int, own_abort: bool, port: int) -> Callable[[list[str]], Non
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=datetime.timedelta(minutes=10),
         )
+        if call_wrapper.iteration == 0:
+            rank = dist.get_rank()
+            monitor = int((monitors / str(rank)).read_text())
+            tell_node(namespace.facts.parent, rank, [monitor])
         train(namespace, config)
         dist.destroy_process_group()
 
@@ -104,6 +110,8 @@ def main(argv: list[str]) -> int:
     own_abort = _AS_SHIPPED not in arguments
     arguments = [argument for argument in arguments if argument != _AS_SHIPPED]
     store_port = free_port()
+    monitors = parse(arguments)[0].facts.parent / "monitors"
+    monitors.mkdir()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), WORLD_SIZE=str(ranks + 1)
     )
@@ -118,8 +126,10 @@ def main(argv: list[str]) -> int:
             failpoints.load()
             status = 1
             try:
-                wrapped(ranks, own_abort, store_port)(arguments)
+                wrapped(ranks, own_abort, store_port, monitors)(arguments)
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -6,6 +6,7 @@ detection of faulty devices is left off. Restarts are torchrun's, as the package
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lm_resiliency.integrations.megatron import enable_megatron_resiliency
 
 from deadpool_megatron.trainer.loop import TrainingLoop
 from other_systems.keepers import Keeper
+from other_systems.nodes import NODE_VARIABLE
 
 
 class ReplicaKeeper(Keeper):
@@ -34,7 +36,8 @@ class ReplicaKeeper(Keeper):
             ckpt_config=InMemoryCkptConfig(
                 replication_jump=1,
                 disk_flush_interval=0,
-                disk_folder=str(folder),
+                # A spare finds nothing of the node that was lost.
+                disk_folder=str(folder / os.environ.get(NODE_VARIABLE, "")),
                 verify_integrity=True,
                 pin_memory=False,
             ),

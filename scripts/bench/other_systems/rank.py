@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,25 @@ def reporter(path: Path) -> Callable[[str, Mapping[str, Any]], None]:
     return emit
 
 
+def tell_node(directory: Path, rank: int, helpers: Iterable[int]) -> None:
+    """What dies with this process when its node is struck, as the fault points read it."""
+    failpoints.set_context(run_dir=str(directory))
+    listing = directory / "nodes" / f"{rank}.json"
+    listing.parent.mkdir(exist_ok=True)
+    agent, *others = helpers
+    members = {str(number): pid for number, pid in enumerate(others)}
+    listing.write_text(json.dumps({"agent": agent, "vault": os.getpid(), "members": members}))
+
+
+def _launcher_and_its_others() -> list[int]:
+    parent = os.getppid()
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [parent, *(int(pid) for pid in children if int(pid) != os.getpid())]
+
+
 def train(namespace: argparse.Namespace, config: TrainerConfig) -> None:
     """From the newest kept state to the end, in the world that is there. Collective."""
-    failpoints.set_context(role=dist.get_rank())
+    failpoints.set_context(role=dist.get_rank(), node=dist.get_rank())
     loop = TrainingLoop(config, reporter(namespace.reports))
     keeper = make_keeper(namespace, loop)
     keeper.restore(loop)
@@ -89,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
     failpoints.load()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    tell_node(namespace.facts.parent, dist.get_rank(), _launcher_and_its_others())
     train(namespace, config)
     dist.destroy_process_group()
     return 0

@@ -34,8 +34,8 @@ class Side:
     """One way to survive. ``start``: torchrun, ft_launcher, inprocess or deadpool; ``peer``: of
     what package.
 
-    ``keeper``: as for rank.py, for deadpool what is killed. ``only_named``: why it is not
-    measured unless it is named; empty for all that are.
+    ``keeper``: as for rank.py. ``node``: its whole node is killed, not the process alone.
+    ``only_named``: why it is not measured unless it is named; empty for all that are.
     """
 
     what: str
@@ -44,25 +44,28 @@ class Side:
     every: int = 1
     peer: str = ""
     flags: tuple[str, ...] = ()
+    node: bool = False
     only_named: str = ""
 
 
 _DCP = "torchrun --max-restarts, torch.distributed.checkpoint"
 _NVRX = "nvidia-resiliency-ext in-process restart with a warm spare, dcp.save each 10 steps"
+_IN_PROCESS = f"{_NVRX}; an abort for gloo is added, its own covers NCCL only"
+_IN_JOB = (
+    "nvidia-resiliency-ext in-job restart (ft_launcher --max-restarts), dcp.save each 10 steps"
+)
+_LM = (
+    "torchrun --max-restarts, lm-resiliency copies to a peer's memory each step; its own"
+    " rendezvous, which agrees on one step for all ranks, cannot be loaded by this torch"
+)
 SIDES: dict[str, Side] = {
     "torchrun-sync-1": Side(f"{_DCP}.save each step", "torchrun", "dcp"),
     "torchrun-sync-10": Side(f"{_DCP}.save each 10 steps", "torchrun", "dcp", 10),
     "torchrun-async-1": Side(f"{_DCP}.async_save each step", "torchrun", "dcp-async"),
     "torchrun-async-10": Side(f"{_DCP}.async_save each 10 steps", "torchrun", "dcp-async", 10),
-    "nvrx-injob-10": Side(
-        "nvidia-resiliency-ext in-job restart (ft_launcher --max-restarts), dcp.save each 10 steps",
-        "ft_launcher",
-        "dcp",
-        10,
-        peer="nvidia-resiliency-ext",
-    ),
+    "nvrx-injob-10": Side(_IN_JOB, "ft_launcher", "dcp", 10, peer="nvidia-resiliency-ext"),
     "nvrx-inprocess-10": Side(
-        f"{_NVRX}; an abort for gloo is added, its own covers NCCL only",
+        _IN_PROCESS,
         "inprocess",
         "dcp",
         10,
@@ -78,15 +81,23 @@ SIDES: dict[str, Side] = {
         only_named="its abort covers NCCL only: on gloo a rank stays in its collective, and no step"
         " ended within 180 s of the kill. Name it with --side to see that",
     ),
-    "lm-resiliency-1": Side(
-        "torchrun --max-restarts, lm-resiliency copies to a peer's memory each step; its own"
-        " rendezvous, which agrees on one step for all ranks, cannot be loaded by this torch",
-        "torchrun",
-        "lm-resiliency",
-        peer="lm-resiliency",
+    "lm-resiliency-1": Side(_LM, "torchrun", "lm-resiliency", peer="lm-resiliency"),
+    "deadpool-process": Side("deadpool, buddy", "deadpool", "none"),
+    "torchrun-sync-1-node": Side(f"{_DCP}.save each step", "torchrun", "dcp", node=True),
+    "torchrun-sync-10-node": Side(f"{_DCP}.save each 10 steps", "torchrun", "dcp", 10, node=True),
+    "nvrx-injob-10-node": Side(
+        _IN_JOB, "ft_launcher", "dcp", 10, peer="nvidia-resiliency-ext", node=True
     ),
-    "deadpool-node": Side("deadpool, buddy; a node is killed", "deadpool", "node"),
-    "deadpool-process": Side("deadpool, buddy; a process is killed", "deadpool", "self"),
+    "nvrx-inprocess-10-node": Side(
+        _IN_PROCESS,
+        "inprocess",
+        "dcp",
+        10,
+        peer="nvidia-resiliency-ext",
+        node=True,
+    ),
+    "lm-resiliency-1-node": Side(_LM, "torchrun", "lm-resiliency", peer="lm-resiliency", node=True),
+    "deadpool-node": Side("deadpool, buddy", "deadpool", "none", node=True),
 }
 
 
@@ -129,7 +140,8 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     directory.mkdir()
     reports, facts, plan = (directory / part for part in ("reports", "facts.json", "faults.json"))
     reports.touch()
-    plan.write_text(json.dumps([_fault(steps)]))
+    fault = _fault(steps, side.node)
+    plan.write_text(json.dumps([fault]))
     command = [
         *_start(side, python, directory),
         *("--keeper", side.keeper, "--every", str(side.every), "--folder", str(directory / "kept")),
@@ -162,7 +174,7 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
             raise BenchError(f"{summary}; {cause_in(log.read_text(errors='replace'))}") from error
         finally:
             end_leftovers(mark)
-    struck = Path(f"{plan}.fired") / str(_fault(steps)["id"])
+    struck = Path(f"{plan}.fired") / str(fault["id"])
     if not struck.exists():
         raise OutcomeError(f"nothing was killed; {cause_in(log.read_text(errors='replace'))}")
     with open(reports) as lines:
@@ -171,9 +183,10 @@ def run_side(side: Side, name: str, steps: int, base: Path, environments: Path) 
     return Run(measured, found, hashes, struck.stat().st_mtime)
 
 
-def _fault(steps: int) -> dict[str, object]:
+def _fault(steps: int, node: bool) -> dict[str, object]:
     """The same as in common/struck.py: role 1 dies in a backward pass."""
     return {
+        "target": "node" if node else "self",
         "id": "strike",
         "point": "backward",
         "match": {"role": 1, "iteration": iterations(steps) - AFTER},
@@ -187,9 +200,13 @@ def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
         "torchrun": "torch.distributed.run",
         "ft_launcher": "nvidia_resiliency_ext.fault_tolerance.launcher",
     }
+    if side.node:
+        store = {"torchrun": "apart", "ft_launcher": "first"}[side.start]
+        start = ["other_systems.nodes", str(NODES), store, launchers[side.start]]
+    else:
+        start = [launchers[side.start], "--standalone", "--nproc-per-node", str(NODES)]
     return [
-        *(python, "-m", launchers[side.start], "--standalone"),
-        *("--nproc-per-node", str(NODES), "--max-restarts", "1"),
+        *(python, "-m", *start, "--max-restarts", "1"),
         # Where it puts folders that it does not remove.
         *("--log-dir", str(directory / "torchrun")),
         *("-m", "other_systems.rank"),
@@ -198,7 +215,8 @@ def _start(side: Side, python: str, directory: Path) -> Sequence[str]:
 
 def _run_deadpool(side: Side, name: str, steps: int, base: Path) -> Run:
     flags = ["--deadpool-protection", "buddy"]
-    protected = run_protected(name, flags, steps, base, side.keeper)
+    victim = "node" if side.node else "self"
+    protected = run_protected(name, flags, steps, base, victim)
     result = protected.result
     assert result is not None
     struck = result.directory.with_suffix(".faults.json.fired") / "strike"

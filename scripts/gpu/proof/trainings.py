@@ -37,7 +37,9 @@ def embedded(device: Device, size: Size, _checkout: Path | None, out: Path) -> F
             words[words.index(flag) + 1] = value
         words.append("--bf16")
     program = ["-m", "deadpool_megatron.trainer", *words, "--train-iters", str(size.iterations)]
-    return _strike(device, program, device.communicator, out / f"trainer-{device}")
+    found = _strike(device, program, device.communicator, out / f"trainer-{device}")
+    _audit(device, program, out / f"trainer-{device}", found)
+    return found
 
 
 def megatron_lm(device: Device, size: Size, checkout: Path | None, out: Path) -> Findings:
@@ -96,6 +98,34 @@ def _strike(device: Device, program: Sequence[str], communicator: str, base: Pat
     return found
 
 
+def _audit(device: Device, program: Sequence[str], base: Path, found: Findings) -> None:
+    """Do peers compute the same bytes? On a GPU nobody has seen it: a finding, no condition."""
+    from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+    from deadpool_megatron.events import Kind, read_events
+
+    directory = base.with_name(f"{base.name}-{time.strftime('%H%M%S')}-audited")
+    job = _Job(device, device.communicator, 4, program)
+    try:
+        job.run(directory, 0, [], ("--deadpool-audit-interval", "2"))
+    except TimeoutError as error:
+        found.problems.append(str(error))
+        return
+    events = list(read_events(RunDirectory(directory).events))
+    audited = [event for event in events if event.kind is Kind.AUDITED]
+    failed = [dict(event.data) for event in events if event.kind is Kind.AUDIT_FAILED]
+    texts = [str(event.data["text"]) for event in events if event.kind is Kind.LOG]
+    found.facts["audit"] = {
+        "run": str(directory),
+        "iterations without a find": len(audited),
+        "seconds": [event.data["seconds"] for event in audited],
+        "finds": failed,
+        "left out": [text for text in texts if "audits do not" in text],
+    }
+    found.expect(bool(audited or failed), f"{directory}: nothing was audited")
+    if device is Device.CPU:
+        found.expect(not failed, "peers computed other numbers")
+
+
 def _fault(role: int, iteration: int) -> dict[str, object]:
     return {
         "id": f"role-{role}",
@@ -118,7 +148,13 @@ class _Job:
         self._nodes = nodes
         self._program = program
 
-    def run(self, directory: Path, spares: int, faults: Sequence[object]) -> None:
+    def run(
+        self,
+        directory: Path,
+        spares: int,
+        faults: Sequence[object],
+        settings: Sequence[str] = (),
+    ) -> None:
         """To its end. Raises TimeoutError if it has none in time."""
         from deadpool_megatron.failpoints import ENVIRONMENT_NAME
 
@@ -132,7 +168,7 @@ class _Job:
                 *("--node-id", str(node), "--host", "127.0.0.1", "--nodes", str(self._nodes)),
                 *("--spares", str(spares), "--nproc-per-node", "1"),
                 *("--deadpool-communicator", self._communicator, "--deadpool-hash-interval", "1"),
-                *("--", *self._program),
+                *(*settings, "--", *self._program),
             ]
             environment = shared | self._device.environment(node)
             with open(directory.with_suffix(f".node{node}.log"), "wb") as log:

@@ -23,8 +23,8 @@ from deadpool_megatron.cluster.run_directory.directory import (
 from deadpool_megatron.events import Kind
 from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import FAST, MEMBER, Run, deadpool, environment
-from tests.told import read_final
-from tests.waiting import PATIENCE_SECONDS, wait_for
+from tests.common.told import read_final
+from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from deadpool_megatron import cli
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.events import Kind, take_events
 from tests.cluster.running import Run, environment, send
-from tests.ports import free_port
-from tests.waiting import wait_for
+from tests.common.ports import free_port
+from tests.common.waiting import wait_for
 
 SHARE = Path(__file__).parents[3] / "share"
 CONFIG = """\

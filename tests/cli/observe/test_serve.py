@@ -24,7 +24,7 @@ from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.events import Event, Kind
 from tests.cluster.running import Run, environment, send
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 CHROMIUM = shutil.which("chromium")
 # As random ones may be: nothing that a program could use as a name.

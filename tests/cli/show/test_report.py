@@ -16,6 +16,7 @@ from deadpool_megatron.cli.show.narration import describe_loss
 from deadpool_megatron.cli.show.story import Story, summary
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, EventLog, Kind, to_line
+from tests.common.event_schema import check_event
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -123,6 +124,41 @@ def test_a_failure_during_a_recovery_is_the_same_failure() -> None:
     assert describe_loss(failure.losses[-1]) == "node 3 slot 0 with role 6 (signal 9)"
     text = "\n".join(report.describe_failure(failure, story))
     assert "struck 2 times before the run went on" in text
+
+
+def test_a_hang_is_told_with_who_is_where() -> None:
+    """Also one that came before the run went on."""
+    world = {"group": "world(0-255)", "operation": "all_reduce", "number": 9}
+    rows = [
+        {"roles": [3], "where": "missing", "begun": 8, "operation": "all_gather"},
+        {"roles": list(range(4, 67)), "where": "waits", "begun": 9},
+    ]
+    device = {"roles": [0], "where": "not-started", "begun": 5, "started": 4, "ended": 4}
+    groups = [
+        {**world, "rows": rows, "left_out": 192},
+        {"group": "dp(0)", "operation": "", "number": 5, "rows": [device], "left_out": 0},
+    ]
+    hang = Event(Kind.HANG, 1, data={"roles": [3], "groups": groups, "left_out": 2})
+    check_event(hang.to_dict())
+    events = struck_events()
+    closed = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_CLOSED)
+    opened = next(n for n, e in enumerate(events) if e.kind is Kind.EPOCH_OPENED)
+    said = [Event(Kind.NCCL_REPORT, 1, n, data={"log": f"node{n}-nccl-1.log"}) for n in range(6)]
+    for at in (closed, opened):
+        story = story_of([*events[:at], hang, events[at], *said, *events[at + 1 :]])
+        (failure,) = story.failures
+        told = [" ".join(line.split()) for line in report.describe_failure(failure, story)]
+        assert told[told.index("who waits for whom:") :][3:] == [
+            "world(0-255) 9 all_reduce 3 8 - - missing in all_gather (culprit: 3)",
+            "4-66 9 - - waits",
+            "192 more",
+            "dp(0) 5 0 5 4 4 not-started",
+            "and 2 groups more",
+        ]
+        assert any(line.endswith("logs/node3-nccl-1.log; and 2 more") for line in told)
+        facts = report.to_dict(Path(), story, None)["failures"][0]
+        assert facts["hangs"] == [hang.data]
+        assert facts["nccl_logs"] == [f"node{n}-nccl-1.log" for n in range(6)]
 
 
 def test_a_lost_spare_is_not_the_cause_of_a_later_failure() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from deadpool_megatron.cluster.agent.coordinator_address import CoordinatorAddress
 from deadpool_megatron.cluster.process.files import FileWorker
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
-from tests.waiting import until
+from tests.common.waiting import until
 
 
 def test_a_run_directory_that_hangs_does_not_hold_the_agent_up(tmp_path: Path) -> None:

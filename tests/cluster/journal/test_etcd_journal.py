@@ -22,8 +22,8 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.settings import Settings, SettingsError
 from tests.cluster.journal.etcd_server import EtcdServer
 from tests.cluster.running import Run, deadpool, send
-from tests.ports import free_port
-from tests.waiting import wait_for
+from tests.common.ports import free_port
+from tests.common.waiting import wait_for
 from tests.wire import certificates
 
 SECONDS = 10.0

@@ -38,6 +38,10 @@ def said(**m: Any) -> dict[str, Any]:
             said(t="fault", epoch=3, group="dp", operation="all_reduce", text="reset"),
             inputs.MemberFault(7, 1, 2, 3, "all_reduce in group dp: reset"),
         ),
+        (
+            said(t="audit-failed", epoch=3, iteration=8, roles=[1], certain=True, what="weights"),
+            inputs.AuditFailed(7, 1, 2, 3, 8, (1,), True, "weights"),
+        ),
         (said(t="paused", epoch=3, iteration=8), inputs.Paused(7, 1, 2, 3, 8)),
         (said(t="pause-refused", epoch=3, iteration=8), inputs.PauseRefused(7, 1, 2, 3, 8)),
         (said(t="done", epoch=3), inputs.MemberDone(7, 1, 2, 3)),

@@ -26,7 +26,7 @@ from deadpool_megatron.layout.records import (
 )
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
-from tests.event_schema import check_event
+from tests.common.event_schema import check_event
 
 A = TypeVar("A", bound=act.Action)
 STEP = frozenset({"main", "extras@step"})

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.state.phases import Phase
+from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import (
     Generation,
@@ -25,11 +26,12 @@ def stale_inputs(world: World) -> Iterable[ev.Input]:
             yield ev.Restored(*who, record.epoch, g)
             yield ev.RestoreFailed(*who, record.epoch, "main", "late")
             yield ev.MemberFault(*who, record.epoch, "late")
+            yield ev.AuditFailed(*who, record.epoch, 1, (0,), True, "late")
             yield ev.Paused(*who, record.epoch, g.iteration)
             yield ev.PauseRefused(*who, record.epoch, g.iteration + 5)
             yield ev.MemberDone(*who, record.epoch)
         yield ev.StepReported(record.epoch, 10_000)
-        yield ev.RolesHung(record.epoch, (0,), "late")
+        yield ev.RolesHung(record.epoch, (0,), "late", table_of({}))
         if world.state.record is not None and record.epoch < world.state.record.epoch:
             for node in record.nodes:
                 yield ev.NodeInventory(Inventory(node, record.epoch))

@@ -27,7 +27,7 @@ from deadpool_megatron.layout.schemes import Kind as SchemeKind
 from deadpool_megatron.recovery import plan
 from deadpool_megatron.settings import Settings
 from tests.cluster.machine.agents import Agents
-from tests.event_schema import check_event
+from tests.common.event_schema import check_event
 
 
 class World(Agents):
@@ -87,7 +87,7 @@ class World(Agents):
                 assert epoch not in self.closed
                 self.closed.append(epoch)
                 self._send_all(action)
-            case act.Pause():
+            case act.Pause() | act.AskNccl():
                 self._send_all(action)
             case act.Dump(nodes):
                 for node in set(nodes) & set(self.nodes):

@@ -15,7 +15,7 @@ import pytest
 
 from deadpool_megatron.cluster.process import posix
 from deadpool_megatron.cluster.process.liveness import ChildWatch, Ending, FreezeDetector, last_line
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 SECONDS = 20.0
 BUSY = "while True: pass"

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from deadpool_megatron.cluster.process import stacks
 from deadpool_megatron.cluster.process.stacks import Stacks, read_stacks
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 _STANDS = """
 import threading, time
 from deadpool_megatron.cluster.process import stacks
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 def innermost():
     print("ready", flush=True)

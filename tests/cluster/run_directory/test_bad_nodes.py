@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,21 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import (
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.ownership import OwnershipError
-from tests.waiting import PATIENCE_SECONDS
+from tests.common.waiting import PATIENCE_SECONDS
 
 NODE = BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
+
+
+def test_a_file_that_somebody_keeps_locked_is_left_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bad_nodes, "_LOCK_SECONDS", 0.1)
+    with open(tmp_path / ".bad-nodes.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(OSError, match="another run has been writing it"):
+            add_bad_node(tmp_path, NODE)
+        assert cli.main(["bad-nodes", "--forget", "node7", str(tmp_path)]) == 2
+    assert add_bad_node(tmp_path, NODE)
 
 
 def test_a_host_is_kept_once_for_each_run_and_the_oldest_make_room(

@@ -29,10 +29,10 @@ from deadpool_megatron.cli.start import scripts
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD
 from deadpool_megatron.cluster.process.starter import choose_method
 from deadpool_megatron.events import Event, read_events
-from tests import forks
+from tests.common import forks
+from tests.common.told import read_final
+from tests.common.waiting import wait_for
 from tests.megatron_lm.harness.checkout import checkout
-from tests.told import read_final
-from tests.waiting import wait_for
 
 JOB_SECONDS = 240.0
 

@@ -27,6 +27,7 @@ PLAIN_OPTIMIZER = Layout(
     "plain-optimizer", "--bf16 --pipeline-model-parallel-size 2", nodes=4, members_per_node=1
 )
 FOUR_PEERS = Layout("four-peers", "--bf16", nodes=4, members_per_node=1)
+FOUR_SHARDS = Layout("dp4", DISTRIBUTED, nodes=4, members_per_node=1)
 FP32 = Layout(
     "fp32",
     "--use-distributed-optimizer --pipeline-model-parallel-size 2",

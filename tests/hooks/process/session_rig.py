@@ -20,6 +20,7 @@ import pytest
 
 from deadpool_megatron.cluster.member.link import MemberLink
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.hooks.loop import SteppedLoop
 from deadpool_megatron.hooks.process import session as session_module
 from deadpool_megatron.hooks.process.session import Session
@@ -39,10 +40,12 @@ class Exited(BaseException):
     """In place of os._exit."""
 
 
-class FakeCommunicators:
-    """Closed by an interrupt; what a call in them raises then, and what a drain answers."""
+class FakeCommunicators(Observed):
+    """Closed by an interrupt; what a call in them raises then, and what a drain answers. Who
+    watches them sees no epoch."""
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         self.closed = threading.Event()
         self.interrupted: list[int] = []
         self.clean = True
@@ -64,15 +67,6 @@ class FakeCommunicators:
 
     def finish_iteration(self) -> None:
         """Nothing in flight."""
-
-    def waiting_for(self) -> None:
-        return None
-
-    def progress(self) -> int:
-        return 0
-
-    def waited_seconds(self) -> float:
-        return 0.0
 
     def collective(self) -> None:
         """Wait for peers that never come."""
@@ -155,6 +149,7 @@ class FakeEntry:
         self.boundary = "step"
         self.role = -1
         self.quiet = True
+        self.audit = None
         self.program = SimpleNamespace(
             checkpoint_directory=lambda: None,
             spares_may_build=lambda: True,

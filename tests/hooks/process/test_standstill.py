@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deadpool_megatron.comms.inner import Position
+from deadpool_megatron.comms.inner import Begun, Position
 from deadpool_megatron.hooks.process.standstill import Standstill
 
 
 class Communicators:
     def __init__(self, found: Mapping[str, Position] | None) -> None:
         self.found, self.finished, self.asked = found, 7, 0
+        self.on_host: dict[str, Begun] = {}
 
     def progress(self) -> int:
         return self.finished
@@ -19,12 +20,15 @@ class Communicators:
         self.asked += 1
         return self.found
 
+    def begun(self) -> Mapping[str, Begun]:
+        return self.on_host
+
 
 def test_the_recorder_is_asked_once_a_second_of_a_standstill() -> None:
     now = 100.0
     communicators = Communicators({"dp(0,1)": Position(5, 5, 4)})
     standstill = Standstill(lambda: now)
-    told = {"device": [["dp(0,1)", 5, 5, 4, True]]}
+    told = {"begun": [], "device": [["dp(0,1)", 5, 5, 4, True]]}
     assert standstill.look(communicators) == {}
     now = 100.9
     assert standstill.look(communicators) == {}
@@ -37,13 +41,13 @@ def test_the_recorder_is_asked_once_a_second_of_a_standstill() -> None:
     assert standstill.look(communicators) == {}, "it goes on"
 
 
-def test_where_the_host_waits_nothing_is_said() -> None:
+def test_where_the_host_waits_nothing_is_said_of_a_device() -> None:
     now = 0.0
     communicators = Communicators(None)
     standstill = Standstill(lambda: now)
     for later in (0.0, 1.0, 2.0):
         now = later
-        assert standstill.look(communicators) == {}
+        assert "device" not in standstill.look(communicators)
 
 
 def test_what_the_recorder_cannot_say_costs_no_beat() -> None:
@@ -55,4 +59,14 @@ def test_what_the_recorder_cannot_say_costs_no_beat() -> None:
     standstill = Standstill(lambda: now)
     for later in (0.0, 1.0, 2.0):
         now = later
-        assert standstill.look(Silent({})) == {}
+        assert "device" not in standstill.look(Silent({}))
+
+
+def test_what_the_host_has_begun_is_told_where_it_waits_itself() -> None:
+    now = 0.0
+    communicators = Communicators(None)
+    communicators.on_host = {"tp(2,3)": Begun(4, 1), "dp(0-2:2)": Begun(9, 0)}
+    standstill = Standstill(lambda: now)
+    assert standstill.look(communicators) == {}
+    now = 1.0
+    assert standstill.look(communicators) == {"begun": [["dp(0-2:2)", 9, 0], ["tp(2,3)", 4, 1]]}

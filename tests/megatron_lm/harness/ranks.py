@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.ports import free_port
+from tests.common.ports import free_port
 
 IMPORT_SECONDS = 90.0
 RUN_SECONDS = 90.0

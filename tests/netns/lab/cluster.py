@@ -23,9 +23,9 @@ from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read
 from deadpool_megatron.events import Event, Kind, read_events
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.counting_member import expected_sha256
+from tests.common.told import read_final
+from tests.common.waiting import wait_for
 from tests.netns.lab.hosts import Host, Hosts
-from tests.told import read_final
-from tests.waiting import wait_for
 
 COUNTING_MEMBER = str(Path(__file__).parents[2] / "cluster" / "counting_member.py")
 _ROOT = Path(__file__).parents[3]

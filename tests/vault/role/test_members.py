@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -20,11 +21,13 @@ from deadpool_megatron.layout.records import (
     Seat,
 )
 from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core import room
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import Interrupted
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.vault.net.links import Link
 from deadpool_megatron.vault.role.members import MemberDialogue, Members
+from deadpool_megatron.vault.shm import own_slots
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.wire import framing
@@ -64,6 +67,33 @@ def test_nothing_stays_pinned_for_a_member_that_died_while_its_state_was_fetched
     dialogue._answer(1, places)
     assert not any(state.table.pins.values())
     dialogue.link.close()
+
+
+def test_slots_made_before_a_process_has_come_lie_beside_the_device_of_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its vault restores meanwhile, and the process before it has said which memory that is."""
+    asked: list[int | None] = []
+
+    def memory_near(node: int | None) -> contextlib.AbstractContextManager[None]:
+        asked.append(node)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(own_slots, "memory_near", memory_near)
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    hello = {
+        "layout": LAYOUT.to_dict(),
+        "seat": Seat(0, 2, 0).to_list(),
+        "rehearsed": False,
+        "has_slots": False,
+        "memory_node": 1,
+    }
+    ours, theirs = socket.socketpair()
+    MemberDialogue(state, Members(state), Link(ours), hello)
+    theirs.close()
+    room.ensure_own(state, LAYOUT, Seat(0, 2, 1))
+    room.ensure_own(state, make_layout(4, nbytes=100), Seat(0, 3, 0))
+    assert asked == [1, None]
 
 
 def test_nothing_is_restored_for_a_process_that_has_lost_its_seat(tmp_path: Path) -> None:

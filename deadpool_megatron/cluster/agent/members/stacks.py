@@ -35,9 +35,16 @@ class LastStacks:
         if member not in self._asked and not member.ended.is_set():
             self._asked[member] = asyncio.create_task(self._take(member, cause))
 
-    def is_asked(self, member: Member) -> bool:
-        """Whether it is being asked, and killed afterwards."""
-        return member in self._asked
+    def kill_by_order(self, message: Mapping[str, Any], members: Mapping[int, Member]) -> None:
+        """Carry out the order of the coordinator; ``members``: by slot."""
+        member = members.get(int(message["slot"]))
+        if member is None or member.incarnation != int(message["incarnation"]):
+            return
+        cause = str(message.get("cause", "killed by order of the coordinator"))
+        if message.get("hung"):
+            self.kill(member, cause)
+        elif member not in self._asked:
+            member.kill(cause)
 
     async def _take(self, member: Member, cause: str) -> None:
         try:

@@ -31,6 +31,7 @@ _HOST_IS_TO_BLAME = (
     FailureKind.LEFT_OUT,
     FailureKind.NODE_CUT,
     FailureKind.NODE_FROZEN,
+    FailureKind.SILENT_CORRUPTION,
     FailureKind.SLOW_NODE,
 )
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.failures import nonfinite_loss
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, nonfinite_loss
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.nccl_environment import will_be_nccl
 from deadpool_megatron.settings import Settings
 
-EXIT_DIVERGENCE = 3
 # So many iterations with numbers of each kind are compared; hashes are one for each role.
 COMPARED_STEPS = 1024
 COMPARED_HASHES = 64

@@ -20,6 +20,7 @@ from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.watch.hang import ProgressClock, find_hang
 from deadpool_megatron.cluster.watch.hang_limit import HangLimit
+from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Event
 from deadpool_megatron.settings import Settings
 
@@ -109,4 +110,4 @@ class Watchdog:
         if hang is None:
             return None
         self._hang_limit.was_reached(hang.still_seconds)
-        return inputs.RolesHung(record.epoch, hang.culprits, hang.cause)
+        return inputs.RolesHung(record.epoch, hang.culprits, hang.cause, table_of(statuses))

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from deadpool_megatron.cluster.agent.children.standby_keeper import StandbyKeeper
-from tests.waiting import until
+from tests.common.waiting import until
 
 # Reports every line of its standard input as a sign of life.
 _ECHO = """

@@ -19,7 +19,7 @@ from deadpool_megatron.cli.start.checks import check_notify
 from deadpool_megatron.cluster.coordinator.reporting import notices
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.settings import Settings
-from tests.waiting import wait_for
+from tests.common.waiting import wait_for
 
 CLOSED = Event(Kind.EPOCH_CLOSED, 1, data={"kind": "node-lost", "cause": "node 3: gone"})
 OPENED = Event(Kind.EPOCH_OPENED, 2, data={"phases": {}})

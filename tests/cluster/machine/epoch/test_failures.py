@@ -6,6 +6,7 @@ import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.decision import BadPart
 from deadpool_megatron.layout.records import Restore
@@ -181,11 +182,16 @@ def test_process_that_cannot_be_killed_costs_the_node() -> None:
 
 def test_hang_kills_the_culprits() -> None:
     rig = Rig().run()
-    rig.feed(ev.RolesHung(1, (1,), "role 1 in section forward"))
+    rig.feed(ev.RolesHung(1, (1,), "role 1 in section forward", table_of({})))
+    orders = [type(one) for one in rig.last if isinstance(one, act.AskNccl | act.CloseEpoch)]
+    assert orders == [act.AskNccl, act.CloseEpoch], "when all is aborted NCCL has nothing to say"
+    told = [one for one in rig.of(act.EmitEvent) if one.kind in (Kind.HANG, Kind.EPOCH_CLOSED)]
+    assert [one.kind for one in told] == [Kind.HANG, Kind.EPOCH_CLOSED]
+    assert told[0].data == {"roles": [1], "groups": [], "left_out": 0}
     assert rig.one(act.KillMember).node == 1
     assert rig.one(act.CloseEpoch).cause == "role 1 in section forward"
     nobody = Rig().run()
-    nobody.feed(ev.RolesHung(1, (), "all wait"))
+    nobody.feed(ev.RolesHung(1, (), "all wait", table_of({})))
     assert not nobody.of(act.KillMember)
     assert nobody.one(act.CloseEpoch)
 

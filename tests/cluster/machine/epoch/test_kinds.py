@@ -7,6 +7,7 @@ import pytest
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
@@ -174,7 +175,8 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     rig = Rig().run()
     rig.steps(7)
     for n in range(3):
-        rig.feed(ev.RolesHung(rig.record.epoch, (1,), "no progress of any role for 300.0 s"))
+        cause = "no progress of any role for 300.0 s"
+        rig.feed(ev.RolesHung(rig.record.epoch, (1,), cause, table_of({})))
         if n < 2:
             assert rig.one(act.KillMember).hung
             rig.feed(ev.StackTaken(f"stack of role 1: wait (x.py:{n})"))
@@ -184,6 +186,55 @@ def test_the_end_after_three_hangs_shows_where_the_culprit_stood() -> None:
     end = rig.saved_end(g(7))
     assert end.kind == "bug"
     assert "stack of role 1: wait (x.py:1)" in end.reason
+
+
+# Numbers that peers disagree about.
+
+
+def audited(rig: Rig, *roles: int, certain: bool = True) -> list[act.Action]:
+    epoch = rig.record.epoch
+    return rig.feed(ev.AuditFailed(*rig.seat(0), epoch, 4, roles, certain, "weights"))
+
+
+def test_a_node_that_computes_wrong_numbers_is_put_aside() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    audited(rig, 1)
+    recover(rig, 3)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert kinds(rig, Kind.NODE_ASIDE) == kinds(rig, Kind.EPOCH_CLOSED) == ["silent-corruption"]
+    (told,) = (e for e in rig.of(act.EmitEvent, rig.log) if e.kind is Kind.AUDIT_FAILED)
+    assert (told.iteration, told.data["roles"]) == (4, [1])
+
+
+def test_without_a_spare_its_roles_wait_for_one() -> None:
+    rig = Rig(spares=0).run()
+    rig.steps(3)
+    audited(rig, 1)
+    assert rig.one(act.DropNode).node == 1
+    rig.closed(g(3))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    assert kinds(rig, Kind.NODE_LOST) == ["silent-corruption"]
+
+
+def test_who_is_wrong_of_two_cannot_be_told() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    audited(rig, 0, 1, certain=False)
+    end = rig.saved_end(g(3))
+    assert (end.exit_status, end.kind) == (3, "silent-corruption")
+    assert "node 0 and node 1" in end.reason
+
+
+def test_an_accusation_of_a_closed_epoch_is_refused() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    seat, epoch = rig.seat(0), rig.record.epoch
+    audited(rig, 1)
+    recover(rig, 3)
+    before = rig.state
+    rig.feed(ev.AuditFailed(*seat, epoch, 4, (0,), True, "weights"))
+    assert rig.state == before
 
 
 # Losses that are not finite.

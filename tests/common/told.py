@@ -10,7 +10,7 @@ import pytest
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
-from tests.event_schema import check_event
+from tests.common.event_schema import check_event
 
 
 def read_final(directory: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""Programs of ours as forks of a process that has imported what they need: see tests.fork_server.
+"""Programs of ours as forks of a process that has imported what they need.
 
-One such process for each set of modules, started at the first use and ended with the session.
+One such process (:mod:`tests.common.fork_server`) for each set of modules, started at the first use
+and ended with the session.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import Reap, Start
+from tests.common.fork_server import Reap, Start
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _START_SECONDS = 120.0
 # Forking and reaping take milliseconds.
 _ANSWER_SECONDS = 30.0
@@ -77,7 +78,7 @@ class ForkServer:
         self._connection, theirs = Pipe()
         self._process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "tests.fork_server"),
+                *(sys.executable, "-m", "tests.common.fork_server"),
                 *(str(theirs.fileno()), ",".join(modules)),
             ],
             pass_fds=[theirs.fileno()],

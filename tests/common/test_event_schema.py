@@ -1,12 +1,12 @@
 """The schema of events is complete and strict. Each event that a run of the tests writes is held
-against it as well: tests/told.py, tests/cluster/machine."""
+against it as well: tests/common/told.py, tests/cluster/machine."""
 
 from __future__ import annotations
 
 import pytest
 
 from deadpool_megatron.events import SCHEMA_VERSION, Event, Kind
-from tests.event_schema import SCHEMA, check_event
+from tests.common.event_schema import SCHEMA, check_event
 
 
 def test_it_describes_every_kind_and_says_its_version() -> None:

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).parents[1] / "scripts" / "bench"
+BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 def load(room: str, name: str) -> ModuleType:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from soaking.growth import Files, Sample, files_verdict, judge  # noqa: E402
@@ -55,7 +55,7 @@ def test_bytes_of_the_run_directory_per_iteration() -> None:
 @pytest.mark.full
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     out, plot = tmp_path / "soak.json", tmp_path / "soak.png"
-    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "1", "--seed", "3"]
+    command = [sys.executable, str(ROOT / "scripts" / "soak.py"), "--minutes", "0.5", "--seed", "3"]
     more = ["--round-iterations", "150", "--keep", str(tmp_path), "--pause", "1", "3"]
     done = subprocess.run(
         [*command, *more, "--out", str(out), "--plot", str(plot)],

@@ -5,8 +5,8 @@ start it more than a hundred times. A fork of this process has them at once, and
 ``python -m MODULE`` would be: a process of its own, with its own arguments, environment, directory,
 descriptors and session, in which the module runs as ``__main__``.
 
-Started by :mod:`tests.forks`; serves one request after the other on the inherited connection whose
-descriptor is named on its command line, and ends, with its forks, when that is closed.
+Started by :mod:`tests.common.forks`; serves one request after the other on the inherited connection
+whose descriptor is named on its command line, and ends, with its forks, when that is closed.
 """
 
 from __future__ import annotations
@@ -111,6 +111,6 @@ def _become(start: Start, received: list[int], added: Mapping[str, str], parent:
 if __name__ == "__main__":
     sys.path[0] = str(Path.cwd())
     # Requests name their classes by the module's real name, which is not __main__.
-    from tests import fork_server
+    from tests.common import fork_server
 
     fork_server.serve(Connection(int(sys.argv[1])), sys.argv[2].split(","))

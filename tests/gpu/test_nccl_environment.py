@@ -9,7 +9,7 @@ import pytest
 from deadpool_megatron import nccl_environment
 from deadpool_megatron.nccl_environment import VARIABLES, Otherwise
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REFUSED = [variable for variable in VARIABLES if variable.otherwise is Otherwise.REFUSED]
 
 

@@ -1,0 +1,291 @@
+"""The audit of one iteration: what data-parallel peers must hold, and compute, alike.
+
+Before the passes all replicas compute one micro-batch of one of them (:mod:`.passes`). Then, around
+each inner update::
+
+    before    peers compare sums of the weights that the forward pass has used; then one of them,
+              another in each audit, sends the state of its shard as it was captured after the
+              update before, and the gradients that it is about to use, to all of them, and each
+              computes the update on copies
+    after     the audited role adds the sums of what its own update has made, and all compare
+
+An update again on another node is an idea of ByteRobust (dual-phase replay) and of Megatron's rerun
+machine; here it takes one role's shard, a chunk at a time, so that it needs no memory to speak of.
+
+What differs means that the generation of this iteration is not handed to the vault: the group
+stands still until the coordinator has put the node aside and the run goes on from the generation
+before, which the role has waited for to be committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deadpool_megatron import failpoints
+from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
+from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
+from deadpool_megatron.hooks.audit.shipping import (
+    Description,
+    broadcast_bytes,
+    chunk_bytes,
+    describe,
+    pack,
+    unpack,
+)
+from deadpool_megatron.hooks.audit.verdict import Sums, Verdict, judge_equals, judge_update
+from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
+from deadpool_megatron.hooks.generations.optimizer import (
+    UnsupportedOptimizer,
+    inner_optimizers,
+    is_distributed,
+    plain_tensors,
+)
+from deadpool_megatron.hooks.generations.replay import (
+    all_tensors,
+    chunks,
+    update_copies,
+    why_not_replayed,
+)
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.cadence import is_due
+from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.state import extras as codec
+from deadpool_megatron.state.fingerprint import fingerprint
+from deadpool_megatron.state.packing import Part
+
+_SUMS = 2  # of a fingerprint
+
+# The bytes of a part of a generation that lies sealed in an own slot.
+SealedPart = Callable[[Generation, str], memoryview | None]
+
+
+def refuse_what_cannot_be_audited(optimizer: Any, config: Any) -> None:
+    """Raise UnsupportedOptimizer where no peer can compute what this role computes."""
+    why, inner_ones = why_not_replayed(optimizer, config), inner_optimizers(optimizer)
+    for inner in inner_ones:
+        if not is_distributed(inner):
+            why = "without the distributed optimizer wrong state stays in the replica that has it"
+        elif inner.ddp_config.num_distributed_optimizer_instances > 1:
+            why = "with several optimizer instances wrong state stays in the replica that has it"
+    if not why and all(dist.get_world_size(one.data_parallel_group) < 2 for one in inner_ones):
+        why = "there are no data-parallel peers"
+    if why:
+        raise UnsupportedOptimizer(f"--deadpool-audit-interval: {why}; leave it out")
+
+
+def is_audited(iteration: int, interval: int, every: int) -> bool:
+    """Whether it is the first one, in or after each ``interval``-th, whose state before is captured
+    where each ``every``-th generation is."""
+    before = max(0, iteration - every)
+    return is_due(iteration - 1, every) and iteration // interval > before // interval
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """A data-parallel group, by role."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def roles(self) -> list[int]:
+        return dist.get_process_group_ranks(self.group)
+
+    def gather(self, own: Tensor) -> dict[int, Tensor]:
+        """Everybody's tensor, on the host."""
+        seen = [torch.empty_like(own) for _ in self.roles]
+        dist.all_gather(seen, own, group=self.group)
+        return dict(zip(self.roles, torch.stack(seen).cpu(), strict=True))
+
+
+@dataclass
+class _Update:
+    """One inner update that is computed twice. ``sums``: of what this role has computed from what
+    was sent, a row for each chunk."""
+
+    audited: int
+    sums: Tensor
+
+
+class Audit:
+    """Of one role in one process. Main thread.
+
+    ``shards``: the part of each inner optimizer. ``settle`` waits until the newest generation is
+    committed. All communication is that of the data-parallel groups and ends with the epoch.
+    """
+
+    def __init__(
+        self,
+        loop: ProtectedLoop,
+        shards: Sequence[Part],
+        sealed_part: SealedPart,
+        interval: int,
+        settle: Callable[[], None],
+        reports: Reports,
+    ) -> None:
+        self._loop = loop
+        self._inner = inner_optimizers(loop.optimizer)
+        self._shards = shards
+        self._sealed_part = sealed_part
+        self._interval = interval
+        self._settle = settle
+        self._reports = reports
+        self._passes = None
+        if why := why_not_compared(loop):
+            print(f"audits do not compare passes: {why}", flush=True)
+        else:
+            self._passes = PassAudit(loop, reports)
+            loop.around_passes = self._passes.around
+        self._iteration = 0
+        self._previous: Generation | None = None
+        self._is_due = False
+        self._weights_compared = False
+        self._updates: dict[int, _Update] = {}
+        self._seconds = 0.0
+        self._bytes = 0
+
+    def announce(self, iteration: int, previous: Generation, every: int) -> None:
+        """The iteration about to come, and whose state it begins from; each ``every``-th generation
+        is captured."""
+        self._iteration, self._previous = iteration, previous
+        self._is_due = is_audited(iteration, self._interval, every)
+        if self._passes is not None:
+            self._passes.announce(iteration, iteration // self._interval if self._is_due else None)
+        self._weights_compared = False
+        self._updates = {}
+        self._seconds, self._bytes = 0.0, 0
+
+    def before_update(self, index: int) -> None:
+        """Inner optimizer ``index`` is about to update, with these weights and gradients."""
+        if not self._is_due:
+            return
+        started = time.monotonic()
+        if not self._weights_compared:
+            self._weights_compared = True
+            self._settle()
+            self._compare_weights()
+        if (peers := self._peers(index)) is not None:
+            audited = peers.roles[self._iteration // self._interval % len(peers.roles)]
+            if audited == dist.get_rank():
+                self._damage("audit.state", self._shards[index].tensors)
+            self._updates[index] = _Update(audited, self._compute(index, audited, peers))
+        self._seconds += time.monotonic() - started
+
+    def after_update(self, index: int) -> None:
+        """Inner optimizer ``index`` has updated its shard."""
+        if not self._is_due:
+            return
+        started = time.monotonic()
+        update, peers = self._updates.pop(index, None), self._peers(index)
+        if update is not None and peers is not None:
+            self._compare_update(index, update, peers)
+        self._seconds += time.monotonic() - started
+        if index == len(self._inner) - 1:
+            self._is_due = False
+            if dist.get_rank() == 0:  # one is enough: who finds something says so himself
+                passes = 0.0 if self._passes is None else self._passes.seconds
+                facts = {"seconds": passes + self._seconds, "bytes": self._bytes}
+                self._reports.send_event(Kind.AUDITED, self._iteration, facts)
+
+    def _peers(self, index: int) -> _Peers | None:
+        group = self._inner[index].data_parallel_group
+        return _Peers(group) if dist.get_world_size(group) > 1 else None
+
+    def _compare_weights(self) -> None:
+        """What the forward pass has used: equal in all data-parallel peers."""
+        groups: dict[bool, _Peers] = {}
+        for index, inner in enumerate(self._inner):
+            is_expert = any(one.get("is_expert_parallel") for one in inner.optimizer.param_groups)
+            if (peers := self._peers(index)) is not None:
+                groups[is_expert] = peers
+        for is_expert, peers in sorted(groups.items()):
+            held = [
+                raw
+                for parameter in parameters(self._loop, expert=is_expert)
+                for raw in plain_tensors(parameter)
+            ]
+            self._damage("audit.weight", held)
+            found = peers.gather(fingerprint(held, current_device()))
+            what = "expert weights" if is_expert else "weights"
+            self._judge(judge_equals({r: _sums(one) for r, one in found.items()}, what))
+
+    def _compute(self, index: int, audited: int, peers: _Peers) -> Tensor:
+        """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
+        inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
+        description = self._describe(inner, audited, peers, device)
+        sums = []
+        for chunk in description.chunks:
+            if is_own:
+                flat = pack(inner, chunk, self._state_before(index), device)
+            else:
+                flat = torch.empty(chunk_bytes(chunk), dtype=torch.uint8, device=device)
+            dist.broadcast(flat, src=audited, group=peers.group)
+            copies = unpack(chunk, flat)
+            self._bytes += flat.numel()
+            del flat
+            update_copies(inner, description.groups, copies)
+            sums.append(fingerprint((t for copy in copies for t in copy.tensors.values()), device))
+        if is_own:
+            gradients = [p.grad for chunk in chunks(inner) for p in chunk if p.grad is not None]
+            self._damage("audit.gradient", gradients)
+        return torch.stack(sums) if sums else torch.zeros(0, _SUMS, dtype=torch.int64).to(device)
+
+    def _describe(
+        self, inner: Any, audited: int, peers: _Peers, device: torch.device
+    ) -> Description:
+        """The same for all peers, by the one whose update it is."""
+        payload = b""
+        if audited == dist.get_rank():
+            payload = codec.encode(describe(inner).to_json())
+        return Description.from_json(
+            codec.decode(broadcast_bytes(payload, audited, peers.group, device))
+        )
+
+    def _state_before(self, index: int) -> Callable[[Tensor], Tensor]:
+        """The tensors of a shard as they were captured; as they are, where that is not in an own
+        slot."""
+        part, previous = self._shards[index], self._previous
+        held = None if previous is None else self._sealed_part(previous, part.name)
+        if held is None:
+            return lambda tensor: tensor
+        return lambda tensor: part.slice(held, tensor)
+
+    def _compare_update(self, index: int, update: _Update, peers: _Peers) -> None:
+        used = torch.zeros_like(update.sums)
+        if update.audited == dist.get_rank():
+            for number, tensors in enumerate(self._updated(index)):
+                used[number] = fingerprint(tensors, update.sums.device)
+        found = peers.gather(torch.stack([update.sums, used]))
+        again = {role: _sums(one[0]) for role, one in found.items()}
+        what = f"the update of role {update.audited}"
+        used_sums = _sums(found[update.audited][1])
+        self._judge(judge_update(update.audited, used_sums, again, what))
+
+    def _updated(self, index: int) -> Iterator[list[Tensor]]:
+        """What this role's own update has made, by chunk."""
+        inner = self._inner[index]
+        for chunk in chunks(inner):
+            yield [tensor for parameter in chunk for _, tensor in all_tensors(inner, parameter)]
+
+    def _judge(self, verdict: Verdict | None) -> None:
+        stop_if_wrong(self._reports, self._iteration, verdict)
+
+    def _damage(self, point: str, tensors: Sequence[Tensor]) -> None:
+        """Let a test have a bit of the first of these tensors that has any wrong."""
+        if failpoints.hit(point, iteration=self._iteration) is None:
+            return
+        chosen = next(tensor for tensor in tensors if tensor.numel() > 1)
+        value = chosen.detach().reshape(-1)[:1].view(torch.uint8)
+        value[-2] ^= 0x40  # the highest bit of its mantissa
+
+
+def _sums(values: Tensor) -> Sums:
+    return tuple(int(value) for value in values.reshape(-1))

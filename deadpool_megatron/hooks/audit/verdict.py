@@ -1,0 +1,116 @@
+"""Which of several peers is wrong, by what each of them has computed. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# The words of a fingerprint (deadpool_megatron.state.fingerprint), of one or of several blocks.
+Sums = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``roles``: all of them are wrong; if not ``is_certain``, at least one of them is.
+    ``what`` differs, in words."""
+
+    roles: tuple[int, ...]
+    is_certain: bool
+    what: str
+
+
+def judge_equals(held: Mapping[int, Sums], what: str) -> Verdict | None:
+    """Judge peers that must hold the same: whoever differs from more than half of them is wrong.
+
+    ``held``: role -> sums. Returns None where all are equal.
+    """
+    counts = Counter(held.values())
+    if len(counts) < 2:
+        return None
+    common, count = counts.most_common(1)[0]
+    if 2 * count > len(held):
+        return Verdict(tuple(sorted(r for r, sums in held.items() if sums != common)), True, what)
+    return Verdict(tuple(sorted(held)), False, what)
+
+
+def judge_update(audited: int, used: Sums, again: Mapping[int, Sums], what: str) -> Verdict | None:
+    """Judge an update of role ``audited``, whose result has the sums ``used``.
+
+    ``again``: role -> sums of what it has computed from the state before and the gradients; the
+    audited role is one of them, so that it is wrong by its own word if it does not get twice the
+    same. Returns None where all are equal.
+    """
+    others = judge_equals(again, what)
+    if used == again[audited]:
+        return others
+    wrong = set(others.roles) if others is not None and others.is_certain else set()
+    return Verdict(tuple(sorted(wrong | {audited})), True, what)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one role's pass of a micro-batch gave. ``replica``: its data-parallel rank; ``stage`` of
+    the pipeline; ``place``: equal for roles that must come to the same. ``output`` was passed on,
+    ``returned`` is the gradient of it that came back, ``gradient`` that of the role's weights."""
+
+    replica: int
+    stage: int
+    place: int
+    output: Sums
+    returned: Sums
+    gradient: Sums
+
+
+def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
+    """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
+
+    ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
+    ones, and to all roles that work on one stage, one of which has begun it.
+    """
+    outputs = _odd({role: (one.place, one.output) for role, one in passes.items()})
+    returned = _odd({role: (one.place, one.returned) for role, one in passes.items()})
+    gradients = _odd({role: (one.place, one.gradient) for role, one in passes.items()})
+    if not (outputs.roles or returned.roles or gradients.roles):
+        return None
+    wrong: set[int] = set()
+    is_certain = outputs.is_certain and returned.is_certain and gradients.is_certain
+    for replica in {passes[r].replica for r in {*outputs.roles, *returned.roles, *gradients.roles}}:
+        first = _first_wrong(
+            {role: one.stage for role, one in passes.items() if one.replica == replica},
+            set(outputs.roles),
+            set(returned.roles),
+            set(gradients.roles),
+        )
+        is_certain = is_certain and len(first) == 1
+        wrong |= first
+    return Verdict(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
+
+
+def _odd(held: Mapping[int, tuple[int, Sums]]) -> Verdict:
+    """Who differs from its peers, by place; not certain where any of them have no majority."""
+    roles: list[int] = []
+    is_certain = True
+    for place in {place for place, _ in held.values()}:
+        peers = {role: sums for role, (where, sums) in held.items() if where == place}
+        if (found := judge_equals(peers, "")) is not None:
+            roles += found.roles
+            is_certain = is_certain and found.is_certain
+    return Verdict(tuple(roles), is_certain, "")
+
+
+def _first_wrong(
+    stages: Mapping[int, int], outputs: set[int], returned: set[int], gradients: set[int]
+) -> set[int]:
+    """Of one replica (role -> stage) the roles among which the error began."""
+    forward = outputs & stages.keys()
+    if forward:
+        first = min(stages[role] for role in forward)
+        return {role for role in forward if stages[role] == first}
+    backward = {role for role in gradients & stages.keys() if role not in returned}
+    if backward:
+        last = max(stages[role] for role in backward)
+        return {role for role in backward if stages[role] == last}
+    # What came back was wrong, though all behind it is right: lost between two stages.
+    last = max(stages[role] for role in stages if role in returned or role in gradients)
+    return {role for role, stage in stages.items() if stage in (last, last + 1)}

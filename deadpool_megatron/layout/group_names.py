@@ -1,0 +1,75 @@
+"""The name of one group of roles, with its dimension and who is in it: ``DATA_PARALLEL(0-12:4)``.
+
+Many groups of a run share a description, and are told apart by their roles. Those of a group of
+Megatron's stand at equal distances, so that the name of the largest one is short. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+# So many at equal distances are written as one run.
+_SHORTEST_RUN = 3
+
+
+def group_name(description: str, roles: Sequence[int]) -> str:
+    """The name of the group of ``roles``, in the order of the group."""
+    return f"{description}({in_short(roles)})"
+
+
+def in_short(roles: Sequence[int]) -> str:
+    """``0-3``, ``0-12:4`` (every fourth), ``0,1,7``."""
+    parts: list[str] = []
+    at = 0
+    while at < len(roles):
+        run = _run_at(roles, at)
+        parts.append(_run_in_short(run))
+        at += len(run)
+    return ",".join(parts)
+
+
+def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
+    """The roles of the group that has this name, those of ``known`` only; none for a name that does
+    not tell them, or tells more than there are."""
+    _, bracket, rest = name.rpartition("(")
+    if not bracket or not rest.endswith(")"):
+        return ()
+    found: list[int] = []
+    try:
+        for run in map(_read_run, rest[:-1].split(",")):
+            # Of another version, or damaged: it must not cost the memory of the coordinator.
+            if len(run) > len(known):
+                return ()
+            found += [role for role in run if role in known]
+            if len(found) > len(known):
+                return ()
+    except ValueError:
+        return ()
+    return tuple(found)
+
+
+def _run_at(roles: Sequence[int], at: int) -> range:
+    """The longest run that begins at a position; one role, if there is none."""
+    first = roles[at]
+    if at + 1 == len(roles) or roles[at + 1] <= first:
+        return range(first, first + 1)
+    step, end = roles[at + 1] - first, at + 1
+    while end + 1 < len(roles) and roles[end + 1] - roles[end] == step:
+        end += 1
+    if end - at + 1 < _SHORTEST_RUN:
+        return range(first, first + 1)
+    return range(first, roles[end] + 1, step)
+
+
+def _run_in_short(run: range) -> str:
+    if len(run) == 1:
+        return str(run.start)
+    return f"{run[0]}-{run[-1]}" + (f":{run.step}" if run.step > 1 else "")
+
+
+def _read_run(text: str) -> range:
+    """Raises ValueError."""
+    ends, _, step = text.partition(":")
+    first, dash, last = ends.partition("-")
+    start = int(first)
+    return range(start, (int(last) if dash else start) + 1, int(step) if step else 1)

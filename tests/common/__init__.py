@@ -1,0 +1,1 @@
+"""What tests of every room use: programs as forks, waiting, ports, what a run has told."""
