@@ -18,6 +18,7 @@ from deadpool_megatron.layout import schemes
 from deadpool_megatron.layout.reckoning.choice import refusal
 
 _KNOWN = ("status", "info", "attach", *Verb)
+_STATUS_SECONDS = 1.0
 
 
 class Commands:
@@ -48,6 +49,8 @@ class Commands:
         command = message.get("command")
         match command:
             case "status":
+                # What the one before was asked; with a journal that hangs, the rest is told.
+                await self._requests.wait_until_known(_STATUS_SECONDS)
                 term = {"term": self._term.number, **self._term.to_dict()}
                 return {"ok": True, "status": {**await self._status(), "coordinator": term}}
             case "info":

@@ -71,6 +71,15 @@ class UserRequests:
             break
         self._ready.set()
 
+    async def wait_until_known(self, limit_seconds: float) -> bool:
+        """Return whether those of earlier coordinators are known, as soon as they are."""
+        try:
+            async with asyncio.timeout(limit_seconds):
+                await self._ready.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def ask(
         self,
         verb: Verb,
@@ -86,12 +95,8 @@ class UserRequests:
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
             limit = time.monotonic() + patience
-            error = ""
-            try:
-                async with asyncio.timeout(patience):
-                    await self._ready.wait()
-            except TimeoutError:
-                error = "the journal cannot be read"
+            is_known = await self.wait_until_known(patience)
+            error = "" if is_known else "the journal cannot be read"
             taken = (*self._desk.state().requests, *self._coming)
             known = next((one for one in taken if one.token == token), None)
             if known is not None:

@@ -131,7 +131,8 @@ def _drain(turn: Turn, request: Request) -> Request:
     if node not in state.fleet.nodes:
         return request.at(Stage.REFUSED, _fate(turn, node, "is not connected"))
     if node not in state.seats.nodes:
-        if state.phase is not Phase.RUNNING:
+        # Who has asked may end the node, and the coordinator with it: the move is over first.
+        if state.phase is not Phase.RUNNING or state.recoveries.current is not None:
             return request
         return request.at(Stage.DONE, f"node {node} has no role")
     if node not in state.fleet.drains and node not in state.fleet.leaving:

@@ -41,14 +41,17 @@ def moved(rig: Rig) -> None:
     rig.restored()
 
 
-def test_a_drain_is_done_when_the_roles_are_elsewhere() -> None:
+def test_a_drain_is_done_when_its_roles_train_elsewhere() -> None:
     rig = begun()
     ask(rig, Verb.DRAIN, node=1)
     assert rig.one(act.Pause).iteration == 9
     assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
     moved(rig)
     assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert outcome(rig) == (Stage.UNDER_WAY, "its roles move")
+    rig.steps(10)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
+    assert rig.emitted(Kind.RECOVERED)
     told = [str(e.data["text"]) for e in rig.emitted(Kind.LOG)]
     assert "request 1, drain of node 1: done: node 1 has no role" in told
 
@@ -95,6 +98,7 @@ def test_a_takeover_goes_on_with_a_drain() -> None:
     rig.closed(g(pause.iteration))
     rig.journal()
     rig.restored()
+    rig.steps(pause.iteration + 1)
     assert outcome(rig) == (Stage.DONE, "node 1 has no role")
 
 
