@@ -8,7 +8,7 @@
 # The first time takes four minutes and 6 GB. Then runs, in this order, and says what each came to:
 #
 #   groups   tests/comms, with torch's own suite of torch.distributed over our groups
-#   parts    tests/state, tests/recovery, tests/layout, tests/wire, tests/hooks
+#   fast     what scripts/test.sh --fast runs, but the groups and what is there for the source alone
 #   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
 #   megatron of tests/megatron_lm, with the newest supported tag: the same numbers as stock, and kills
 #   faults   tests/faults, whole: a quarter of an hour
@@ -92,7 +92,8 @@ rm -rf $venv
 python3 -m venv $venv
 $venv/bin/python -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
 $venv/bin/python -m pip install -q numpy xxhash immutables einops PyYAML zfec rich expecttest hypothesis \
-    pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard
+    pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard matplotlib mkdocs \
+    prometheus-client opentelemetry-sdk opentelemetry-exporter-otlp-proto-http apprise nvidia-ml-py
 touch $venv/ready
 " || fail "torch $torch or megatron-core $megatron could not be installed"
 
@@ -127,7 +128,8 @@ part() {
 
 pytest="python -m pytest -p no:cacheprovider -W ignore -o addopts=-q"
 part groups "$pytest --timeout 300 tests/comms"
-part parts "$pytest --timeout 120 tests/state tests/recovery tests/layout tests/wire tests/hooks"
+part fast "$pytest --timeout 120 -m \"not slow and not matrix and not megatron_lm\" --ignore tests/comms \
+    --deselect tests/test_structure.py::test_constraints_cover_everything_that_is_needed tests"
 part demo "python -m deadpool_megatron demo"
 part megatron "$pytest --timeout 300 tests/megatron_lm -m \"not full\" --deselect tests/megatron_lm/test_tags.py"
 part faults "$pytest --timeout 300 tests/faults --full"

@@ -89,6 +89,8 @@ class _IndexReader(pickle.Unpickler):
     """Lets in the classes that an index consists of, so that a file cannot run code here."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # so Python 3.13 names the module of its paths
+            module = "pathlib"
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         if module == "torch" and "." not in name:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,20 @@ def test_a_checkpoint_with_every_kind_of_damage(
     assert "No such file" in str(findings(capsys, tmp_path / "iter_1", 1))
     (tmp_path / "iter_1" / ".metadata").write_bytes(b"\x80\x04K")
     assert findings(capsys, tmp_path / "iter_1", 1)
+
+
+def test_an_index_that_python_3_13_has_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint(tmp_path / "iter_1")
+    path = tmp_path / "iter_1" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    written = re.sub(
+        rb"cpathlib\S*\nPosixPath", b"cpathlib._local\nPosixPath", pickle.dumps(index, 2)
+    )
+    assert b"pathlib._local" in written
+    path.write_bytes(written)
+    assert {f["verdict"] for f in findings(capsys, tmp_path / "iter_1", 0)} == {"good"}
 
 
 class Evil:

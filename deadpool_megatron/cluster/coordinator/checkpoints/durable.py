@@ -11,6 +11,7 @@ run, or torn, and then neither fallen back to nor pruned.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -63,8 +64,8 @@ def overlap(saves: Path, exports: Path) -> str:
     except OSError:  # one is not there yet
         same = False
     try:
-        real_saves, real_exports = saves.resolve(), exports.resolve()
-    except (OSError, RuntimeError) as error:  # links in a circle
+        real_saves, real_exports = _resolved(saves), _resolved(exports)
+    except OSError as error:
         return f"--save {saves} or the directory of the run's exports ({exports}): {error}"
     if same or real_saves == real_exports:
         return f"--save {saves} is where the run's exports go ({exports}): {advice}"
@@ -75,6 +76,17 @@ def overlap(saves: Path, exports: Path) -> str:
                 f" checkpoint of the other; {advice}"
             )
     return ""
+
+
+def _resolved(path: Path) -> Path:
+    """Return ``path`` without links; raises OSError for links in a circle, which Path itself lets
+    pass from Python 3.13 on."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise
+    return path.resolve()
 
 
 def make_valid(
