@@ -20,7 +20,7 @@ _NOTICE_SECONDS = 20.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Returns 0 if all parts have passed, 1 if one has not, 2 for bad input."""
+    """Returns 0 if all parts that could be run have passed, 1 if one has not, 2 for bad input."""
     options = _parser().parse_args(arguments)
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     for part in chosen:
         path = _path(out, part, options.device)
         known = read_result(path)
-        if known is not None and known.commit == commit() and not options.again:
+        is_known = known is not None and known.commit == commit() and not known.not_run
+        if is_known and not options.again:
             print(f"{part.name}: there already, {path}", flush=True)
             continue
         path.unlink(missing_ok=True)
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         _run(part, options, out, path)
     results = [read_result(_path(out, part, options.device)) for part in chosen]
     _print_table(chosen, results)
-    return 0 if all(result is not None and result.passed for result in results) else 1
+    return 0 if all(r is not None and (r.passed or r.not_run) for r in results) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,6 +108,9 @@ def _print_table(parts: Sequence[Part], results: Sequence[Result | None]) -> Non
     for part, result in zip(parts, results, strict=True):
         if result is None:
             print(f"{part.name:8} no result")
+            continue
+        if result.not_run:
+            print(f"{part.name:8} not run           {result.not_run}")
             continue
         verdict = "passed" if result.passed else "FAILED"
         print(f"{part.name:8} {verdict:7} {result.seconds:6.1f} s  {part.title}")

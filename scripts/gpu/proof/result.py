@@ -21,10 +21,12 @@ _PACKAGES = ("torch", "megatron-core", "numpy", "transformer-engine", "apex", "n
 
 @dataclass
 class Findings:
-    """Grows while a part runs. ``problems``: why it failed; none of them: it passed."""
+    """Grows while a part runs. ``problems``: why it failed; none of them: it passed, unless
+    ``not_run`` says why there was nothing to run."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    not_run: str = ""
 
     def expect(self, holds: bool, problem: str) -> None:
         """Note the problem unless it holds."""
@@ -46,6 +48,7 @@ class Result:
     time: str
     versions: dict[str, Any]
     facts: dict[str, Any]
+    not_run: str = ""
 
     def write(self, path: Path) -> None:
         """All of it or nothing."""
@@ -60,13 +63,14 @@ def make_result(part: str, device: str, found: Findings, seconds: float) -> Resu
         part=part,
         device=device,
         commit=commit(),
-        passed=not found.problems,
+        passed=not found.problems and not found.not_run,
         problems=found.problems,
         seconds=round(seconds, 1),
         command=shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         versions=versions(),
         facts=found.facts,
+        not_run=found.not_run,
     )
 
 

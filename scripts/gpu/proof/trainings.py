@@ -45,7 +45,7 @@ def embedded(device: Device, size: Size, _checkout: Path | None, out: Path) -> F
 def megatron_lm(device: Device, size: Size, checkout: Path | None, out: Path) -> Findings:
     """Part pretrain; where no checkout was given that is what was found."""
     if checkout is None:
-        return Findings({"not run": "no checkout of Megatron-LM was given (--megatron-lm)"})
+        return Findings(not_run="no checkout of Megatron-LM was given (--megatron-lm)")
     folder = ROOT / "configs" / "megatron-lm"
     words = (folder / "small.args").read_text().split()
     if device is Device.CPU:
