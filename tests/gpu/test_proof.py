@@ -13,7 +13,7 @@ import pytest
 from tests.common import gpus
 
 PROVE = Path(__file__).parents[2] / "scripts" / "gpu" / "prove.sh"
-PARTS = ("seam", "losses", "trainer", "pretrain", "copies", "kernels")
+PARTS = ("seam", "losses", "trainer", "pretrain", "copies", "overhead", "kernels")
 
 
 def prove(out: Path, commit: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -44,6 +44,13 @@ def test_all_parts_pass_in_a_rehearsal_and_are_run_once_for_a_commit(tmp_path: P
     # Who was lost while communicators were made was replaced in an epoch more.
     assert found["losses"]["facts"]["rebuild"]["epochs"] == 2
     assert len(found["trainer"]["facts"]["recoveries"]) == 2
+    overhead = found["overhead"]["facts"]
+    assert overhead["protected"]["runs"][0]["shipped_bytes"] > 0
+    assert (
+        overhead["plain"]["runs"][0]["committed"]
+        <= 4
+        < overhead["protected"]["runs"][0]["committed"]
+    )
     again = prove(tmp_path, "one", *rehearsal)
     assert again.stdout.count("there already") == len(PARTS) - 1
     # A result of another commit proves nothing; one that says why it failed is seen.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from proof import copies, kernels, seam, trainings
+from proof import copies, kernels, overhead, seam, trainings
 from proof.device import Device, Size
 from proof.result import Findings
 
@@ -37,5 +37,6 @@ PARTS = (
     Part("trainer", "the embedded trainer loses nodes", trainings.embedded),
     Part("pretrain", "pretrain_gpt.py loses nodes", trainings.megatron_lm),
     Part("copies", "steps with and without copies to the host", copies.measure),
+    Part("overhead", "steps of a whole training with and without protection", overhead.measure),
     Part("kernels", "optimizers and FP8: state put back, the same bits again", kernels.capture),
 )

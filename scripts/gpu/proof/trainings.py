@@ -20,6 +20,7 @@ from proof.result import ROOT, Findings
 
 _JOB_SECONDS = 190.0
 _END_SECONDS = 20.0
+_HASHED = ("--deadpool-hash-interval", "1")
 
 _MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
@@ -67,11 +68,12 @@ def _strike(device: Device, program: Sequence[str], communicator: str, base: Pat
     stamp = time.strftime("%H%M%S")
     whole = base.with_name(f"{base.name}-{stamp}-whole")
     struck = base.with_name(f"{base.name}-{stamp}-struck")
-    job = _Job(device, communicator, nodes, program)
+    job = Job(device, communicator, nodes, program)
     found.facts = {"nodes": nodes, "lost roles": victims, "runs": [str(whole), str(struck)]}
     try:
-        job.run(whole, 0, [])
-        job.run(struck, len(victims), [_fault(role, at) for role, at in moments.items()])
+        job.run(whole, 0, [], _HASHED)
+        faults = [_fault(role, at) for role, at in moments.items()]
+        job.run(struck, len(victims), faults, _HASHED)
         undisturbed, result = read_result(whole), read_result(struck)
         comparison = compare_results(undisturbed, result)
     except (ResultError, TimeoutError, subprocess.SubprocessError) as error:
@@ -104,9 +106,9 @@ def _audit(device: Device, program: Sequence[str], base: Path, found: Findings) 
     from deadpool_megatron.events import Kind, read_events
 
     directory = base.with_name(f"{base.name}-{time.strftime('%H%M%S')}-audited")
-    job = _Job(device, device.communicator, 4, program)
+    job = Job(device, device.communicator, 4, program)
     try:
-        job.run(directory, 0, [], ("--deadpool-audit-interval", "2"))
+        job.run(directory, 0, [], (*_HASHED, "--deadpool-audit-interval", "2"))
     except TimeoutError as error:
         found.problems.append(str(error))
         return
@@ -137,7 +139,7 @@ def _fault(role: int, iteration: int) -> dict[str, object]:
     }
 
 
-class _Job:
+class Job:
     """The same training, with agents that are started by hand."""
 
     def __init__(
@@ -167,7 +169,7 @@ class _Job:
                 *(sys.executable, "-m", "deadpool_megatron", "agent", "--run-dir", str(directory)),
                 *("--node-id", str(node), "--host", "127.0.0.1", "--nodes", str(self._nodes)),
                 *("--spares", str(spares), "--nproc-per-node", "1"),
-                *("--deadpool-communicator", self._communicator, "--deadpool-hash-interval", "1"),
+                *("--deadpool-communicator", self._communicator),
                 *(*settings, "--", *self._program),
             ]
             environment = shared | self._device.environment(node)
