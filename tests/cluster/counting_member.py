@@ -193,7 +193,6 @@ class Counting:
                 "t": "restored",
                 "epoch": record.epoch,
                 "generation": restore.generation.to_list(),
-                "hash": self.sha256(),
             }
         )
         if self.role == 0 and record.emitted_up_to < self.iteration:

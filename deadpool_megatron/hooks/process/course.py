@@ -118,6 +118,12 @@ class EpochCourse(Course):
         epoch = self._record.epoch
         self.segment("save", lambda: self._saves.save(loop, base, epoch, self.generation))
 
+    def hash_restored(self) -> None:
+        """Have what was restored from memory compared with what stood there before, where that was
+        hashed: other numbers end the run, as those of a replayed step do."""
+        if self._record.restore.kind in ("memory", "dump") and self._boundary == "step":
+            self._hash_state()
+
     def check(self) -> None:
         """Raise EpochClosed unless the epoch is open."""
         self._check_epoch(self._record.epoch)

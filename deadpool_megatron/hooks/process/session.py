@@ -243,7 +243,7 @@ class Session:
         """Enter the epoch in ``role`` and train in it; ends by an exception."""
         enter_epoch(self._built, record, role, self._reports)
         generation = self._built.generation.to_list()
-        self._reports.say("restored", generation=generation, hash="")
+        self._reports.say("restored", generation=generation)
         self._train(record)
         self._finish(record, role)
 
@@ -307,6 +307,7 @@ class Session:
             self._settings.hash_interval,
             self._own_time,
         )
+        course.hash_restored()
         built.loop.train(course)
         self._reports.section = "finish"
         built.protection.settle()

@@ -27,7 +27,7 @@ def said(**m: Any) -> dict[str, Any]:
         (said(t="hello", pid=9), inputs.MemberHello(7, 1, 2, pid=9)),
         (said(t="warm"), inputs.MemberWarm(7, 1, 2)),
         (
-            said(t="restored", epoch=3, generation=[1, 4], hash="ab"),
+            said(t="restored", epoch=3, generation=[1, 4]),
             inputs.Restored(7, 1, 2, 3, Generation(1, 4)),
         ),
         (
