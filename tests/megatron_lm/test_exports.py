@@ -10,27 +10,12 @@ from tests.faults.harness.jobs import Outcome, Program, run_program
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS
 from tests.megatron_lm.harness.ranks import RankParent
-from tests.megatron_lm.harness.runs import PP2_DP2, tree
+from tests.megatron_lm.harness.runs import PP2_DP2, held_tree, tree
 from tests.persist.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
-ROOT = Path(__file__).parents[2]
 SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}
 PLAIN: dict[str, object] = {"bf16": True, "pipeline_model_parallel_size": 2}
-
-
-def held_tree(directory: Path) -> Path:
-    """The checkout, with a script that waits where it is told to."""
-    directory.mkdir()
-    for path in tree().iterdir():
-        if path.name == "megatron" or path.suffix == ".py":
-            (directory / path.name).symlink_to(path)
-    script = directory / "pretrain_gpt.py"
-    text = script.read_text()
-    script.unlink()
-    head = f"import sys\nsys.path.append({str(ROOT)!r})\nimport tests.persist.held_pretraining\n"
-    script.write_text(head + text)
-    return script
 
 
 def saved_and_exported(

@@ -44,6 +44,7 @@ PP2_DP2: dict[str, object] = {
 #: what most tests train: 12 iterations of it, in 4 roles
 BASE = {**PP2_DP2, **SEGMENTS, "train_iters": 12, "tensorboard_dir": "{run}/tensorboard"}
 
+_ROOT = Path(__file__).parents[3]
 _LINE = re.compile(r" (iteration +\d+/ +\d+ \|.*|validation loss at iteration .*)")
 # What depends on the clock.
 _TIMES = re.compile(r"elapsed time per iteration \(ms\): [\d.]+ \| ")
@@ -62,6 +63,21 @@ def copy_tree(copy: Path) -> None:
     shutil.copytree(tree() / "megatron", copy / "megatron")
     for script in tree().glob("*.py"):
         shutil.copy(script, copy)
+
+
+def held_tree(directory: Path) -> Path:
+    """The checkout, with a script that waits where ``DEADPOOL_TEST_HOLD`` tells it to
+    (tests/persist/holding.py)."""
+    directory.mkdir()
+    for path in tree().iterdir():
+        if path.name == "megatron" or path.suffix == ".py":
+            (directory / path.name).symlink_to(path)
+    script = directory / "pretrain_gpt.py"
+    text = script.read_text()
+    script.unlink()
+    head = f"import sys\nsys.path.append({str(_ROOT)!r})\nimport tests.persist.held_pretraining\n"
+    script.write_text(head + text)
+    return script
 
 
 def gpt(nodes: int = 4, within: Path | None = None, **flags: object) -> Program:
