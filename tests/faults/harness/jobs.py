@@ -275,13 +275,17 @@ def assert_unnoticed(
 
 def assert_restored_state_was_hashed(outcome: Outcome) -> None:
     """All roles have told the hash of what each recovery restored from memory, at the end of a
-    step; had it been another one than before, the run would have ended with it.
+    step; had it been another one than before, the run would have ended with it. An epoch that was
+    never opened (a run of another model, which was refused) restored nothing.
     """
+    opened = {event.epoch for event in outcome.of_kind("epoch-opened")}
     hashed = {(event.epoch, event.iteration, event.role) for event in outcome.of_kind("state-hash")}
     sources = {event.epoch: event.data["restore"] for event in outcome.of_kind("epoch-decided")}
     for recovery in outcome.final["recoveries"]:
         epoch, (_, iteration) = recovery["epoch"], recovery["generation"]
         if recovery["boundary"] != "step" or sources[epoch] != "memory" or not iteration:
+            continue
+        if epoch not in opened:
             continue
         missing = [r for r in outcome.final["roles"] if (epoch, iteration, int(r)) not in hashed]
         assert not missing, f"epoch {epoch}, iteration {iteration}: no hash of roles {missing}"
