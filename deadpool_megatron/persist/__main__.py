@@ -23,6 +23,7 @@ import torch
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.cluster.process.posix import die_with_parent
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.persist import foreign_classes
 from deadpool_megatron.persist.joining import join
@@ -66,7 +67,7 @@ def _carry_out(job: Mapping[str, Any]) -> None:
     for taken in _sources(job):
         skeleton = read_skeleton(Path(job["skeletons"]), taken.role, taken.layout_hash)
         failpoints.hit("persist.write", role=taken.role, iteration=taken.generation.iteration)
-        source = Source(taken)
+        source = Source(taken, RunDirectory(Path(job["run_dir"])).frozen)
         told = write_role(skeleton, source, directory)
         if taken.role == 0:
             common = filled(skeleton.common, source)

@@ -20,7 +20,9 @@ import xxhash
 from torch import Tensor
 
 from deadpool_megatron.layout.records import extras_part
+from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.filling import FillingError, dtype_name, dtype_of, fill
+from deadpool_megatron.persist.frozen_file import FROZEN
 from deadpool_megatron.persist.skeleton import ZEROS, Piece, Skeleton
 from deadpool_megatron.state.extras import ExtrasError, decode
 from deadpool_megatron.vault.disk.taken import Taken
@@ -34,9 +36,11 @@ class WritingError(Exception):
 
 
 class Source:
-    """A role's generation as it was set aside. Raises WritingError when its bytes are damaged."""
+    """A role's generation as it was set aside; ``frozen``: the folder with the files of weights
+    that no iteration changes. Raises WritingError when its bytes are damaged.
+    """
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: Taken, frozen: Path) -> None:
         self._parts: dict[str, memoryview] = {}
         files: dict[str, memoryview] = {}
         for path in {taken.path, *taken.elsewhere.values()}:
@@ -52,6 +56,11 @@ class Source:
             self.extras = decode(self._parts[extras_part(taken.boundary)])
         except ExtrasError as error:
             raise WritingError(f"extras of role {taken.role}: {error}") from error
+        if written := self.extras.get("frozen"):
+            try:
+                self._parts[FROZEN] = frozen_file.mapped(frozen, str(written))
+            except frozen_file.FrozenFileError as error:
+                raise WritingError(f"role {taken.role}: {error}") from error
 
     def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
         """A tensor without axes over one number of a shard part."""

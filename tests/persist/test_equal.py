@@ -72,7 +72,7 @@ def save_both_ways(arguments: str, folder: Path, gathered: bool = False) -> None
     skeleton = read_skeleton(folder, role, layout.layout_hash)
     hash_ = layout.layout_hash
     taken = Taken(role, hash_, Generation(1, 3), "evaluation", str(path), places)
-    source = Source(taken)
+    source = Source(taken, folder)
     told = json.loads(json.dumps(write_role(skeleton, source, exported)))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, told)

@@ -4,7 +4,7 @@ Layout (contract between all processes of a run)::
 
     run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
     nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
-    skeletons/  launcher.lock
+    skeletons/  frozen/  launcher.lock
 """
 
 from __future__ import annotations
@@ -133,6 +133,11 @@ class RunDirectory:
     def skeletons(self) -> Path:
         """What each role writes to a checkpoint, for exports after its node is lost."""
         return self.path / "skeletons"
+
+    @property
+    def frozen(self) -> Path:
+        """Weights that no iteration changes and that are large, written once."""
+        return self.path / "frozen"
 
     @property
     def exported(self) -> Path:

@@ -54,7 +54,7 @@ from deadpool_megatron.hooks.generations.replay import (
     update_copies,
     why_not_replayed,
 )
-from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation
@@ -68,8 +68,7 @@ _SUMS = 2  # of a fingerprint
 SealedPart = Callable[[Generation, str], memoryview | None]
 
 
-def refuse_what_cannot_be_audited(optimizer: Any, config: Any) -> None:
-    """Raise UnsupportedOptimizer where no peer can compute what this role computes."""
+def _refuse_what_cannot_be_audited(optimizer: Any, config: Any) -> None:
     why, inner_ones = why_not_replayed(optimizer, config), inner_optimizers(optimizer)
     for inner in inner_ones:
         if not is_distributed(inner):
@@ -119,7 +118,8 @@ class Audit:
     """Of one role in one process. Main thread.
 
     ``shards``: the part of each inner optimizer. ``settle`` waits until the newest generation is
-    committed. All communication is that of the data-parallel groups and ends with the epoch.
+    committed. All communication is that of the data-parallel groups and ends with the epoch. Raises
+    UnsupportedOptimizer where no peer can compute what this role computes.
     """
 
     def __init__(
@@ -131,6 +131,7 @@ class Audit:
         settle: Callable[[], None],
         reports: Reports,
     ) -> None:
+        _refuse_what_cannot_be_audited(loop.optimizer, model_config(loop))
         self._loop = loop
         self._inner = inner_optimizers(loop.optimizer)
         self._shards = shards

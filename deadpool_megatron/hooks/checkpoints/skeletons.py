@@ -28,12 +28,13 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.extras import frozen_and_buffers
+from deadpool_megatron.hooks.generations.extras import frozen_and_buffers, large_frozen_weights
 from deadpool_megatron.hooks.generations.optimizer import inner_optimizers, is_distributed
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.persist.boxes import boxes
 from deadpool_megatron.persist.filling import FromExtras, StepNumber, dtype_name, has_marks
+from deadpool_megatron.persist.frozen_file import FROZEN
 from deadpool_megatron.persist.skeleton import (
     ZEROS,
     Piece,
@@ -95,6 +96,10 @@ class _Maker:
                 self._add(tensor, part.name, offset, tensor.dtype)
         for name, tensor in frozen_and_buffers(loop):
             self._add(tensor, f"buffer.{name}", 0, tensor.dtype, is_extra=True)
+        offset = 0
+        for _, tensor in large_frozen_weights(loop):
+            self._add(tensor, FROZEN, offset, tensor.dtype)
+            offset += tensor.nbytes
         # Memory of parameters that data-parallel peers have a run each of.
         self._shared: list[tuple[int, int, bool]] = []
         self._kept_alive: list[Tensor] = []

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from deadpool_megatron.hooks.generations import fp8_state, loss_sums
 from deadpool_megatron.hooks.generations.optimizer import (
-    UnsupportedOptimizer,
     inner_optimizers,
     param_group_tensors,
     param_group_values,
@@ -23,7 +22,8 @@ from deadpool_megatron.state.extras import (
     restore_random_states,
 )
 
-#: of a role; they are copied on the main thread and sent to each buddy in every iteration
+#: of a role; so many are copied on the main thread and sent to each buddy in every iteration, more
+#: are written once (hooks/checkpoints/frozen_weights.py)
 MOST_FROZEN_BYTES = 64 << 20
 
 
@@ -150,35 +150,35 @@ def _named(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def frozen_and_buffers(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
-    """Every module buffer, persistent or not (expert bias, token counts, amax), and frozen weights.
+    """Every module buffer, persistent or not (expert bias, token counts, amax), and frozen weights
+    unless they are large.
 
     Frozen parameters are in no optimizer and in no gather: nothing else would bring them back.
     """
     found: list[tuple[str, Tensor]] = []
     for index, chunk in enumerate(loop.model_chunks):
         found += [(f"{index}.{name}", buffer) for name, buffer in chunk.named_buffers()]
-        found += [
-            (f"{index}.{name}", parameter)
-            for name, parameter in chunk.named_parameters()
-            if not parameter.requires_grad
-        ]
-    return found
+    frozen = _frozen_weights(loop)
+    return found if _are_large(frozen) else found + frozen
 
 
-def refuse_large_frozen_weights(loop: ProtectedLoop) -> None:
-    """Raise UnsupportedOptimizer for more than :data:`MOST_FROZEN_BYTES` of them in this role."""
-    nbytes = sum(
-        parameter.nbytes
-        for chunk in loop.model_chunks
-        for parameter in chunk.parameters()
+def large_frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+    """All frozen weights of the role where they have more than :data:`MOST_FROZEN_BYTES`."""
+    frozen = _frozen_weights(loop)
+    return frozen if _are_large(frozen) else []
+
+
+def _frozen_weights(loop: ProtectedLoop) -> list[tuple[str, Tensor]]:
+    return [
+        (f"{index}.{name}", parameter)
+        for index, chunk in enumerate(loop.model_chunks)
+        for name, parameter in chunk.named_parameters()
         if not parameter.requires_grad
-    )
-    if nbytes > MOST_FROZEN_BYTES:
-        raise UnsupportedOptimizer(
-            f"frozen weights of {nbytes / (1 << 20):.0f} MiB in one role: each iteration would"
-            f" copy and send them, which is taken up to {MOST_FROZEN_BYTES >> 20} MiB; train all"
-            " weights, or run it without protection"
-        )
+    ]
+
+
+def _are_large(frozen: list[tuple[str, Tensor]]) -> bool:
+    return sum(parameter.nbytes for _, parameter in frozen) > MOST_FROZEN_BYTES
 
 
 def _check_buffers(loop: ProtectedLoop, values: dict[str, Any]) -> None:

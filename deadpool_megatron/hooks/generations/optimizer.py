@@ -11,7 +11,8 @@ optimizers/fused_adam.py; Megatron-core 0.16.1, core/optimizer/{__init__,distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -392,8 +393,8 @@ class StepHooks:
     """Registers the gate, the copy fence and the start of the snapshot with an optimizer.
 
     ``gate`` runs at the entry of the outermost ``step``, before found-inf and gradient norm;
-    ``fence`` before, and ``updated`` after the update of each inner optimizer, with its index;
-    before it the gradients are what the update uses.
+    ``before`` and ``after`` the update of each inner optimizer, in turn, with its index; before it
+    the gradients are what the update uses.
     A torch step pre-hook would be too late for the gate (traps, A2).
     """
 
@@ -401,8 +402,8 @@ class StepHooks:
         self,
         optimizer: Any,
         gate: Callable[[], None],
-        fence: Callable[[int], None],
-        updated: Callable[[int], None],
+        before: Sequence[Callable[[int], None]],
+        after: Sequence[Callable[[int], None]],
     ) -> None:
         original = optimizer.step
 
@@ -412,5 +413,12 @@ class StepHooks:
 
         optimizer.step = gated_step
         for index, inner in enumerate(inner_optimizers(optimizer)):
-            inner.optimizer.register_step_pre_hook(lambda *_, index=index: fence(index))
-            inner.optimizer.register_step_post_hook(lambda *_, index=index: updated(index))
+            for call in before:
+                inner.optimizer.register_step_pre_hook(functools.partial(_call, call, index))
+            for call in after:
+                inner.optimizer.register_step_post_hook(functools.partial(_call, call, index))
+
+
+def _call(call: Callable[[int], None], index: int, *_: object) -> None:
+    """As torch calls a hook: with the optimizer and the arguments of its step."""
+    call(index)

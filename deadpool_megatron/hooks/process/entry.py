@@ -6,16 +6,17 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from deadpool_megatron.cluster.member.link import MemberLink
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.comms import Communicators, EpochClosed, EpochStore
 from deadpool_megatron.events import Kind
-from deadpool_megatron.hooks.audit.audit import Audit, refuse_what_cannot_be_audited
+from deadpool_megatron.hooks.audit.audit import Audit
+from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.checkpoints.handover import leave_skeleton
 from deadpool_megatron.hooks.checkpoints.skeletons import make_skeleton
 from deadpool_megatron.hooks.dimensions.data import DataHook
@@ -48,9 +49,9 @@ from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state import extras as extras_codec
-from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.errors import Interrupted, NoRoom, RestoreUnavailable, VaultError
 from deadpool_megatron.vault.member.client import VaultClient
+from deadpool_megatron.wire.readiness import readable
 
 # A device gets at least this long to show that it is idle, however late it is asked.
 _LEAST_SYNCHRONISE_SECONDS = 0.1
@@ -97,6 +98,7 @@ class EpochEntry(Stages):
         self._loop: ProtectedLoop | None = None
         self._protection: Protection | None = None
         self.audit: Audit | None = None
+        self._frozen: FrozenWeights | None = None
         self._shard: ShardState | None = None
         self._dimensions: tuple[DimensionHook, ...] = ()
         self._leftovers: Leftovers | None = None
@@ -114,6 +116,11 @@ class EpochEntry(Stages):
         """The role's protection; only after a build."""
         assert self._protection is not None
         return self._protection
+
+    @property
+    def _frozen_weights(self) -> FrozenWeights:
+        assert self._frozen is not None
+        return self._frozen
 
     @property
     def _shard_state(self) -> ShardState:
@@ -203,6 +210,7 @@ class EpochEntry(Stages):
             pristine = extras_codec.decode(self._pristine)
             megatron_extras.restore(self.loop, pristine)
             megatron_extras.restore_last(pristine)
+            self._frozen_weights.forget()
             self.loop.load_checkpoint(Path(restore.path))
             self._shard_state.readopt()
             # By value: resetting the loop changes some of the tensors in place.
@@ -223,6 +231,8 @@ class EpochEntry(Stages):
         """Peers of every dimension hold equal what they must hold equal."""
         for dimension in self._dimensions:
             dimension.verify()
+        if record.restore.kind != "memory":
+            self._leave_frozen_weights(record.epoch)
         if record.restore.kind in ("initial", "durable"):
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
@@ -236,9 +246,8 @@ class EpochEntry(Stages):
 
     def capture_extras(self) -> bytes:
         """The encoded extras of the loop as it stands."""
-        return extras_codec.encode(
-            {**megatron_extras.capture(self.loop), "told": self._reports.told}
-        )
+        others = {"told": self._reports.told, "frozen": self._frozen_weights.name()}
+        return extras_codec.encode({**megatron_extras.capture(self.loop), **others})
 
     def quiesce(self, deadline_seconds: float) -> bool:
         """After an interrupt: True when no copy reads the state and the device has nothing to do.
@@ -287,6 +296,7 @@ class EpochEntry(Stages):
                 self.protection,
             )
             values = extras_codec.decode(restored.part(extras_part(self.boundary)))
+            self._frozen_weights.restore(values["frozen"], record.restore.path)
         except ReplayRefused as error:
             raise RestoreFailed(REPLAY, str(error)) from error
         finally:
@@ -296,6 +306,11 @@ class EpochEntry(Stages):
         megatron_extras.restore(self.loop, values)
         self._late = values
         self._reports.tell_again(values["told"])
+
+    def _leave_frozen_weights(self, epoch: int) -> None:
+        descriptor = self._link.interrupt_fd
+        if not self._frozen_weights.leave(lambda seconds: readable(descriptor, seconds)):
+            raise EpochClosed(epoch, "verify")
 
     def _admit(self, record: EpochRecord) -> None:
         """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has
@@ -349,8 +364,10 @@ class EpochEntry(Stages):
         self._loop = loop
         optimizer, config = loop.optimizer, model_config(loop)
         refuse_unknown_state(optimizer, config)
-        megatron_extras.refuse_large_frozen_weights(loop)
         complete_state(optimizer)
+        self._frozen = FrozenWeights(
+            loop, RunDirectory(Path(os.environ["DEADPOOL_RUN_DIR"])).frozen
+        )
         self._shard = ShardState(optimizer, self._settings.holders)
         parts = self._shard.parts
         lag = self._settings.max_lag
@@ -388,30 +405,25 @@ class EpochEntry(Stages):
         )
         protection = self._protection
         # QK-clip changes the weights after the update; their copies then start with the rest.
-        updated = protection.updated if not getattr(config, "qk_clip", False) else _later
-        before: list[Callable[[int], None]] = [protection.using]
-        after: list[Callable[[int], None]] = [updated]
+        after = [] if getattr(config, "qk_clip", False) else [protection.updated]
+        before = [protection.using]
         if self._settings.audit_interval:
-            self.audit = self._make_audit(loop, self._shard.parts, protection)
+            self.audit = Audit(
+                loop,
+                parts,
+                self._vault.sealed_part,
+                self._settings.audit_interval,
+                protection.settle,
+                self._reports,
+            )
             before.append(self.audit.before_update)
             after.append(self.audit.after_update)
-        StepHooks(optimizer, protection.gate, _in_turn(before), _in_turn(after))
+        StepHooks(optimizer, protection.gate, before, after)
         self._leftovers = Leftovers(loop)
         self._dimensions = (
             TensorHook(self._loop),
             PipelineHook(self._loop),
             DataHook(self._loop, self._shard.shared),
-        )
-
-    def _make_audit(self, loop: ProtectedLoop, parts: list[Part], protection: Protection) -> Audit:
-        refuse_what_cannot_be_audited(loop.optimizer, model_config(loop))
-        return Audit(
-            loop,
-            parts,
-            self._vault.sealed_part,
-            self._settings.audit_interval,
-            protection.settle,
-            self._reports,
         )
 
     def _drop(self) -> None:
@@ -423,25 +435,11 @@ class EpochEntry(Stages):
         self._pinned.release()
         if self._loop is not None:
             self._loop.close()
-        self._loop, self._protection, self.audit = None, None, None
+        self._loop, self._protection, self.audit, self._frozen = None, None, None, None
         self._shard, self._dimensions, self._leftovers = None, (), None
         self._late, self._pristine = {}, b""
         self.program.drop_groups()
         gc.collect()
-
-
-def _in_turn(calls: list[Callable[[int], None]]) -> Callable[[int], None]:
-    """One call in place of several."""
-
-    def call(index: int) -> None:
-        for one in calls:
-            one(index)
-
-    return call if len(calls) > 1 else calls[0]
-
-
-def _later(index: int) -> None:
-    """In place of :meth:`Protection.updated`: copied by :meth:`Protection.complete`."""
 
 
 def _roles_per_node() -> int:

@@ -50,6 +50,9 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
         def capture_extras(self) -> bytes:
             return b"after the save"
 
+        def _leave_frozen_weights(self, epoch: int) -> None:
+            pass
+
     rig = make()
     rig.protection.enter(EPOCH)
     restore = Restore("durable", generation(6), "save", "somewhere")

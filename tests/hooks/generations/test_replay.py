@@ -259,8 +259,8 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
     StepHooks(
         loop.optimizer,
         gate=lambda: None,
-        fence=lambda index: keeper.capture(index, writer()),
-        updated=lambda index: None,
+        before=[lambda index: keeper.capture(index, writer())],
+        after=[],
     )
     keeper.begin(wanted=True)
     keep_shard()

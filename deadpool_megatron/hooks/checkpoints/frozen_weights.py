@@ -1,0 +1,104 @@
+"""Frozen weights too large for the extras: protected once, by a file in the run directory.
+
+No iteration changes them, so each generation only names the file
+(:mod:`deadpool_megatron.persist.frozen_file`); a process that takes the role reads it there. That
+they do not change is watched by the versions that torch counts of tensors, and by a fingerprint at
+each restore: a program that does change them could not be restored exactly, and ends.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory
+from deadpool_megatron.hooks.generations.extras import MOST_FROZEN_BYTES, large_frozen_weights
+from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.state.fingerprint import fingerprint
+
+
+class FrozenWeights:
+    """Of one role in one process. Main thread."""
+
+    def __init__(self, loop: ProtectedLoop, folder: Path) -> None:
+        self._weights = large_frozen_weights(loop)
+        self._tensors = [tensor for _, tensor in self._weights]
+        self._folder = folder
+        self._name = ""
+        self._version = 0
+        self._fingerprint: list[int] = []
+
+    def name(self) -> str:
+        """The file with what they hold, for the extras; empty without any, or before
+        :meth:`leave`.
+
+        Raises UnsupportedOptimizer if they have changed.
+        """
+        if self._name and self._version != self._count_versions():
+            self._refuse_changes()
+        return self._name
+
+    def forget(self) -> None:
+        """What comes now may be other weights: those of a checkpoint."""
+        self._name = ""
+
+    def leave(self, stopped: frozen_file.Stopped) -> bool:
+        """Have them in a file before a generation names it. False when ``stopped`` answered True.
+
+        Raises OSError.
+        """
+        if not self._weights:
+            return True
+        started = time.monotonic()
+        name = frozen_file.name_of(self._weights)
+        if not frozen_file.write(self._folder, name, self._weights, stopped):
+            return False
+        self._know(name)
+        seconds = time.monotonic() - started
+        print(f"frozen weights are in {self._folder / name} after {seconds:.1f} s", flush=True)
+        return True
+
+    def restore(self, name: str, dump: str) -> None:
+        """Bring back what the file ``name`` holds, unless it is here.
+
+        ``dump``: the directory of the dump that is restored, of another run, whose file it is then;
+        empty for a generation of this run. Raises FrozenFileError, and UnsupportedOptimizer if they
+        have changed here.
+        """
+        if bool(name) != bool(self._weights):
+            raise frozen_file.FrozenFileError(
+                "the state was captured of a model with other frozen weights than this one has"
+            )
+        if name and name == self._name:
+            self._refuse_changes()
+        elif name:
+            self._name = ""
+            folder = RunDirectory(Path(dump).parent.parent).frozen if dump else self._folder
+            frozen_file.read(folder, name, self._weights)
+            self._know(name)
+
+    def _know(self, name: str) -> None:
+        self._name = name
+        self._version = self._count_versions()
+        self._fingerprint = self._sums()
+
+    def _refuse_changes(self) -> None:
+        version = self._count_versions()
+        if self._sums() != self._fingerprint:
+            raise UnsupportedOptimizer(
+                "frozen weights have changed in training: in a role that has more than"
+                f" {MOST_FROZEN_BYTES >> 20} MiB of them they are written once, and could not be"
+                " restored; leave them as they are, or run it without protection"
+            )
+        self._version = version
+
+    def _count_versions(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+    def _sums(self) -> list[int]:
+        device = self._tensors[0].device if self._tensors else torch.device("cpu")
+        return [int(one) for one in fingerprint(self._tensors, device).tolist()]

@@ -1,0 +1,47 @@
+"""The embedded trainer with some weights frozen, which count as too large for the extras.
+
+Arguments: ITERATION=PATTERN[,...] (see holding.py, may be empty), then those of the trainer. A
+spare is not built with what a run has loaded: here they are all -1 in a process built alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.trainer import __main__ as trainer
+from deadpool_megatron.trainer import loop, model
+from tests.persist.held_trainer import held
+from tests.persist.holding import waits_of
+
+_build_chunk = model._build_chunk
+_build_detached = EpochEntry.build_detached
+
+
+def frozen_chunk(*arguments: Any) -> torch.nn.Module:
+    """A chunk of the model whose first matrices of each layer are not trained."""
+    chunk = _build_chunk(*arguments)
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_("linear_fc1" not in name)
+    return chunk
+
+
+def build_without_the_weights(self: EpochEntry, role: int, world_size: int) -> None:
+    """Build for a role alone, as a spare does."""
+    _build_detached(self, role, world_size)
+    with torch.no_grad():
+        for _, tensor in extras.large_frozen_weights(self.loop):
+            tensor.fill_(-1)
+
+
+if __name__ == "__main__":
+    told, *rest = sys.argv[1:]
+    extras.MOST_FROZEN_BYTES = 0
+    model._build_chunk = frozen_chunk
+    EpochEntry.build_detached = build_without_the_weights  # type: ignore[method-assign]
+    loop.TrainingLoop.train_step = held(waits_of(told))  # type: ignore[method-assign]
+    sys.exit(trainer.main(rest))

@@ -1,0 +1,277 @@
+"""Large frozen weights: written once, named by each generation, read by who takes a role."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
+from deadpool_megatron.hooks.generations import extras
+from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
+from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.persist.frozen_file import FrozenFileError
+from tests.faults.harness.jobs import (
+    MODEL,
+    Program,
+    assert_unnoticed,
+    fault,
+    run_program,
+    undisturbed,
+)
+from tests.persist.checkpoints import differences
+from tests.trainer.layouts import BF16, PP2
+
+FROZEN_TRAINER = str(Path(__file__).with_name("frozen_trainer.py"))
+
+
+def never(seconds: float) -> bool:
+    """Nothing stops the writer."""
+    del seconds
+    return False
+
+
+def weights(seed: int = 1) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        ("0.base", torch.randn(5, 7, generator=generator)),
+        ("0.none", torch.empty(0)),
+        ("0.half", torch.randn(3, generator=generator).bfloat16()),
+        ("1.turned", torch.randn(4, 2, generator=generator).t()),
+    ]
+
+
+def program_of(model: torch.nn.Module) -> Any:
+    return cast(Any, SimpleNamespace(model_chunks=[model]))
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
+    monkeypatch.setattr(extras, "MOST_FROZEN_BYTES", 64)
+    made = torch.nn.Linear(8, 8)
+    made.weight.requires_grad_(False)
+    return made
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    wanted, found = weights(), weights(2)
+    name = frozen_file.name_of(wanted)
+    assert frozen_file.write(tmp_path, name, wanted, never)
+    frozen_file.read(tmp_path, name, found)
+    for (_, one), (_, other) in zip(wanted, found, strict=True):
+        assert torch.equal(one, other)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).stat().st_mode & 0o77 == 0, "nobody else reads weights"
+    assert len(frozen_file.mapped(tmp_path, name)) == sum(tensor.nbytes for _, tensor in wanted)
+
+
+@pytest.mark.parametrize("how", ["gone", "shorter", "longer", "damaged", "a link", "others' names"])
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, how: str) -> None:
+    wanted = weights()
+    name = frozen_file.name_of(wanted)
+    assert frozen_file.write(tmp_path, name, wanted, never)
+    path = tmp_path / name
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+    elif how == "shorter":
+        path.write_bytes(content[:-1])
+    elif how == "longer":
+        path.write_bytes(content + b"0")
+    elif how == "damaged":
+        content[3] ^= 1
+        path.write_bytes(content)
+    elif how == "a link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        wanted[0] = ("0.other", wanted[0][1])
+    with pytest.raises(FrozenFileError) as error:
+        frozen_file.read(tmp_path, name, wanted)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+    if how != "others' names":
+        with pytest.raises(FrozenFileError):
+            frozen_file.mapped(tmp_path, name)
+
+
+def test_roles_with_equal_weights_write_one_file(tmp_path: Path) -> None:
+    """One writes, the others wait for it, whoever was first."""
+    name = frozen_file.name_of(weights())
+    begun, go_on, waited = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(seconds: float) -> bool:
+        begun.set()
+        return not go_on.wait(30) and bool(seconds)
+
+    def meanwhile(seconds: float) -> bool:
+        waited.set()
+        go_on.wait(seconds)
+        return False
+
+    first = threading.Thread(
+        target=frozen_file.write, args=(tmp_path, name, weights(), slowly), daemon=True
+    )
+    first.start()
+    assert begun.wait(30)
+    second = threading.Thread(
+        target=frozen_file.write, args=(tmp_path, name, weights(), meanwhile), daemon=True
+    )
+    second.start()
+    assert waited.wait(30)
+    assert [path.name for path in tmp_path.iterdir()] == [f".{name}"]
+    go_on.set()
+    first.join(30)
+    second.join(30)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_writer_that_died_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
+    name = frozen_file.name_of(weights())
+    (tmp_path / f".{name}").write_bytes(b"half of it")
+    assert frozen_file.write(tmp_path, name, weights(), never)
+    frozen_file.read(tmp_path, name, weights(2))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_who_is_stopped_leaves_no_half_file(tmp_path: Path) -> None:
+    name = frozen_file.name_of(weights())
+    assert not frozen_file.write(tmp_path, name, weights(), lambda seconds: True)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / f".{name}").touch()
+    assert not frozen_file.write(tmp_path, name, weights(), lambda seconds: True)
+
+
+def test_only_large_ones_are_written(tmp_path: Path, model: torch.nn.Module) -> None:
+    loop = program_of(model)
+    assert [name for name, _ in extras.large_frozen_weights(loop)] == ["0.weight"]
+    assert not extras.frozen_and_buffers(loop)
+    model.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)  # to the byte
+    frozen = FrozenWeights(loop, tmp_path / "frozen")
+    assert frozen.leave(never)
+    assert not frozen.name()
+    assert not (tmp_path / "frozen").exists()
+    assert [name for name, _ in extras.frozen_and_buffers(loop)] == ["0.weight"]
+
+
+def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
+    frozen = FrozenWeights(program_of(model), tmp_path)
+    assert not frozen.name()
+    assert frozen.leave(never)
+    path = tmp_path / frozen.name()
+    path.rename(tmp_path / "away")
+    frozen.restore(path.name, "")
+    frozen.forget()  # a checkpoint comes, and then another loss
+    with torch.no_grad():
+        model.weight[0, 0] += 1
+    with pytest.raises(FrozenFileError):
+        frozen.restore(path.name, "")
+    (tmp_path / "away").rename(path)
+    frozen.restore(path.name, "")
+    assert frozen.name() == path.name == frozen_file.name_of([("0.weight", model.weight)])
+    with pytest.raises(FrozenFileError, match="other frozen weights"):
+        frozen.restore("", "")
+
+
+def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
+    """A teacher that follows its pupil is such a program. Weights that are written anew with what
+    they hold have not changed."""
+    frozen = FrozenWeights(program_of(model), tmp_path)
+    assert frozen.leave(never)
+    name = frozen.name()
+    with torch.no_grad():
+        model.weight.copy_(model.weight.clone())
+    assert frozen.name() == name
+    with torch.no_grad():
+        model.weight.mul_(0.5)
+    with pytest.raises(UnsupportedOptimizer, match="frozen weights have changed") as error:
+        frozen.name()
+    assert "\n" not in str(error.value)
+    frozen.forget()
+    assert not frozen.name()
+    assert frozen.leave(never)
+    name = frozen.name()
+    assert name
+    model.weight.data.mul_(0.5)
+    assert frozen.name() == name, "torch has not counted it"
+    with pytest.raises(UnsupportedOptimizer):
+        frozen.restore(name, "")
+
+
+def frozen_program(flags: str = "", held: str = "", nodes: int = 4) -> Program:
+    """Two stages, each on two data-parallel peers."""
+    command = (FROZEN_TRAINER, held, *MODEL.split(), *PP2.split(), *BF16.split(), *flags.split())
+    return Program((*command, "--train-iters", "10"), nodes, 4 // nodes)
+
+
+@pytest.mark.slow
+def test_lost_roles_get_them_back(tmp_path: Path) -> None:
+    """A node whose peer lives, and later a process that is started again."""
+    plan = [
+        fault("spare", "backward", when_role=0, when_iteration=4, target="node"),
+        fault("again", "forward", when_role=3, nth=2, after="spare"),
+    ]
+    program, run = frozen_program(), tmp_path / "run"
+    outcome = run_program(run, program, plan, spares=2, refill=2)
+    assert_unnoticed(outcome, undisturbed(program), plan)
+    assert len(list((run / "frozen").iterdir())) == 2, "one for each stage"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_the_first_writer_dies_at_it(tmp_path: Path) -> None:
+    """No generation names a file that is not there; so it begins again with the whole run."""
+    plan = [fault("writer", "frozen.write", target="node")]
+    program = frozen_program()
+    outcome = run_program(tmp_path / "run", program, plan, spares=1)
+    assert_unnoticed(outcome, undisturbed(program), plan)
+    names = [path.name for path in (tmp_path / "run" / "frozen").iterdir()]
+    assert len(names) == 2, "nothing half is left"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_an_export_has_them(text: str, tmp_path: Path) -> None:
+    saved, run = tmp_path / "saved", tmp_path / "run"
+    flags = f"{text} --eval-interval 4 --eval-iters 1 --save-interval 4 --save {saved}"
+    program = frozen_program(flags, "7={run}/exports/iter_0000004", nodes=2)
+    settings = "--deadpool-persist-interval 4 --deadpool-persist-seconds 60"
+    outcome = run_program(run, program, settings=settings)
+    assert outcome.status == 0, outcome.story()
+    assert differences(saved / "iter_0000004", run / "exports" / "iter_0000004") == []
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_without_the_file_the_state_is_kept(tmp_path: Path) -> None:
+    """The generation is as it should be, so nobody throws it away; the run ends and says why."""
+    run, go = tmp_path / "run", tmp_path / "go"
+
+    def take_them_away() -> None:
+        (run / "frozen").rename(tmp_path / "away")
+        go.touch()
+
+    plan = [fault("lost", "forward", when_role=0, when_iteration=5, target="node")]
+    program = frozen_program(held=f"4={go}")
+    ended = run_program(run, program, plan, spares=1, when_stepping=(3, take_them_away))
+    assert ended.status == 1
+    assert "frozen weights cannot be read" in ended.output
+    assert [event.data["generation"] for event in ended.of_kind("dumped")] == [[1, 3]]
+    (tmp_path / "away").rename(run / "frozen")
+    plan = [fault("again", "forward", when_role=2, when_iteration=7, target="node")]
+    resume = ("--resume", str(run))
+    resumed = run_program(tmp_path / "resumed", program, plan, spares=1, arguments=resume)
+    assert_unnoticed(resumed, undisturbed(frozen_program()), plan)
+    assert resumed.final["steps"][0]["iteration"] > 2, "it did not start anew"
+    names = [
+        {path.name for path in (place / "frozen").iterdir()}
+        for place in (run, tmp_path / "resumed")
+    ]
+    assert names[0] == names[1], "the new run has files of its own"
