@@ -9,6 +9,7 @@ need not stand there, because the agents that come back say it, or because losin
   iteration would be printed twice, and a divergence of it would stay unnoticed; no state depends on
   either.
 - A node that is given up is noted in the journal by itself (kind ``gone``): no record may follow.
+  So is one that was found to be wrong (kind ``wrong``): it has its roles until one follows.
 - Damaged copies, slow or quarantined nodes, crashes of a node that do not repeat: all found anew.
 """
 
@@ -33,7 +34,8 @@ _LONGEST_CAUSE = 200
 @dataclass(frozen=True)
 class History:
     """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
-    were given up, with the cause. ``nonfinite``: iterations whose loss was not finite.
+    were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
+    or held wrong numbers. ``nonfinite``: iterations whose loss was not finite.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
     ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
@@ -45,6 +47,7 @@ class History:
 
     kept: Mapping[int, int] = field(default_factory=dict)
     gone: Mapping[int, str] = field(default_factory=dict)
+    wrong: frozenset[int] = frozenset()
     nonfinite: frozenset[int] = frozenset()
     failures: tuple[Mapping[str, Any], ...] = ()
     recoveries: int = 0
@@ -58,6 +61,7 @@ class History:
         return {
             "kept": [[lineage, last] for lineage, last in kept],
             "gone": {str(node): cause[:_LONGEST_CAUSE] for node, cause in self.gone.items()},
+            "wrong": sorted(self.wrong),
             "nonfinite": sorted(self.nonfinite)[-_MOST_NONFINITE:],
             "failures": [dict(failure) for failure in self.failures],
             "recoveries": self.recoveries,
@@ -72,6 +76,7 @@ class History:
         return History(
             kept={int(lineage): int(last) for lineage, last in values["kept"]},
             gone={int(node): str(cause) for node, cause in values["gone"].items()},
+            wrong=frozenset(int(node) for node in values.get("wrong", ())),
             nonfinite=frozenset(int(k) for k in values["nonfinite"]),
             failures=tuple(dict(failure) for failure in values["failures"]),
             recoveries=int(values["recoveries"]),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cluster.journal.choice import open_journal
-from deadpool_megatron.cluster.journal.entries import GONE, JournalError
+from deadpool_megatron.cluster.journal.entries import GONE, WRONG, JournalError
 from deadpool_megatron.cluster.journal.terms import newest_term
 from deadpool_megatron.cluster.run_directory.cleanup import (
     node_directories,
@@ -149,7 +149,8 @@ def _numbers(run: RunDirectory, info: RunInfo) -> tuple[int, ...]:
         if newest is None:
             return tuple(range(wanted))
         record = EpochRecord.from_dict(newest[1])
-        lost = {*record.history.gone, *journal.numbers(GONE)}
+        history = record.history
+        lost = {*history.gone, *journal.numbers(GONE), *history.wrong, *journal.numbers(WRONG)}
         known = {*record.nodes, *lost, *journal.numbers("node")}
     except JournalError as error:
         raise CommandError(f"the run in {run.path} cannot go on: {error}") from error

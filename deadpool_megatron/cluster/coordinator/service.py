@@ -34,9 +34,11 @@ from deadpool_megatron.cluster.coordinator.succession.sign_of_life import SignOf
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.coordinator.watchdog.watchdog import Watchdog
 from deadpool_megatron.cluster.journal.entries import (
+    GONE,
+    WRONG,
     JournalError,
     LostRace,
-    note_gone,
+    note_node,
     write_patiently,
 )
 from deadpool_megatron.cluster.journal.terms import Rhythm
@@ -197,7 +199,9 @@ class Coordinator:
             case actions.WriteRecord(record):
                 self._spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
-                self._spawn(asyncio.to_thread(note_gone, self._journal, node, cause))
+                self._spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
+            case actions.NoteWrong(node, cause):
+                self._spawn(asyncio.to_thread(note_node, self._journal, WRONG, node, cause))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():

@@ -25,6 +25,8 @@ from deadpool_megatron.wire import large_json
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 # Nodes that were given up.
 GONE = "gone"
+# Nodes that computed or held wrong numbers.
+WRONG = "wrong"
 _BEAT = ".beat"
 _BEAT_BYTES = 64
 _PAUSE_SECONDS = 0.1
@@ -45,7 +47,8 @@ class Journal(ABC):
 
     Kinds used: ``epoch`` (records), ``term`` (who coordinates: a standby that takes over claims the
     next number), ``node`` (node ids that were handed out to late comers), ``gone`` (node ids that
-    were given up), ``request`` (what users have asked).
+    were given up), ``wrong`` (those that get no role any more), ``request`` (what users have
+    asked).
     """
 
     @abstractmethod
@@ -174,14 +177,14 @@ class DirectoryJournal(Journal):
             raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
 
 
-def note_gone(journal: Journal, node: int, cause: str) -> None:
-    """Note for a successor that a node was given up: the record that says so may come much later.
+def note_node(journal: Journal, kind: str, node: int, cause: str) -> None:
+    """Note for a successor what became of a node: the record that says so may come much later.
 
-    Without the note it waits for the node in vain, and goes on then: a journal that cannot be
-    written just now is not tried again.
+    Without the note it waits in vain for a node that was given up, and goes on then; of a wrong one
+    the next audit tells. So a journal that cannot be written just now is not tried again.
     """
     with contextlib.suppress(JournalError):
-        journal.write(GONE, node, {"cause": cause})
+        journal.write(kind, node, {"cause": cause})
 
 
 def gone_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:

@@ -29,6 +29,14 @@ class NoteGone:
 
 
 @dataclass(frozen=True)
+class NoteWrong:
+    """Journal that a node gets no role any more, for the same reason."""
+
+    node: int
+    cause: str
+
+
+@dataclass(frozen=True)
 class Announce:
     """Send the record to every agent."""
 
@@ -206,6 +214,7 @@ class EmitEvent:
 Action = (
     WriteRecord
     | NoteGone
+    | NoteWrong
     | Announce
     | Welcome
     | DropNode

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
 from deadpool_megatron.cluster.machine import inputs as ev
-from deadpool_megatron.cluster.machine.actions import EmitEvent
+from deadpool_megatron.cluster.machine.actions import EmitEvent, NoteWrong
 from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, save_and_end
 from deadpool_megatron.cluster.machine.epoch.deciding import seating
 from deadpool_megatron.cluster.machine.state.blame import Failure, LastWords
@@ -100,9 +100,13 @@ def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
     """Have the roles of the node go to a spare; False if none can take all of them."""
     if not _has_better(turn, node):
         return False
-    fleet = turn.state.fleet
-    turn.state = turn.state._replace(fleet=replace(fleet, leaving=fleet.leaving | {node}))
-    turn.emit(Kind.NODE_ASIDE, node=node, cause=f"node {node} is put aside {why}", kind=kind)
+    fleet, cause = turn.state.fleet, f"node {node} is put aside {why}"
+    fleet = replace(fleet, leaving=fleet.leaving | {node})
+    if kind is FailureKind.SILENT_CORRUPTION:
+        fleet = replace(fleet, wrong=fleet.wrong | {node})
+        turn.act(NoteWrong(node, cause))
+    turn.state = turn.state._replace(fleet=fleet)
+    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=kind)
     return True
 
 

@@ -106,7 +106,7 @@ def describe(state: State, peers: Peers, results: Results) -> dict[str, Any]:
             "kind": state.recoveries.current.kind,
             "cause": "; then ".join(state.recoveries.current.causes),
         },
-        "aside": sorted(state.fleet.avoid & set(state.fleet.nodes)),
+        "aside": sorted(state.fleet.aside & set(state.fleet.nodes)),
         "protection": "" if record is None else in_words(record.protection, record.replicas),
         "requests": [request.to_dict() for request in state.requests],
         "fewer_copies": [] if record is None else sorted(record.fewer_copies),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError, gone_since
+from deadpool_megatron.cluster.journal.entries import WRONG, Journal, JournalError, gone_since
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
@@ -57,7 +57,7 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     if record is None:
         return machine.start(now)
     lost = gone_since(journal, record.history.gone)
-    return machine.resume(record, estate.durable, now, gone=lost)
+    return machine.resume(record, estate.durable, now, gone=lost, wrong=journal.numbers(WRONG))
 
 
 def newest_durable(run: RunDirectory) -> Restore | None:

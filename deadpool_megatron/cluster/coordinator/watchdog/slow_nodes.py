@@ -36,7 +36,7 @@ class SlowNodes:
 
     def is_to_leave(self, verdict: Slowness, state: State) -> bool:
         """Whether the node's roles shall go to a spare: wanted, and a good one is there."""
-        taken = {seat.node for seat in state.seats.values()} | state.fleet.avoid
+        taken = {seat.node for seat in state.seats.values()} | state.fleet.aside
         wanted = self._settings.evict_slow == "on" and not verdict.over
         return wanted and bool(set(state.fleet.nodes) - taken)
 

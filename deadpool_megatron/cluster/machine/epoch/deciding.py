@@ -22,7 +22,7 @@ from deadpool_megatron.layout.schemes import losses_survived
 
 
 def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
-    """Who would play which role now."""
+    """Who would play which role now, if these nodes had none. Wrong ones never have one."""
     state = turn.state
     return turn.planner.assign_seats(
         SeatingQuery(
@@ -31,7 +31,7 @@ def seating(turn: Turn, leaving: frozenset[int]) -> Seating:
             warm=frozenset(
                 p for p, m in state.fleet.members.items() if m.status is MemberStatus.WARM
             ),
-            leaving=leaving,
+            leaving=leaving | state.fleet.wrong,
             avoid=state.fleet.avoid,
         )
     )
@@ -47,9 +47,11 @@ def decide(turn: Turn) -> None:
         return
     fleet = turn.state.fleet
     seats = seating(turn, fleet.leaving)
-    if seats.unseated and fleet.leaving:  # the spare for the drain has gone in the meantime
-        turn.state = turn.state._replace(fleet=replace(fleet, leaving=frozenset()))
-        seats = seating(turn, frozenset())
+    if seats.unseated and fleet.leaving - fleet.wrong:
+        # The spare for the drain has gone in the meantime.
+        fleet = replace(fleet, leaving=fleet.leaving & fleet.wrong)
+        turn.state = turn.state._replace(fleet=fleet)
+        seats = seating(turn, fleet.leaving)
     restore = turn.planner.choose_restore(turn.restore_query(seats.seats))
     if isinstance(restore, NoRestore):
         if turn.state.fleet.returning:
@@ -153,6 +155,7 @@ def _history(state: State, restore: Restore) -> History:
     return History(
         kept=keep_line(state.line.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.gone.items())),
+        wrong=state.fleet.wrong,
         nonfinite=state.blame.nonfinite,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),

@@ -141,8 +141,9 @@ class MemberTable(Mapping[Place, MemberState]):
 class Fleet:
     """``nodes``: connected ones. ``gone``: those given up, with the cause. ``drains``: nodes whose
     roles are to move as soon as a spare can take them; ``leaving``: nodes that have no role in the
-    next record; ``avoid``: nodes that get a role last. ``returning``: nodes whose agents ended in
-    this recovery, and may come back.
+    next record; ``avoid``: nodes that get a role last; ``wrong``: those found to compute or hold
+    wrong numbers, which get none any more. ``returning``: nodes whose agents ended in this
+    recovery, and may come back.
     """
 
     nodes: Map[int, NodeState] = field(default_factory=Map)
@@ -151,7 +152,13 @@ class Fleet:
     drains: frozenset[int] = frozenset()
     leaving: frozenset[int] = frozenset()
     avoid: frozenset[int] = frozenset()
+    wrong: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
+
+    @property
+    def aside(self) -> frozenset[int]:
+        """Nodes that are no good spares."""
+        return self.avoid | self.wrong
 
     def absent(self, wished: Iterable[int]) -> list[int]:
         """Returns nodes that neither are here nor will ever come, ascending."""
