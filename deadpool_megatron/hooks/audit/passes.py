@@ -28,6 +28,7 @@ from torch import Tensor
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
+from deadpool_megatron.hooks.audit.rerun import not_looking
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
 from deadpool_megatron.hooks.audit.verdict import Pass, judge_passes
 from deadpool_megatron.hooks.dimensions.dimension import current_device
@@ -179,7 +180,7 @@ class PassAudit:
         data = iter([batch]) if reads_data else None
         hook = chunk.register_forward_hook(passed_on)
         try:
-            with self._without_synchronising(chunk):
+            with self._without_synchronising(chunk), not_looking():
                 forward_backward(**{**arguments, "data_iterator": data})
         finally:
             hook.remove()

@@ -1,0 +1,103 @@
+"""An audit of passes in a run of one role, on a model of one weight."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, rerun_state_machine
+from torch import Tensor, nn
+
+from deadpool_megatron.hooks.audit import passes
+from deadpool_megatron.hooks.audit.passes import PassAudit
+
+
+class Chunk(nn.Module):
+    """What the audit asks of Megatron's DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.buffers = [SimpleNamespace(grad_data=torch.zeros(4))]  # type: ignore[assignment]
+        self.weight.grad = self.buffers[0].grad_data
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.weight * inputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    def zero_grad_buffer(self) -> None:
+        self.buffers[0].grad_data.zero_()
+
+
+class Rig:
+    """``noise``: what a pass adds to its output, one after the other."""
+
+    def __init__(self) -> None:
+        self.chunk = Chunk()
+        self.done: list[str] = []
+        self.told: list[str] = []
+        self.noise = iter([0.0] * 100)
+        loop = SimpleNamespace(model_chunks=[self.chunk])
+        reports = SimpleNamespace(send_event=self._told)
+        self.audit = PassAudit(loop, reports)  # type: ignore[arg-type]
+
+    def _told(self, _kind: Any, _iteration: Any, data: dict[str, Any]) -> None:
+        self.told.append(data["text"])
+
+    def forward_backward(self, *, data_iterator: Any, num_microbatches: int) -> None:
+        """In place of Megatron's."""
+        for _ in range(num_microbatches):
+            output = self.chunk(next(data_iterator)["x"] + next(self.noise))
+            machine = rerun_state_machine.get_rerun_state_machine()
+            loss = output.sum()
+            machine.validate_result(loss, lambda _: True, "never right", fatal=False)
+            machine.is_unexpectedly_large(loss, 10.0, "loss")
+            loss.backward()
+            self.done.append("pass")
+
+    def iteration(self, number: int) -> None:
+        self.audit.announce(number, number)
+        run = self.audit.around(self.forward_backward)
+        run(data_iterator=iter([{"x": torch.ones(4)}]), num_microbatches=0)
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name in ("get_data_parallel_rank", "get_pipeline_model_parallel_rank"):
+        monkeypatch.setattr(parallel_state, name, lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda: dist.group.WORLD)
+    config = SimpleNamespace(**dict.fromkeys(passes._SYNCHRONISING))
+    monkeypatch.setattr(passes, "model_config", lambda _loop: config)
+    monkeypatch.setattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
+    mode = rerun_state_machine.RerunMode.VALIDATE_RESULTS
+    rerun_state_machine.initialize_rerun_state_machine(mode=mode)
+    try:
+        yield Rig()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", rerun_state_machine.RerunMode)
+def test_megatrons_rerun_machine_does_not_see_it(
+    rig: Rig, mode: rerun_state_machine.RerunMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = rerun_state_machine.get_rerun_state_machine()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    machine.set_mode(mode)
+    machine.state = rerun_state_machine.RerunState.INITIAL_RUN
+    machine.first_iteration_complete = True
+    before = copy.deepcopy({k: v for k, v in vars(machine).items() if k != "error_injector"})
+    rig.iteration(1)
+    assert rig.done == ["pass", "pass"]
+    assert not rig.told
+    assert {name: vars(machine)[name] for name in before} == before
