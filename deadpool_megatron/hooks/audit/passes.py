@@ -30,7 +30,7 @@ from deadpool_megatron.events import Kind
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.rerun import not_looking
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
-from deadpool_megatron.hooks.audit.verdict import Pass, judge_passes
+from deadpool_megatron.hooks.audit.verdict import Pass, judge_passes, unrepeatable
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
@@ -214,10 +214,14 @@ class PassAudit:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
-        self._is_repeatable = 2 * sum(one[3] for one in found) > len(found)
-        if not self._is_repeatable:
-            self._give_up("the same pass gives other bytes each time (try --deterministic-mode)")
+        odd = unrepeatable({role: (one[2], bool(one[3])) for role, one in enumerate(found)})
+        if odd:
+            self._give_up(
+                f"the same pass gives other bytes each time, of roles {odd} (try"
+                " --deterministic-mode)"
+            )
             return
+        self._is_repeatable = True
         passes = {
             role: Pass(one[0], one[1], one[2], *(tuple(one[at : at + 2]) for at in (4, 6, 8)))
             for role, one in enumerate(found)

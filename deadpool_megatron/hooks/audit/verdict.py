@@ -62,6 +62,20 @@ class Pass:
     gradient: Sums
 
 
+def unrepeatable(repeats: Mapping[int, tuple[int, bool]]) -> list[int]:
+    """Roles for which a pass did not give twice the same, of places where that is no exception.
+
+    ``repeats``: role -> its place, and whether it did. Where half of a place or more did not, that
+    place tells nothing: who is odd there may be as right as the others, and so may be all behind.
+    """
+    odd: list[int] = []
+    for place in {place for place, _ in repeats.values()}:
+        peers = {role: same for role, (where, same) in repeats.items() if where == place}
+        if 2 * sum(peers.values()) <= len(peers):
+            odd += [role for role, same in peers.items() if not same]
+    return sorted(odd)
+
+
 def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 

@@ -101,3 +101,12 @@ def test_megatrons_rerun_machine_does_not_see_it(
     assert rig.done == ["pass", "pass"]
     assert not rig.told
     assert {name: vars(machine)[name] for name in before} == before
+
+
+def test_passes_that_do_not_repeat_are_left_with_the_name_of_who_did_not(rig: Rig) -> None:
+    rig.noise = iter([0.0, 1.0])
+    rig.iteration(1)
+    (text,) = rig.told
+    assert "of roles [0]" in text
+    rig.iteration(2)
+    assert len(rig.done) == 2, "not computed any more"

@@ -11,6 +11,7 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_equals,
     judge_passes,
     judge_update,
+    unrepeatable,
 )
 
 RIGHT, WRONG, OTHER = (1, 2), (1, 3), (9, 9)
@@ -103,3 +104,22 @@ def test_two_wrong_replicas_of_five_are_both_named() -> None:
     assert found is not None
     assert found.roles == (4, 18)
     assert found.is_certain
+
+
+def repeats(*odd: int, stages: int = 4, replicas: int = 3) -> dict[int, tuple[int, bool]]:
+    """Role = stages x replica + stage."""
+    return {role: (role % stages, role not in odd) for role in range(stages * replicas)}
+
+
+def test_passes_that_repeat_are_relied_upon() -> None:
+    assert unrepeatable(repeats()) == []
+
+
+def test_so_are_those_of_which_few_do_not() -> None:
+    assert unrepeatable(repeats(5, 6, 7)) == [], "one wrong node, and the stages behind it"
+
+
+def test_a_stage_that_does_not_repeat_is_enough_however_many_others_do() -> None:
+    assert unrepeatable(repeats(3, 7, 11)) == [3, 7, 11]
+    assert unrepeatable(repeats(3, 7)) == [3, 7], "who is odd there need not be wrong"
+    assert unrepeatable(repeats(3, replicas=2)) == [3], "of two, one is no majority"
