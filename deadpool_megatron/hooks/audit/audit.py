@@ -88,6 +88,11 @@ def is_audited(iteration: int, interval: int, every: int) -> bool:
     return is_due(iteration - 1, every) and iteration // interval > before // interval
 
 
+def audit_number(iteration: int, interval: int, every: int) -> int:
+    """Of an audited iteration; that of the next one is greater by one, so that roles take turns."""
+    return iteration // max(interval, every)
+
+
 @dataclass(frozen=True)
 class _Peers:
     """A data-parallel group, by role."""
@@ -147,7 +152,8 @@ class Audit:
             loop.around_passes = self._passes.around
         self._iteration = 0
         self._previous: Generation | None = None
-        self._is_due = False
+        # Of this iteration's audit; None: it is not audited.
+        self._number: int | None = None
         self._weights_compared = False
         self._updates: dict[int, _Update] = {}
         self._seconds = 0.0
@@ -157,16 +163,18 @@ class Audit:
         """The iteration about to come, and whose state it begins from; each ``every``-th generation
         is captured."""
         self._iteration, self._previous = iteration, previous
-        self._is_due = is_audited(iteration, self._interval, every)
+        self._number = None
+        if is_audited(iteration, self._interval, every):
+            self._number = audit_number(iteration, self._interval, every)
         if self._passes is not None:
-            self._passes.announce(iteration, iteration // self._interval if self._is_due else None)
+            self._passes.announce(iteration, self._number)
         self._weights_compared = False
         self._updates = {}
         self._seconds, self._bytes = 0.0, 0
 
     def before_update(self, index: int) -> None:
         """Inner optimizer ``index`` is about to update, with these weights and gradients."""
-        if not self._is_due:
+        if self._number is None:
             return
         started = time.monotonic()
         if not self._weights_compared:
@@ -174,7 +182,7 @@ class Audit:
             self._settle()
             self._compare_weights()
         if (peers := self._peers(index)) is not None:
-            audited = peers.roles[self._iteration // self._interval % len(peers.roles)]
+            audited = peers.roles[self._number % len(peers.roles)]
             if audited == dist.get_rank():
                 self._damage("audit.state", self._shards[index].tensors)
             self._updates[index] = _Update(audited, self._compute(index, audited, peers))
@@ -182,7 +190,7 @@ class Audit:
 
     def after_update(self, index: int) -> None:
         """Inner optimizer ``index`` has updated its shard."""
-        if not self._is_due:
+        if self._number is None:
             return
         started = time.monotonic()
         update, peers = self._updates.pop(index, None), self._peers(index)
@@ -190,7 +198,7 @@ class Audit:
             self._compare_update(index, update, peers)
         self._seconds += time.monotonic() - started
         if index == len(self._inner) - 1:
-            self._is_due = False
+            self._number = None
             if dist.get_rank() == 0:  # one is enough: who finds something says so himself
                 passes = 0.0 if self._passes is None else self._passes.seconds
                 facts = {"seconds": passes + self._seconds, "bytes": self._bytes}

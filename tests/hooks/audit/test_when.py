@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.hooks.audit.audit import is_audited
+from deadpool_megatron.hooks.audit.audit import audit_number, is_audited
 from deadpool_megatron.layout.cadence import is_due
 
 
@@ -24,3 +26,10 @@ def test_one_in_each_interval_that_has_a_captured_state(interval: int, every: in
     assert len(reached) == len(audited), "once in each interval"
     if every <= interval:
         assert wanted <= reached
+
+
+@given(st.integers(1, 50), st.integers(1, 20))
+def test_roles_take_turns_none_is_left_out(interval: int, every: int) -> None:
+    audited = [k for k in range(1, 1000) if is_audited(k, interval, every)]
+    numbers = [audit_number(k, interval, every) for k in audited]
+    assert [later - one for one, later in pairwise(numbers)] == [1] * (len(numbers) - 1)
