@@ -148,7 +148,7 @@ class Audit:
         if why := why_not_compared(loop):
             print(f"audits do not compare passes: {why}", flush=True)
         else:
-            self._passes = PassAudit(loop, reports)
+            self._passes = PassAudit(loop, settle, reports)
             loop.around_passes = self._passes.around
         self._iteration = 0
         self._previous: Generation | None = None

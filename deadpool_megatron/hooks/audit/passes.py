@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -65,10 +65,14 @@ def why_not_compared(loop: ProtectedLoop) -> str:
 
 
 class PassAudit:
-    """Of one role in one process. Main thread. All its communication ends with the epoch."""
+    """Of one role in one process. Main thread. All its communication ends with the epoch.
 
-    def __init__(self, loop: ProtectedLoop, reports: Reports) -> None:
+    ``settle`` waits until the newest generation is committed.
+    """
+
+    def __init__(self, loop: ProtectedLoop, settle: Callable[[], None], reports: Reports) -> None:
         self._loop = loop
+        self._settle = settle
         self._reports = reports
         #: spent on the audit of this iteration
         self.seconds = 0.0
@@ -211,6 +215,8 @@ class PassAudit:
             int(repeated),
         ]
         row = torch.cat([torch.tensor(own, dtype=torch.int64, device=sums.device), sums.flatten()])
+        # Of all roles, before the first of them can accuse one: that ends the epoch.
+        self._settle()
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
