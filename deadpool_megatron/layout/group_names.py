@@ -43,7 +43,7 @@ def roles_in(name: str, known: Collection[int]) -> tuple[int, ...]:
             found += [role for role in run if role in known]
             if len(found) > len(known):
                 return ()
-    except ValueError:
+    except (ValueError, OverflowError):  # a run may be longer than a length can be
         return ()
     return tuple(found)
 

@@ -51,7 +51,11 @@ class NcclReport:
     async def take(self, epoch: int) -> None:
         """Ask, keep the answer among the logs, and tell where it is. Without an answer nothing is
         told: NCCL may be older, or its RAS turned off."""
-        said = _readable(await self._ask()) if self._is_used else ""
+        try:
+            said = _readable(await self._ask()) if self._is_used else ""
+        except Exception as error:  # evidence for people: it must not cost a node
+            print(f"NCCL could not be asked: {error!r}", file=sys.stderr)
+            return
         if not said:
             return
         log = self._logs.log(f"node{self._node}-nccl-{epoch}")
@@ -85,9 +89,10 @@ def addresses(text: str) -> list[tuple[str, int]]:
     host = host.removeprefix("[").removesuffix("]")
     try:
         hosts = _LOCALHOST if host == "localhost" else (str(ipaddress.ip_address(host)),)
-        return [(one, int(port)) for one in hosts]
+        number = int(port)
     except ValueError:
         return []
+    return [(one, number) for one in hosts] if 0 < number < 1 << 16 else []
 
 
 async def _hear(address: tuple[str, int], said: bytearray) -> None:

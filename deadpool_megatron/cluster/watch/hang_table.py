@@ -89,6 +89,8 @@ class _Group:
     def __init__(self, name: str, known: Mapping[int, _Known]) -> None:
         self._name = name
         self._operation, self._number = _furthest(known.values())
+        # Hosts number what they begin in another way than the recorders of devices.
+        self._is_on_devices = any(one.device is not None for one in known.values())
         places: dict[Place, list[int]] = defaultdict(list)
         for role, one in sorted(known.items()):
             places[self._place(one)].append(role)
@@ -134,6 +136,9 @@ class _Group:
 
     def _on_host(self, known: _Known) -> Place:
         waiting = known.waiting
+        if self._is_on_devices:
+            where = Where.ELSEWHERE if waiting is None else Where.WAITS
+            return Place(where, None, operation="" if waiting is None else waiting.operation)
         begun = None if known.host is None else known.host.collectives
         if self._number is None:  # of a group of messages
             begun = None if known.host is None else known.host.messages
@@ -162,8 +167,10 @@ def _furthest(known: Iterable[_Known]) -> tuple[str, int | None]:
     devices = [one.device for one in one_by_one if one.device is not None]
     hosts = [one.collective for one in one_by_one if one.collective is not None]
     numbers = [entered.sequence for entered in hosts]
-    if all(device.collective for device in devices):
-        numbers += [device.completed + 1 for device in devices if device.is_pending]
+    if devices:
+        comparable = all(device.collective for device in devices)
+        pending = [device.completed + 1 for device in devices if device.is_pending]
+        hosts, numbers = [], pending if comparable else []
     number = max(numbers, default=None)
     if number is None:
         entered = [one.waiting for one in one_by_one if one.waiting is not None]

@@ -93,7 +93,10 @@ class StreamWaits:
         clock, whole = self.clock, self._whole
         if clock is None or whole is None or not clock.is_passed(whole[1]):
             return None
-        if len(self._waits) >= MOST_WAITS or not all(clock.is_passed(b) for _, b in self._waits):
+        if len(self._waits) >= MOST_WAITS:
+            self._whole = None
+            return None
+        if not all(clock.is_passed(b) for _, b in self._waits):
             return None
         found = clock.seconds(*whole), sum(clock.seconds(*wait) for wait in self._waits)
         self._whole = None

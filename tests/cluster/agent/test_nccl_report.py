@@ -92,6 +92,8 @@ def test_where_nobody_listens_nothing_is_waited_for(monkeypatch: pytest.MonkeyPa
         ("node7:28028", []),
         ("28028", []),
         ("localhost:ras", []),
+        ("localhost:65536", []),
+        ("127.0.0.1:-1", []),
     ],
 )
 def test_the_address_is_that_of_nccls_variable(text: str, found: list[tuple[str, int]]) -> None:
@@ -129,3 +131,14 @@ def test_without_nccl_or_an_answer_nothing_is_told(
     tmp_path: Path, communicator: str, said: bytes
 ) -> None:
     assert taken(tmp_path / "logs", communicator, said) == ([], [])
+
+
+def test_an_error_at_asking_ends_no_agent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def ask() -> bytes:
+        raise RuntimeError("not foreseen")
+
+    logs = LocalLogs(tmp_path)
+    asyncio.run(NcclReport(2, "nccl", logs, lambda one: None, ask).take(3))
+    assert "not foreseen" in capsys.readouterr().err

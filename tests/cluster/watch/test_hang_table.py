@@ -110,6 +110,26 @@ def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
     ]
 
 
+def test_numbers_of_hosts_are_not_held_against_those_of_devices() -> None:
+    """A role whose recorder cannot be read still says where its host is."""
+    (group,) = table(
+        {
+            0: on_device(("dp(0-3)", 9, 9, 8)),
+            1: on_device(("dp(0-3)", 8, 8, 8)),
+            2: on_host(("dp(0-3)", "all_reduce", 3), ("dp(0-3)", 3, 0)),
+            3: on_host(None, ("dp(0-3)", 40, 0)),
+        }
+    )
+    assert group["number"] == 9
+    rows = {row["roles"][0]: (row["where"], row.get("begun")) for row in group["rows"]}
+    assert rows == {
+        0: ("waits", 9),
+        1: ("missing", 8),
+        2: ("waits", None),
+        3: ("elsewhere", None),
+    }
+
+
 def test_a_role_of_which_nothing_is_known_is_not_accused() -> None:
     (group,) = table({0: on_host(("dp(0,1)", "all_reduce", 9)), 1: on_host(None)})
     assert group["rows"] == [
