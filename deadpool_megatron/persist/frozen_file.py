@@ -3,6 +3,10 @@
 It holds their bytes one after the other. Its name is made of two checksums (xxh3, 128 bits): of the
 names, dtypes and shapes, and of the bytes. So roles with equal tensors share one file, whoever
 comes first writes it, and a reader knows that it has what was written.
+
+Who writes it says so by a second file, ``.NAME``, the claim, which gets a byte for each piece that
+is on the disk; the others wait while it grows. A claim only saves work: each writer has a half of
+its own, ``.NAME.TOKEN``, and whatever gets the name is whole.
 """
 
 from __future__ import annotations
@@ -26,66 +30,86 @@ FROZEN = "frozen"
 
 _PIECE_BYTES = 64 << 20
 _LOOK_SECONDS = 0.05
-# A file that does not grow for so long has lost its writer.
+# A claim that does not grow for so long has lost its writer.
 _PATIENCE_SECONDS = 10.0
+_NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Named = Sequence[tuple[str, Tensor]]
-# Waits so many seconds; whether what is under way must be left.
-Stopped = Callable[[float], bool]
+# Waits so many seconds; raises where what is under way must be left.
+Wait = Callable[[float], None]
 
 
 class FrozenFileError(Exception):
     """The file is not there or does not hold what its name says; one line."""
 
 
-def name_of(tensors: Named) -> str:
-    """The name of the file that holds them. Reads all their bytes."""
+def size_of(tensors: Named) -> int:
+    """Bytes of the file that holds them."""
+    return sum(tensor.nbytes for _, tensor in tensors)
+
+
+def name_of(tensors: Named, wait: Wait) -> str:
+    """The name of the file that holds them. Reads all their bytes; raises what ``wait`` does."""
     digest = xxhash.xxh3_128()
     for piece in _pieces(tensors):
+        wait(0)
         digest.update(piece)
     return f"{_description(tensors)}-{digest.hexdigest()}"
 
 
-def write(folder: Path, name: str, tensors: Named, stopped: Stopped) -> bool:
+def write(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
     """Write the file ``name`` unless it is there, or wait for the process that does.
 
-    Answers False when ``stopped`` did, and then leaves no half file. Raises OSError.
+    Raises OSError, and what ``wait`` does; no half file of this process is left then.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path, half = folder / name, folder / f".{name}"
+    path, claim = folder / name, folder / f".{name}"
     grown, size = time.monotonic(), -1
-    while not path.exists():
-        with contextlib.suppress(FileExistsError):
-            return _write_as(half, path, tensors, stopped)
-        with contextlib.suppress(FileNotFoundError):
-            if (now := half.stat().st_size) != size:
-                grown, size = time.monotonic(), now
-        if time.monotonic() - grown > _PATIENCE_SECONDS:
-            other = half.with_name(f"{half.name}.{secrets.token_hex(4)}")
-            written = _write_as(other, path, tensors, stopped)
-            half.unlink(missing_ok=True)
-            return written
-        if stopped(_LOOK_SECONDS):
-            return False
-    return True
+    while not _is_whole(path, tensors):
+        try:
+            handle = os.open(claim, _NEW, 0o600)
+        except FileExistsError:
+            now = time.monotonic()
+            if (found := _size(claim)) != size:
+                grown, size = now, found
+            elif now - grown > _PATIENCE_SECONDS:
+                claim.unlink(missing_ok=True)
+                grown, size = now, -1
+            wait(_LOOK_SECONDS)
+            continue
+        try:
+            with os.fdopen(handle, "wb", buffering=0) as claimed:
+                _write(path, tensors, claimed.write, wait)
+        finally:
+            claim.unlink(missing_ok=True)
 
 
-def read(folder: Path, name: str, tensors: Named) -> None:
-    """Bring what the file holds into the tensors. Raises FrozenFileError; they may then hold
-    anything."""
+def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
+    """Bring what the file holds into the tensors. Raises FrozenFileError, and what ``wait`` does;
+    they may then hold anything."""
     if name.partition("-")[0] != _description(tensors):
         raise FrozenFileError(f"{folder / name} holds other weights than this model's: their names")
     digest = xxhash.xxh3_128()
     try:
         with os.fdopen(ownership.open_own(folder / name), "rb") as file, torch.no_grad():
             for _, tensor in tensors:
-                content = bytearray(tensor.nbytes)
-                if file.readinto(content) != tensor.nbytes:
-                    raise FrozenFileError(f"{folder / name} ends too early")
-                digest.update(content)
-                if content:
-                    values = torch.frombuffer(content, dtype=tensor.dtype)
-                    tensor.copy_(values.view(tensor.shape))
+                values = tensor.detach()
+                target = (
+                    values
+                    if values.is_contiguous()
+                    else torch.empty_like(values, memory_format=torch.contiguous_format)
+                )
+                flat = target.view(-1).view(torch.uint8)
+                for start in range(0, flat.numel(), _PIECE_BYTES):
+                    wait(0)
+                    part = flat[start : start + _PIECE_BYTES]
+                    content = bytearray(part.numel())
+                    if file.readinto(content) != len(content):
+                        raise FrozenFileError(f"{folder / name} ends too early")
+                    digest.update(content)
+                    part.copy_(torch.frombuffer(content, dtype=torch.uint8))
+                if target is not values:
+                    values.copy_(target)
             is_over = not file.read(1)
     except (OSError, ownership.OwnershipError) as error:
         raise _unreadable(folder / name, error) from error
@@ -111,21 +135,38 @@ def _unreadable(path: Path, error: Exception) -> FrozenFileError:
     return FrozenFileError(f"frozen weights cannot be read from {path}: {why}; put the file back")
 
 
-def _write_as(half: Path, path: Path, tensors: Named, stopped: Stopped) -> bool:
-    handle = os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+def _is_whole(path: Path, tensors: Named) -> bool:
+    return _size(path) == size_of(tensors)
+
+
+def _size(path: Path) -> int:
+    """Of a file that another host may be writing: only to open it asks a network file system."""
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(path, "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _write(path: Path, tensors: Named, tell: Callable[[bytes], object], wait: Wait) -> None:
+    """Unless another one is faster."""
+    half = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with os.fdopen(os.open(half, _NEW, 0o600), "wb") as file:
             for piece in _pieces(tensors):
-                if stopped(0):
-                    return False
+                wait(0)
+                if _is_whole(path, tensors):
+                    return
                 file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+                tell(b".")
                 failpoints.hit("frozen.write")
-            file.flush()
-            os.fsync(file.fileno())
-        # Another one may have run out of patience and been faster.
+        # It is gone when another one was faster, who took away what was left over.
         with contextlib.suppress(FileNotFoundError):
             half.rename(path)
-        return True
+            for left in path.parent.glob(f".{path.name}.*"):
+                left.unlink(missing_ok=True)
     finally:
         half.unlink(missing_ok=True)
 

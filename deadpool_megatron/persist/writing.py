@@ -37,10 +37,11 @@ class WritingError(Exception):
 
 class Source:
     """A role's generation as it was set aside; ``frozen``: the folder with the files of weights
-    that no iteration changes. Raises WritingError when its bytes are damaged.
+    that no iteration changes. Raises WritingError when their bytes are damaged.
     """
 
     def __init__(self, taken: Taken, frozen: Path) -> None:
+        self._frozen = frozen
         self._parts: dict[str, memoryview] = {}
         files: dict[str, memoryview] = {}
         for path in {taken.path, *taken.elsewhere.values()}:
@@ -56,11 +57,6 @@ class Source:
             self.extras = decode(self._parts[extras_part(taken.boundary)])
         except ExtrasError as error:
             raise WritingError(f"extras of role {taken.role}: {error}") from error
-        if written := self.extras.get("frozen"):
-            try:
-                self._parts[FROZEN] = frozen_file.mapped(frozen, str(written))
-            except frozen_file.FrozenFileError as error:
-                raise WritingError(f"role {taken.role}: {error}") from error
 
     def number(self, part: str, offset_bytes: int, dtype: str) -> Tensor:
         """A tensor without axes over one number of a shard part."""
@@ -84,12 +80,21 @@ class Source:
     def _run(self, part: str, offset_bytes: int, dtype: torch.dtype, count: int) -> Tensor:
         if not count:
             return torch.empty(0, dtype=dtype)
+        if part == FROZEN and part not in self._parts:
+            self._parts[part] = self._frozen_part()
         try:
             return torch.frombuffer(
                 self._parts[part], dtype=dtype, count=count, offset=offset_bytes
             )
         except (KeyError, ValueError) as error:
             raise WritingError(f"part {part} does not reach that far: {error}") from error
+
+    def _frozen_part(self) -> memoryview:
+        """Only for a role that has something of it in its file: of roles with equal weights one."""
+        try:
+            return frozen_file.mapped(self._frozen, str(self.extras.get("frozen", "")))
+        except frozen_file.FrozenFileError as error:
+            raise WritingError(str(error)) from error
 
 
 class _Counted(io.RawIOBase):

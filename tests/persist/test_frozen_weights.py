@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,8 +16,9 @@ import torch
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
 from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
-from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.persist import frozen_file, frozen_folder
 from deadpool_megatron.persist.frozen_file import FrozenFileError
+from deadpool_megatron.vault.errors import NoRoom
 from tests.faults.harness.jobs import (
     MODEL,
     Program,
@@ -29,10 +33,22 @@ from tests.trainer.layouts import BF16, PP2
 FROZEN_TRAINER = str(Path(__file__).with_name("frozen_trainer.py"))
 
 
-def never(seconds: float) -> bool:
+class Stopped(BaseException):
+    """What a closed epoch raises."""
+
+
+def never(seconds: float) -> None:
     """Nothing stops the writer."""
-    del seconds
-    return False
+    time.sleep(seconds)
+
+
+def at_once(seconds: float) -> None:
+    """The epoch is closed."""
+    raise Stopped(seconds)
+
+
+def name_of(tensors: frozen_file.Named) -> str:
+    return frozen_file.name_of(tensors, never)
 
 
 def weights(seed: int = 1) -> list[tuple[str, torch.Tensor]]:
@@ -59,9 +75,9 @@ def model(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     wanted, found = weights(), weights(2)
-    name = frozen_file.name_of(wanted)
-    assert frozen_file.write(tmp_path, name, wanted, never)
-    frozen_file.read(tmp_path, name, found)
+    name = name_of(wanted)
+    frozen_file.write(tmp_path, name, wanted, never)
+    frozen_file.read(tmp_path, name, found, never)
     for (_, one), (_, other) in zip(wanted, found, strict=True):
         assert torch.equal(one, other)
     assert [path.name for path in tmp_path.iterdir()] == [name]
@@ -72,8 +88,8 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["gone", "shorter", "longer", "damaged", "a link", "others' names"])
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, how: str) -> None:
     wanted = weights()
-    name = frozen_file.name_of(wanted)
-    assert frozen_file.write(tmp_path, name, wanted, never)
+    name = name_of(wanted)
+    frozen_file.write(tmp_path, name, wanted, never)
     path = tmp_path / name
     content = bytearray(path.read_bytes())
     if how == "gone":
@@ -91,7 +107,7 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, how: s
     else:
         wanted[0] = ("0.other", wanted[0][1])
     with pytest.raises(FrozenFileError) as error:
-        frozen_file.read(tmp_path, name, wanted)
+        frozen_file.read(tmp_path, name, wanted, never)
     assert name in str(error.value)
     assert "\n" not in str(error.value)
     if how != "others' names":
@@ -99,54 +115,134 @@ def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, how: s
             frozen_file.mapped(tmp_path, name)
 
 
+class Held:
+    """Waits as a writer does, and is held the first time."""
+
+    def __init__(self) -> None:
+        self.is_held, self.may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, seconds: float) -> None:
+        self.is_held.set()
+        assert self.may_go_on.wait(30)
+        time.sleep(seconds)
+
+
+def writer(folder: Path, name: str, wait: frozen_file.Wait) -> threading.Thread:
+    thread = threading.Thread(
+        target=frozen_file.write, args=(folder, name, weights(), wait), daemon=True
+    )
+    thread.start()
+    return thread
+
+
 def test_roles_with_equal_weights_write_one_file(tmp_path: Path) -> None:
     """One writes, the others wait for it, whoever was first."""
-    name = frozen_file.name_of(weights())
-    begun, go_on, waited = threading.Event(), threading.Event(), threading.Event()
-
-    def slowly(seconds: float) -> bool:
-        begun.set()
-        return not go_on.wait(30) and bool(seconds)
-
-    def meanwhile(seconds: float) -> bool:
-        waited.set()
-        go_on.wait(seconds)
-        return False
-
-    first = threading.Thread(
-        target=frozen_file.write, args=(tmp_path, name, weights(), slowly), daemon=True
-    )
-    first.start()
-    assert begun.wait(30)
-    second = threading.Thread(
-        target=frozen_file.write, args=(tmp_path, name, weights(), meanwhile), daemon=True
-    )
-    second.start()
-    assert waited.wait(30)
-    assert [path.name for path in tmp_path.iterdir()] == [f".{name}"]
-    go_on.set()
-    first.join(30)
-    second.join(30)
+    name = name_of(weights())
+    first, second = Held(), Held()
+    writing = writer(tmp_path, name, first)
+    assert first.is_held.wait(30)
+    waiting = writer(tmp_path, name, second)
+    assert second.is_held.wait(30)
+    claim, half = sorted(path.name for path in tmp_path.iterdir())
+    assert claim == f".{name}"
+    assert half.startswith(f"{claim}.")
+    first.may_go_on.set()
+    writing.join(30)
+    second.may_go_on.set()
+    waiting.join(30)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
 def test_a_writer_that_died_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor is anything of it left."""
     monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
-    name = frozen_file.name_of(weights())
-    (tmp_path / f".{name}").write_bytes(b"half of it")
-    assert frozen_file.write(tmp_path, name, weights(), never)
-    frozen_file.read(tmp_path, name, weights(2))
+    name = name_of(weights())
+    (tmp_path / f".{name}").write_bytes(b".")
+    (tmp_path / f".{name}.0123abcd").write_bytes(b"half of it")
+    frozen_file.write(tmp_path, name, weights(), never)
+    frozen_file.read(tmp_path, name, weights(2), never)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_writer_that_only_stood_still_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim was taken from it meanwhile; whatever of the two is first, the file is whole."""
+    monkeypatch.setattr(frozen_file, "_PATIENCE_SECONDS", 0.2)
+    name = name_of(weights())
+    stopped = Held()
+    thread = writer(tmp_path, name, stopped)
+    assert stopped.is_held.wait(30)
+    frozen_file.write(tmp_path, name, weights(), never)
+    stopped.may_go_on.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    frozen_file.read(tmp_path, name, weights(2), never)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_file_that_was_cut_is_written_anew(tmp_path: Path) -> None:
+    name = name_of(weights())
+    (tmp_path / name).write_bytes(b"half of it")
+    frozen_file.write(tmp_path, name, weights(), never)
+    frozen_file.read(tmp_path, name, weights(2), never)
+
+
 def test_who_is_stopped_leaves_no_half_file(tmp_path: Path) -> None:
-    name = frozen_file.name_of(weights())
-    assert not frozen_file.write(tmp_path, name, weights(), lambda seconds: True)
+    name = name_of(weights())
+    for action in (
+        lambda: frozen_file.name_of(weights(), at_once),
+        lambda: frozen_file.write(tmp_path, name, weights(), at_once),
+    ):
+        with pytest.raises(Stopped):
+            action()
     assert not list(tmp_path.iterdir())
     (tmp_path / f".{name}").touch()
-    assert not frozen_file.write(tmp_path, name, weights(), lambda seconds: True)
+    with pytest.raises(Stopped):
+        frozen_file.write(tmp_path, name, weights(), at_once)
+    (tmp_path / f".{name}").unlink()
+    frozen_file.write(tmp_path, name, weights(), never)
+    with pytest.raises(Stopped):
+        frozen_file.read(tmp_path, name, weights(2), at_once)
+
+
+def test_without_room_the_run_ends_with_one_line(
+    tmp_path: Path, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(descriptor: int) -> None:
+        del descriptor
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(frozen_file.os, "fsync", is_full)
+    frozen = FrozenWeights(program_of(model), tmp_path / "frozen")
+    with pytest.raises(NoRoom, match=r"256 bytes .* No space left on device; make room") as error:
+        frozen.leave(never)
+    assert "\n" not in str(error.value)
+    assert not list((tmp_path / "frozen").iterdir())
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_new_run_has_the_files_of_the_one_it_goes_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool
+) -> None:
+    def other_file_system(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+    old, new = tmp_path / "old", tmp_path / "new"
+    name = name_of(weights())
+    frozen_file.write(old, name, weights(), never)
+    (old / f".{name}.0123abcd").write_bytes(b"half of it")
+    if not links:
+        monkeypatch.setattr(frozen_folder.os, "link", other_file_system)
+    assert frozen_folder.bring(old, new) == (0 if links else (old / name).stat().st_size)
+    assert frozen_folder.bring(old, new) == 0, "it is there"
+    (old / name).unlink()
+    frozen_file.read(new, name, weights(2), never)
+    assert [(path.name, path.stat().st_mode & 0o77) for path in new.iterdir()] == [(name, 0)]
+    assert frozen_folder.bring(tmp_path / "none", tmp_path / "nothing") == 0
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_only_large_ones_are_written(tmp_path: Path, model: torch.nn.Module) -> None:
@@ -155,7 +251,7 @@ def test_only_large_ones_are_written(tmp_path: Path, model: torch.nn.Module) -> 
     assert not extras.frozen_and_buffers(loop)
     model.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)  # to the byte
     frozen = FrozenWeights(loop, tmp_path / "frozen")
-    assert frozen.leave(never)
+    frozen.leave(never)
     assert not frozen.name()
     assert not (tmp_path / "frozen").exists()
     assert [name for name, _ in extras.frozen_and_buffers(loop)] == ["0.weight"]
@@ -164,27 +260,27 @@ def test_only_large_ones_are_written(tmp_path: Path, model: torch.nn.Module) -> 
 def test_a_process_that_has_them_reads_nothing(tmp_path: Path, model: torch.nn.Module) -> None:
     frozen = FrozenWeights(program_of(model), tmp_path)
     assert not frozen.name()
-    assert frozen.leave(never)
+    frozen.leave(never)
     path = tmp_path / frozen.name()
     path.rename(tmp_path / "away")
-    frozen.restore(path.name, "")
+    frozen.restore(path.name, never)
     frozen.forget()  # a checkpoint comes, and then another loss
     with torch.no_grad():
         model.weight[0, 0] += 1
     with pytest.raises(FrozenFileError):
-        frozen.restore(path.name, "")
+        frozen.restore(path.name, never)
     (tmp_path / "away").rename(path)
-    frozen.restore(path.name, "")
-    assert frozen.name() == path.name == frozen_file.name_of([("0.weight", model.weight)])
+    frozen.restore(path.name, never)
+    assert frozen.name() == path.name == name_of([("0.weight", model.weight)])
     with pytest.raises(FrozenFileError, match="other frozen weights"):
-        frozen.restore("", "")
+        frozen.restore("", never)
 
 
 def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.Module) -> None:
     """A teacher that follows its pupil is such a program. Weights that are written anew with what
     they hold have not changed."""
     frozen = FrozenWeights(program_of(model), tmp_path)
-    assert frozen.leave(never)
+    frozen.leave(never)
     name = frozen.name()
     with torch.no_grad():
         model.weight.copy_(model.weight.clone())
@@ -196,13 +292,13 @@ def test_a_program_that_changes_them_is_refused(tmp_path: Path, model: torch.nn.
     assert "\n" not in str(error.value)
     frozen.forget()
     assert not frozen.name()
-    assert frozen.leave(never)
+    frozen.leave(never)
     name = frozen.name()
     assert name
     model.weight.data.mul_(0.5)
     assert frozen.name() == name, "torch has not counted it"
     with pytest.raises(UnsupportedOptimizer):
-        frozen.restore(name, "")
+        frozen.restore(name, never)
 
 
 def frozen_program(flags: str = "", held: str = "", nodes: int = 4) -> Program:
@@ -265,7 +361,8 @@ def test_without_the_file_the_state_is_kept(tmp_path: Path) -> None:
     assert "frozen weights cannot be read" in ended.output
     assert [event.data["generation"] for event in ended.of_kind("dumped")] == [[1, 3]]
     (tmp_path / "away").rename(run / "frozen")
-    plan = [fault("again", "forward", when_role=2, when_iteration=7, target="node")]
+    # In the first epoch of the new run: what the second one restores is in memory by then.
+    plan = [fault("again", "recovery.verify", when_role=2, target="node")]
     resume = ("--resume", str(run))
     resumed = run_program(tmp_path / "resumed", program, plan, spares=1, arguments=resume)
     assert_unnoticed(resumed, undisturbed(frozen_program()), plan)

@@ -43,7 +43,12 @@ from deadpool_megatron.cli.start.checks import (
 )
 from deadpool_megatron.cli.start.gpus import has_nccl_limits
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, preload_modules
-from deadpool_megatron.cli.start.resuming import Others, resume_point, write_what_is_left
+from deadpool_megatron.cli.start.resuming import (
+    Others,
+    bring_frozen_weights,
+    resume_point,
+    write_what_is_left,
+)
 from deadpool_megatron.cli.start.serving import Place, serve
 from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.journal.choice import open_journal
@@ -294,6 +299,7 @@ def _create_run(run: RunDirectory, args: argparse.Namespace) -> None:
     check_domains(info)
     check_journal(run, info)
     run.make()
+    bring_frozen_weights(args.resume, run, info.restore)
     auth.create_secret(run.path)  # before run.json, which says that everything is there
     run.create(info)
 

@@ -15,6 +15,7 @@ from deadpool_megatron.cluster.journal.entries import JournalError
 from deadpool_megatron.cluster.run_directory.cleanup import run_processes, vault_processes
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, read_json
 from deadpool_megatron.layout.records import Restore
+from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole
 from deadpool_megatron.vault.errors import SegmentError, VaultError
 
@@ -101,6 +102,30 @@ def _durable(old: RunDirectory) -> Restore | None:
     if restore.kind != "initial" and not Path(restore.path).is_dir():
         raise CommandError(f"--resume {old.path}: {restore.path} is not there any more")
     return restore
+
+
+def bring_frozen_weights(old: Path | None, run: RunDirectory, restore: Mapping[str, Any]) -> None:
+    """The generation that a new run goes on from names files in the directory of the old one; those
+    after it are in the new one. Before the first process needs them, all are.
+
+    Raises CommandError.
+    """
+    if old is None or restore.get("kind") != "dump":
+        return
+    source = RunDirectory(old).frozen
+    started = time.monotonic()
+    try:
+        copied = frozen_folder.bring(source, run.frozen)
+    except OSError as error:
+        needed = sum(path.stat().st_size for path in frozen_folder.files_in(source))
+        raise CommandError(
+            f"--resume {old}: its frozen weights ({needed} bytes) cannot be copied to {run.frozen}:"
+            f" {error.strerror or error}; make room there, and remove {run.path} before the next"
+            " try"
+        ) from error
+    if copied:
+        seconds = time.monotonic() - started
+        print(f"{copied} bytes of frozen weights copied in {seconds:.1f} s", flush=True)
 
 
 def write_what_is_left(old: RunDirectory) -> None:

@@ -17,7 +17,7 @@ from deadpool_megatron.cli.start.gpus import gpus_to_share, has_nccl_limits
 from deadpool_megatron.cli.start.launch import Launcher, LaunchOptions
 from deadpool_megatron.cli.start.preloading import DEFAULT_PRELOAD, keep_single_threaded
 from deadpool_megatron.cli.start.restarting import begin, hold, restart_of
-from deadpool_megatron.cli.start.resuming import resume_point
+from deadpool_megatron.cli.start.resuming import bring_frozen_weights, resume_point
 from deadpool_megatron.cli.start.sizes import add_size, make_info
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.wire import tls
@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     numbers = tuple(range(info.nodes + info.spares)) if restart is None else restart.numbers
     gpus = gpus_to_share(info, len(numbers), os.environ)
     lock = hold(directory)
+    if restart is None:
+        bring_frozen_weights(args.resume, directory, info.restore)
     display = make_display(quiet=args.quiet)
     if restart is not None:
         display.line(begin(directory, restart))

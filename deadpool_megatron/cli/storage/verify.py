@@ -16,6 +16,7 @@ from deadpool_megatron.cli.tables import size, table
 from deadpool_megatron.cluster.run_directory.cleanup import node_directories
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, read_json
 from deadpool_megatron.events import Kind, read_events
+from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.vault.shm.verify import (
     Finding,
     Meter,
@@ -32,7 +33,8 @@ Hashes every sealed part of every generation and compares it with its checksum. 
 that is alive is not disturbed, and a slot that it is just overwriting counts as busy, not as bad.
 
 DIR may be
-  a run directory      all of the run's memory on this host, its dumps, its durable checkpoints
+  a run directory      all of the run's memory on this host, its dumps, its durable checkpoints,
+                       its frozen weights
   /dev/shm/deadpool-*  (or nodeN in it) generations in memory
   a dump               what vaults wrote when a run ended for want of nodes (RUN/dump/...)
   a checkpoint         torch_dist, or a folder of such: the index can be read, each file and byte
@@ -50,7 +52,7 @@ verify in DIR"""
 
 @dataclass(frozen=True)
 class Target:
-    """One directory to look at. ``kind``: memory, dump or checkpoint."""
+    """One directory to look at. ``kind``: memory, dump, checkpoint or frozen."""
 
     kind: str
     path: Path
@@ -59,12 +61,20 @@ class Target:
         """About how much there is to read."""
         if self.kind == "checkpoint":
             return checkpoint_files.checkpoint_bytes(self.path)
+        if self.kind == "frozen":
+            return sum(path.stat().st_size for path in frozen_folder.files_in(self.path))
         return sum(sealed_bytes(path) for path in segment_files(self.path))
 
     def verify(self, progress: Progress) -> Iterator[Finding]:
         """All findings."""
         if self.kind == "checkpoint":
             yield from checkpoint_files.verify_checkpoint(self.path, progress)
+            return
+        if self.kind == "frozen":
+            for path in frozen_folder.files_in(self.path):
+                trouble = frozen_folder.trouble_with(path, progress)
+                verdict = Verdict.BAD if trouble else Verdict.GOOD
+                yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
             return
         for path in segment_files(self.path):
             yield from verify_segment(path, progress)
@@ -138,6 +148,8 @@ def _of_run(run: RunDirectory) -> Iterator[Target]:
     for path in dict.fromkeys(_durable(run)):
         if path.is_dir():
             yield Target("checkpoint", path)
+    if frozen_folder.files_in(run.frozen):
+        yield Target("frozen", run.frozen)
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from deadpool_megatron.cluster.run_directory.directory import RunDirectory
 from deadpool_megatron.hooks.generations.extras import MOST_FROZEN_BYTES, large_frozen_weights
 from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.state.fingerprint import fingerprint
+from deadpool_megatron.vault.errors import NoRoom
 
 
 class FrozenWeights:
@@ -46,28 +46,33 @@ class FrozenWeights:
         """What comes now may be other weights: those of a checkpoint."""
         self._name = ""
 
-    def leave(self, stopped: frozen_file.Stopped) -> bool:
-        """Have them in a file before a generation names it. False when ``stopped`` answered True.
+    def leave(self, wait: frozen_file.Wait) -> None:
+        """Have them in a file before a generation names it.
 
-        Raises OSError.
+        Raises what ``wait`` does, NoRoom where they cannot be written, and UnsupportedOptimizer if
+        they have changed.
         """
         if not self._weights:
-            return True
+            return
         started = time.monotonic()
-        name = frozen_file.name_of(self._weights)
-        if not frozen_file.write(self._folder, name, self._weights, stopped):
-            return False
+        name = self.name() or frozen_file.name_of(self._weights, wait)
+        try:
+            frozen_file.write(self._folder, name, self._weights, wait)
+        except OSError as error:
+            raise NoRoom(
+                f"{frozen_file.size_of(self._weights)} bytes of frozen weights cannot be written to"
+                f" {self._folder}: {error.strerror or error}; make room there, or give a --run-dir"
+                " on other storage"
+            ) from error
         self._know(name)
         seconds = time.monotonic() - started
         print(f"frozen weights are in {self._folder / name} after {seconds:.1f} s", flush=True)
-        return True
 
-    def restore(self, name: str, dump: str) -> None:
+    def restore(self, name: str, wait: frozen_file.Wait) -> None:
         """Bring back what the file ``name`` holds, unless it is here.
 
-        ``dump``: the directory of the dump that is restored, of another run, whose file it is then;
-        empty for a generation of this run. Raises FrozenFileError, and UnsupportedOptimizer if they
-        have changed here.
+        Raises FrozenFileError, what ``wait`` does, and UnsupportedOptimizer if they have changed
+        here.
         """
         if bool(name) != bool(self._weights):
             raise frozen_file.FrozenFileError(
@@ -77,8 +82,7 @@ class FrozenWeights:
             self._refuse_changes()
         elif name:
             self._name = ""
-            folder = RunDirectory(Path(dump).parent.parent).frozen if dump else self._folder
-            frozen_file.read(folder, name, self._weights)
+            frozen_file.read(self._folder, name, self._weights, wait)
             self._know(name)
 
     def _know(self, name: str) -> None:

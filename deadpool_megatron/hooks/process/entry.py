@@ -45,6 +45,7 @@ from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
+from deadpool_megatron.persist.frozen_file import Wait
 from deadpool_megatron.platform import select_platform
 from deadpool_megatron.recovery.sequence import Stages
 from deadpool_megatron.settings import Settings
@@ -231,9 +232,8 @@ class EpochEntry(Stages):
         """Peers of every dimension hold equal what they must hold equal."""
         for dimension in self._dimensions:
             dimension.verify()
-        if record.restore.kind != "memory":
-            self._leave_frozen_weights(record.epoch)
         if record.restore.kind in ("initial", "durable"):
+            self._frozen_weights.leave(self._waiting(record.epoch, "verify"))
             # The first generation of a new line; sealed and committed before the first update.
             # Not before the comparison: a state that is not equal must not become a generation.
             self.protection.announce(self.generation, first=True)
@@ -296,7 +296,8 @@ class EpochEntry(Stages):
                 self.protection,
             )
             values = extras_codec.decode(restored.part(extras_part(self.boundary)))
-            self._frozen_weights.restore(values["frozen"], record.restore.path)
+            waiting = self._waiting(record.epoch, "restore")
+            self._frozen_weights.restore(values.get("frozen", ""), waiting)
         except ReplayRefused as error:
             raise RestoreFailed(REPLAY, str(error)) from error
         finally:
@@ -307,10 +308,12 @@ class EpochEntry(Stages):
         self._late = values
         self._reports.tell_again(values["told"])
 
-    def _leave_frozen_weights(self, epoch: int) -> None:
-        descriptor = self._link.interrupt_fd
-        if not self._frozen_weights.leave(lambda seconds: readable(descriptor, seconds)):
-            raise EpochClosed(epoch, "verify")
+    def _waiting(self, epoch: int, operation: str) -> Wait:
+        def wait(seconds: float) -> None:
+            if readable(self._link.interrupt_fd, seconds):
+                raise EpochClosed(epoch, operation)
+
+        return wait
 
     def _admit(self, record: EpochRecord) -> None:
         """Look for memory before any is taken. Raises NoRoom. A run that goes on from memory has

@@ -71,6 +71,8 @@ def measure(device: Device, size: Size, _checkout: Path | None, out: Path) -> Fi
                 found.problems.append(f"{side}: {error}, see {directory}.node0.log")
                 return found
     for side, known in runs.items():
+        ended = min(run["iterations"] for run in known)
+        found.expect(ended == size.iterations, f"{side}: {ended} steps, not {size.iterations}")
         steps = [seconds for run in known for seconds in run["step_seconds"]]
         found.facts[side] = {"mean": statistics.fmean(steps), "runs": known}
     found.facts["ratio"] = found.facts[Side.PROTECTED]["mean"] / found.facts[Side.PLAIN]["mean"]
@@ -111,6 +113,7 @@ def _read(directory: Path) -> dict[str, Any]:
     ends = [seconds for _, seconds in sorted(steps.items())][_WARM_UP:]
     return {
         "step_seconds": [later - sooner for sooner, later in pairwise(ends)],
+        "iterations": len(steps),
         "committed": committed,
         "shipped_bytes": shipped,
         "gate_waits": len(waits),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cli.common import CommandError
 from deadpool_megatron.cli.start import resuming
-from deadpool_megatron.cli.start.resuming import Others, resume_point
+from deadpool_megatron.cli.start.resuming import Others, bring_frozen_weights, resume_point
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.layout.records import Generation, Restore
+from deadpool_megatron.persist import frozen_folder
 from deadpool_megatron.settings import Settings
 
 INFO = RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/x")
@@ -75,3 +79,24 @@ def test_the_wait_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     host.others.patience_seconds = -1.0
     assert resume_point(host.old, ARGS, host.others)["kind"] == "durable"
     assert host.looks == 1
+
+
+def test_frozen_weights_come_along_with_a_dump_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = RunDirectory(tmp_path / "old"), RunDirectory(tmp_path / "new")
+    old.frozen.mkdir(parents=True)
+    (old.frozen / "0123-4567").write_bytes(b"weights")
+    for path, kind in ((None, "initial"), (old.path, "durable")):
+        bring_frozen_weights(path, new, {"kind": kind})
+    assert not new.frozen.exists()
+    bring_frozen_weights(old.path, new, WHOLE.to_dict())
+    assert (new.frozen / "0123-4567").read_bytes() == b"weights"
+
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(frozen_folder, "bring", is_full)
+    with pytest.raises(CommandError, match=r"7 bytes.* No space left on device; make room") as told:
+        bring_frozen_weights(old.path, new, WHOLE.to_dict())
+    assert "\n" not in str(told.value)

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from deadpool_megatron.cli import main
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo
 from deadpool_megatron.layout.records import Generation
+from deadpool_megatron.persist import frozen_file
+from deadpool_megatron.settings import Settings
 from deadpool_megatron.vault.shm import verify as verifying
 from deadpool_megatron.vault.shm.names import copy_name
 from deadpool_megatron.vault.shm.segment import Segment
@@ -163,6 +167,22 @@ def test_an_index_that_python_3_13_has_written(
     assert b"pathlib._local" in written
     path.write_bytes(written)
     assert {f["verdict"] for f in findings(capsys, tmp_path / "iter_1", 0)} == {"good"}
+
+
+def test_frozen_weights_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.create(RunInfo("0123abcd", 2, 2, 0, 1, ("x.py",), Settings(), "/dev/shm/none"))
+    tensors = [("base", torch.arange(5000.0))]
+    name = frozen_file.name_of(tensors, time.sleep)
+    frozen_file.write(run.frozen, name, tensors, time.sleep)
+    (good,) = findings(capsys, run.path, 0)
+    assert (good["kind"], good["verdict"], good["bytes"]) == ("frozen", "good", 20000)
+    flip(run.frozen / name, 19999)
+    (bad,) = findings(capsys, run.path, 1)
+    assert bad["path"] == str(run.frozen / name)
+    run.frozen.chmod(0o700)
+    (run.frozen / name).chmod(0o666)
+    assert "can be written by others" in str(findings(capsys, run.path, 1))
 
 
 class Evil:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,12 +47,10 @@ def test_a_checkpoint_becomes_a_generation_at_the_boundary_that_it_includes(
             self.generation, self.boundary = generation(6), "save"
             self._protection = rig.protection
             self._dimensions = ()
+            self._frozen = Mock()
 
         def capture_extras(self) -> bytes:
             return b"after the save"
-
-        def _leave_frozen_weights(self, epoch: int) -> None:
-            pass
 
     rig = make()
     rig.protection.enter(EPOCH)
