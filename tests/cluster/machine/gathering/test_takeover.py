@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import pytest
 
 from deadpool_megatron.cluster.machine import actions as act
 from deadpool_megatron.cluster.machine import inputs as ev
+from deadpool_megatron.cluster.machine.machine import NOBODY
 from deadpool_megatron.events import Kind
 from tests.cluster.machine.rig import Phase, Rig, g, killed, layout, nodes_of
 
 CLOSED_BEFORE = "epoch 1 was closed before the coordinator changed"
 
 
-def successor(old: Rig, *, landed: bool = True) -> Rig:
-    """The next coordinator. ``landed``: the record that was being written is durable."""
+def successor(old: Rig, *, landed: bool = True, gone: Mapping[int, str] = NOBODY) -> Rig:
+    """The next coordinator. ``landed``: the record that was being written is durable. ``gone``:
+    nodes that the journal says were given up since."""
     records = [write.record for write in old.of(act.WriteRecord, old.log)]
     if old.state.phase is Phase.DECIDING and not landed:
         records.pop()
     rig = copy.copy(old)
-    rig.state = rig.machine.resume(records[-1], None, rig.now)
+    rig.state = rig.machine.resume(records[-1], None, rig.now, gone=gone)
     rig.last, rig.log = [], []
     return rig
 
@@ -384,6 +386,25 @@ def test_loss_of_a_spare_before_its_copies_are_known_is_a_failure() -> None:
     repeat(before)
     before.feed(ev.NodeLost(2, "gone"))
     assert not before.of(act.CloseEpoch)
+
+
+@pytest.mark.parametrize("layouts_are_told", [True, False])
+def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
+    *, layouts_are_told: bool
+) -> None:
+    """It ended no epoch then; a coordinator that comes later finds so as well."""
+    old = Rig(nodes=2, spares=1).run()
+    old.feed(ev.NodeLost(2, "gone"))
+    assert not old.of(act.CloseEpoch)
+    rig = successor(old, gone={2: "gone"})
+    rejoin(rig, old, 0, 1)
+    assert rig.state.phase is Phase.GATHERING
+    if layouts_are_told:
+        repeat(rig)
+        assert_untouched(rig)
+    else:
+        rig.tick(rig.settings.rejoin_seconds)
+        assert "node 2: gone" in rig.one(act.CloseEpoch).cause
 
 
 def test_member_that_died_before_the_journal_was_begun_is_started_again() -> None:
