@@ -24,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from deadpool_megatron.comms import Communicators
@@ -135,6 +136,8 @@ class Ranks:
             sys.stdout = sys.stderr
             # What the test process holds is not this rank's to collect.
             gc.freeze()
+            # Nor are the threads that its tests have computed with: a fork does not have them.
+            torch.set_num_threads(1)
             member = Member(rank, self.size, self.port, channel, self.settings)
             result = function(member, *args)
             member.say(("result", result))
