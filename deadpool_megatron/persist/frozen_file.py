@@ -24,6 +24,7 @@ import xxhash
 from torch import Tensor
 
 from deadpool_megatron import failpoints, ownership
+from deadpool_megatron.persist.frozen_folder import fits
 
 #: in a skeleton, the part of a piece that lies in such a file
 FROZEN = "frozen"
@@ -113,7 +114,7 @@ def read(folder: Path, name: str, tensors: Named, wait: Wait) -> None:
             is_over = not file.read(1)
     except (OSError, ownership.OwnershipError) as error:
         raise _unreadable(folder / name, error) from error
-    if not is_over or digest.hexdigest() != name.rpartition("-")[2]:
+    if not is_over or not fits(name, digest):
         raise FrozenFileError(f"{folder / name} does not hold what was written there")
 
 
@@ -125,7 +126,7 @@ def mapped(folder: Path, name: str) -> memoryview:
             found = memoryview(mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE))
     except (OSError, ValueError, ownership.OwnershipError) as error:
         raise _unreadable(folder / name, error) from error
-    if xxhash.xxh3_128(found).hexdigest() != name.rpartition("-")[2]:
+    if not fits(name, xxhash.xxh3_128(found)):
         raise FrozenFileError(f"{folder / name} does not hold what was written there")
     return found
 

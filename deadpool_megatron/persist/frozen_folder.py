@@ -18,6 +18,11 @@ from deadpool_megatron import ownership
 _PIECE_BYTES = 16 << 20
 
 
+def fits(name: str, digest: xxhash.xxh3_128) -> bool:
+    """Whether a file of this name holds bytes of this checksum."""
+    return digest.hexdigest() == name.rpartition("-")[2]
+
+
 def files_in(folder: Path) -> list[Path]:
     """Those that have their name, and so are whole."""
     if not folder.is_dir():
@@ -40,13 +45,21 @@ def bring(source: Path, folder: Path) -> int:
             try:
                 os.link(path, half, follow_symlinks=False)
             except OSError:
-                shutil.copyfile(path, half, follow_symlinks=False)
-                half.chmod(0o600)
-                copied += half.stat().st_size
+                copied += _copy(path, half)
             half.rename(target)
         finally:
             half.unlink(missing_ok=True)
     return copied
+
+
+def _copy(path: Path, half: Path) -> int:
+    """On the disk when this returns."""
+    handle = os.open(half, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "wb") as target, open(path, "rb") as source:
+        shutil.copyfileobj(source, target, _PIECE_BYTES)
+        target.flush()
+        os.fsync(handle)
+        return target.tell()
 
 
 def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
@@ -60,6 +73,4 @@ def trouble_with(path: Path, progress: Callable[[int], None]) -> str:
                 progress(len(piece))
     except (OSError, ownership.OwnershipError) as error:
         return str(error)
-    if digest.hexdigest() != path.name.rpartition("-")[2]:
-        return "it does not hold what was written there"
-    return ""
+    return "" if fits(path.name, digest) else "it does not hold what was written there"

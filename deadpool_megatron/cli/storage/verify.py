@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -50,34 +51,45 @@ exit status: 0 all good; 1 something is bad (named in the last lines); 2 bad inp
 verify in DIR"""
 
 
+class What(StrEnum):
+    """What a directory holds."""
+
+    MEMORY = "memory"
+    DUMP = "dump"
+    CHECKPOINT = "checkpoint"
+    FROZEN = "frozen"
+
+
 @dataclass(frozen=True)
 class Target:
-    """One directory to look at. ``kind``: memory, dump, checkpoint or frozen."""
+    """One directory to look at."""
 
-    kind: str
+    kind: What
     path: Path
 
     def nbytes(self) -> int:
         """About how much there is to read."""
-        if self.kind == "checkpoint":
-            return checkpoint_files.checkpoint_bytes(self.path)
-        if self.kind == "frozen":
-            return sum(path.stat().st_size for path in frozen_folder.files_in(self.path))
-        return sum(sealed_bytes(path) for path in segment_files(self.path))
+        match self.kind:
+            case What.CHECKPOINT:
+                return checkpoint_files.checkpoint_bytes(self.path)
+            case What.FROZEN:
+                return sum(path.stat().st_size for path in frozen_folder.files_in(self.path))
+            case What.MEMORY | What.DUMP:
+                return sum(sealed_bytes(path) for path in segment_files(self.path))
 
     def verify(self, progress: Progress) -> Iterator[Finding]:
         """All findings."""
-        if self.kind == "checkpoint":
-            yield from checkpoint_files.verify_checkpoint(self.path, progress)
-            return
-        if self.kind == "frozen":
-            for path in frozen_folder.files_in(self.path):
-                trouble = frozen_folder.trouble_with(path, progress)
-                verdict = Verdict.BAD if trouble else Verdict.GOOD
-                yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
-            return
-        for path in segment_files(self.path):
-            yield from verify_segment(path, progress)
+        match self.kind:
+            case What.CHECKPOINT:
+                yield from checkpoint_files.verify_checkpoint(self.path, progress)
+            case What.FROZEN:
+                for path in frozen_folder.files_in(self.path):
+                    trouble = frozen_folder.trouble_with(path, progress)
+                    verdict = Verdict.BAD if trouble else Verdict.GOOD
+                    yield Finding(path, "frozen weights", path.stat().st_size, verdict, trouble)
+            case What.MEMORY | What.DUMP:
+                for path in segment_files(self.path):
+                    yield from verify_segment(path, progress)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -127,10 +139,10 @@ def _targets(directory: Path) -> Iterator[Target]:
     if (directory / "run.json").exists():
         yield from _of_run(RunDirectory(directory))
     elif (directory / checkpoint_files.METADATA).exists():
-        yield Target("checkpoint", directory)
+        yield Target(What.CHECKPOINT, directory)
     elif files := segment_files(directory):
         dumped = all(path.name.startswith("dump-") for path in files)
-        yield Target("dump" if dumped else "memory", directory)
+        yield Target(What.DUMP if dumped else What.MEMORY, directory)
     else:
         below = sorted(path for path in directory.iterdir() if path.is_dir())
         for path in below:
@@ -141,15 +153,15 @@ def _targets(directory: Path) -> Iterator[Target]:
 def _of_run(run: RunDirectory) -> Iterator[Target]:
     for node in node_directories(run.read_run().run_id):
         if segment_files(node):
-            yield Target("memory", node)
+            yield Target(What.MEMORY, node)
     for dumped in sorted(run.dump.glob("*")) if run.dump.is_dir() else ():
         if segment_files(dumped):
-            yield Target("dump", dumped)
+            yield Target(What.DUMP, dumped)
     for path in dict.fromkeys(_durable(run)):
         if path.is_dir():
-            yield Target("checkpoint", path)
+            yield Target(What.CHECKPOINT, path)
     if frozen_folder.files_in(run.frozen):
-        yield Target("frozen", run.frozen)
+        yield Target(What.FROZEN, run.frozen)
 
 
 def _durable(run: RunDirectory) -> Iterator[Path]:
@@ -164,7 +176,7 @@ def _durable(run: RunDirectory) -> Iterator[Path]:
 
 def _to_dict(target: Target, finding: Finding) -> dict[str, Any]:
     values = {
-        "kind": target.kind,
+        "kind": str(target.kind),
         "path": str(finding.path),
         "what": finding.what,
         "bytes": finding.nbytes,

@@ -108,7 +108,8 @@ def _registered(turn: Turn, event: ev.MemberRegistered) -> None:
     # Once, with the last one: to reckon what a plan needs takes a second for ten thousand roles.
     if known is None and (why := protection.unfit(turn)):
         close(turn, Failure(why, FailureKind.DRAINED))
-    check_gathered(turn)
+    if len(turn.state.memory.layouts) >= len(state.seats):
+        check_gathered(turn)
 
 
 def _lost(turn: Turn, event: ev.MemberLost) -> None:

@@ -18,7 +18,7 @@ from deadpool_megatron.cluster.machine.gathering import checkup
 from deadpool_megatron.cluster.machine.state.blame import Failure
 from deadpool_megatron.cluster.machine.state.fleet import MemberStatus
 from deadpool_megatron.cluster.machine.state.phases import Opening, Rejoining
-from deadpool_megatron.cluster.machine.state.state import Config, State
+from deadpool_megatron.cluster.machine.state.state import Config
 from deadpool_megatron.cluster.machine.turn import Turn
 from deadpool_megatron.layout.records import EpochRecord
 
@@ -66,18 +66,23 @@ def check_all_back(turn: Turn, rejoining: Rejoining, record: EpochRecord) -> Non
         # The counts are looked at first: this is asked for every join and every hello.
         len(state.fleet.nodes) + len(state.fleet.gone) >= len(record.nodes)
         and not state.fleet.absent(record.nodes)
-        and (rejoining.missed is not None or not _is_unclear(state, record))
+        and (rejoining.missed is not None or not _is_unclear(turn, record))
     ):
         _go_on(turn, rejoining, record)
 
 
-def _is_unclear(state: State, record: EpochRecord) -> bool:
-    """Whether only layouts that roles have still to tell can say what was lost with the nodes that
-    are gone: a spare that owed no copies costs nothing."""
+def _is_unclear(turn: Turn, record: EpochRecord) -> bool:
+    """Whether nothing has happened but that nodes without a role are lost, and only layouts that
+    roles have still to tell can say whether they owed copies."""
+    state = turn.state
     if len(state.memory.layouts) >= len(record.seats):
         return False
-    gone = {node for node in record.nodes if node in state.fleet.gone}
-    return bool(gone) and gone.isdisjoint(state.seats.nodes)
+    lost = {node for node in state.fleet.gone if node in record.nodes}
+    return (
+        bool(lost)
+        and lost.isdisjoint(state.seats.nodes)
+        and all(_plays(turn, role) for role in record.seats)
+    )
 
 
 def patience_seconds(config: Config) -> float:

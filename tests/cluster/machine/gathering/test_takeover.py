@@ -407,6 +407,19 @@ def test_a_spare_that_was_lost_before_is_judged_by_the_copies_it_owed(
         assert "node 2: gone" in rig.one(act.CloseEpoch).cause
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_lost_spare_delays_no_failure_of_a_role(*, is_seen: bool) -> None:
+    """Its process will never tell its layout."""
+    old = Rig(nodes=2, spares=1).run()
+    old.feed(ev.NodeLost(2, "gone"))
+    rig = successor(old, gone={2: "gone"})
+    rejoin(rig, old, 0, 1, ended=() if is_seen else [1])
+    if is_seen:
+        rig.feed(killed(old, 1))
+        rig.tick(0.6)
+    assert rig.one(act.CloseEpoch).epoch == 1
+
+
 def test_member_that_died_before_the_journal_was_begun_is_started_again() -> None:
     old = Rig().run()
     rig = successor(old)
