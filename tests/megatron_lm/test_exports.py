@@ -11,7 +11,7 @@ from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import LOADS
 from tests.megatron_lm.harness.ranks import RankParent
 from tests.megatron_lm.harness.runs import PP2_DP2, held_tree, tree
-from tests.persist.checkpoints import differences
+from tests.persist.harness.checkpoints import differences
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.megatron_lm]
 SEGMENTS: dict[str, object] = {"split": "90,5,5", "eval_interval": 4, "eval_iters": 1}

@@ -15,7 +15,7 @@ from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.world import DROP, TAKE, World
+from tests.persist.harness.world import DROP, TAKE, World
 
 
 def test_an_export_goes_through_its_steps(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from deadpool_megatron.cluster.machine.inputs import (
 from deadpool_megatron.cluster.machine.state.phases import Phase
 from deadpool_megatron.cluster.run_directory.directory import read_json
 from deadpool_megatron.layout.records import Generation, Restore
-from tests.persist.world import DROP, TAKE, World
+from tests.persist.harness.world import DROP, TAKE, World
 
 WHY = "the time is over"
 DUMP = DumpRequested(WHY)

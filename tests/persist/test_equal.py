@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.persist.checkpoints import differences
+from tests.persist.harness.checkpoints import differences
 from tests.trainer.layouts import LAYOUTS, MODEL, make_loop, steps
 from tests.trainer.ranks import run_ranks
 

@@ -27,10 +27,10 @@ from tests.faults.harness.jobs import (
     run_program,
     undisturbed,
 )
-from tests.persist.checkpoints import differences
+from tests.persist.harness.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2
 
-FROZEN_TRAINER = str(Path(__file__).with_name("frozen_trainer.py"))
+FROZEN_TRAINER = str(Path(__file__).parent / "harness" / "frozen_trainer.py")
 
 
 class Stopped(BaseException):

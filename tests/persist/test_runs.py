@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness.jobs import MODEL, Outcome, Program, fault, run_program
-from tests.persist.checkpoints import differences
+from tests.persist.harness.checkpoints import differences
 from tests.trainer.layouts import BF16, PP2, train
 from tests.trainer.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
-HELD_TRAINER = str(Path(__file__).with_name("held_trainer.py"))
+HELD_TRAINER = str(Path(__file__).parent / "harness" / "held_trainer.py")
 DUE = "--eval-interval 4 --eval-iters 1 --save-interval 4"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from deadpool_megatron.trainer import __main__ as trainer
 from deadpool_megatron.trainer import loop
-from tests.persist.holding import Waits, hold, waits_of
+from tests.persist.harness.holding import Waits, hold, waits_of
 
 _train_step = loop.TrainingLoop.train_step
 

@@ -15,8 +15,8 @@ from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.trainer import __main__ as trainer
 from deadpool_megatron.trainer import loop, model
-from tests.persist.held_trainer import held
-from tests.persist.holding import waits_of
+from tests.persist.harness.held_trainer import held
+from tests.persist.harness.holding import waits_of
 
 _build_chunk = model._build_chunk
 _build_detached = EpochEntry.build_detached

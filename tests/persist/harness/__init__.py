@@ -1,0 +1,1 @@
+"""What the tests of exports share: programs that are held at points, a world without processes."""
