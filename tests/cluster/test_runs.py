@@ -121,6 +121,8 @@ def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
         send(first["pid"], signal.SIGSTOP)
         run.wait_for("another one", lambda: read_json(run.run.coordinator)["pid"] != first["pid"])
         run.wait_for("all agents", lambda: any("stays open" in text for text in _texts(run)))
+        # An agent goes over when it hears its welcome, and tells the old one until then.
+        run.wait_for("all to beat for the new one", lambda: _beating(run) == {0, 1})
         woken = time.time()
         os.kill(first["pid"], signal.SIGCONT)
         logs = [run.run.log(f"node{node}-standby") for node in (0, 1)]
@@ -130,6 +132,15 @@ def test_stopped_coordinator_is_replaced_by_one_on_another_port_and_steps_down(
         assert not [event for event in told if event["wall_seconds"] > woken]
         final = run.finish()
     assert final["recoveries"] == []
+
+
+def _beating(run: Run) -> set[int]:
+    """Nodes whose beats the coordinator of now has heard."""
+    answer = deadpool("status", str(run.run.path), "--json")
+    if answer.returncode:
+        return set()  # it is not there yet
+    roles = json.loads(answer.stdout)["roles"].values()
+    return {role["seat"][0] for role in roles if role["section"] != "unknown"}
 
 
 @pytest.mark.full
