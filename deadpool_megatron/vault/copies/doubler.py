@@ -10,8 +10,6 @@ it is there twice. What a role restores from its second copy comes into its own 
 
 from __future__ import annotations
 
-import xxhash
-
 from deadpool_megatron import failpoints
 from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.vault.core import room
@@ -75,22 +73,13 @@ class Doubler(Sender):
             state.release(segment, slot)
 
     def _copy(self, place: Place, segment: Segment, slot: int) -> bool:
-        """Copy and seal a part; False when its source turns out to be damaged.
-
-        The kernel copies (the interpreter lock is free meanwhile), and what has arrived is hashed
-        while it is in the cache.
-        """
+        """Copy and seal a part; False when its source turns out to be damaged."""
         state = self._state
         if not state.open_part(segment, slot, place.name, self._epoch):
             raise WireError("the epoch was closed")
-        target, digest = segment.data(slot, place.name, place.nbytes), xxhash.xxh3_64()
-        for start in range(0, place.nbytes, state.settings.chunk_bytes):
-            if not self._going():
-                raise WireError("the epoch was closed")
-            piece = target[start : start + state.settings.chunk_bytes]
-            place.segment.read_into(place.slot, place.name, start, piece)
-            digest.update(piece)
-        if digest.intdigest() != place.checksum:
+        target = segment.data(slot, place.name, place.nbytes)
+        found = place.copy_into(target, state.settings.chunk_bytes, self._require_open)
+        if found != place.checksum:
             self._examine(place)
             return False
         sealed = state.seal_copy(
@@ -101,3 +90,7 @@ class Doubler(Sender):
         state.reports.counters["bytes doubled"] += place.nbytes
         state.fail_point_corrupt("vault.doubled", place.segment, place.slot, [place.name])
         return True
+
+    def _require_open(self) -> None:
+        if not self._going():
+            raise WireError("the epoch was closed")

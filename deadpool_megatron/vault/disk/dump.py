@@ -104,13 +104,14 @@ def _dump_role(
     try:
         good = {what: _intact(state, places) for what, places in found.items()}
         kept = {what: place for what, place in good.items() if place is not None}
-        if any(g == generation for g, _ in kept):
+        is_whole = any(g == generation for g, _ in kept)
+        if is_whole:
             _write_dump(path, layout, generation, kept, state.settings.chunk_bytes)
     finally:
         with state.lock:
             for place in (place for places in found.values() for place in places):
                 state.table.unpin(place)
-    return path if kept else None
+    return path if is_whole else None
 
 
 def _led_from(

@@ -79,6 +79,6 @@ class Interface:
     def _ip_bytes(self) -> int:
         for line in self._counters.read_text().splitlines():
             name, _, columns = line.partition(":")
-            if name.strip() == self.name:
-                return int(columns.split()[_SENT_BYTES])
-        raise OSError("there is no such interface any more")
+            if name.strip() == self.name and len(counts := columns.split()) > _SENT_BYTES:
+                return int(counts[_SENT_BYTES])
+        raise OSError("there is no such interface any more, or it counts nothing")

@@ -20,8 +20,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
-
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -56,6 +54,10 @@ _PAUSE_SECONDS = 0.05
 
 class _Hopeless(Exception):
     """This source cannot give the part, now or later."""
+
+
+class _NoSlotYet(ConnectionError):
+    """A thread of a closed epoch still holds the slot; as good as a source that is away."""
 
 
 class _Wanted(NamedTuple):
@@ -111,14 +113,16 @@ class Obtainer:
         epoch was closed.
         """
         deadline = time.monotonic() + self._state.settings.restore_seconds
-        if self._record.restore.kind == "dump":
-            wanted = self._wanted_of_dump(layout)
-        else:
-            wanted = self._wanted(layout)
         try:
+            is_dump = self._record.restore.kind == "dump"
+            wanted = self._wanted_of_dump(layout) if is_dump else self._wanted(layout)
             return {
                 text: self._obtain_part(layout, one, deadline, text) for text, one in wanted.items()
             }
+        except OSError as error:  # the directory of a dump cannot be read
+            why = f"{self._record.restore.path}: {error.strerror or error}"
+            here = (self._state.node, self._role, why)
+            raise RestoreUnavailable(self._extras, (here,)) from error
         finally:
             self.close()
 
@@ -198,10 +202,7 @@ class Obtainer:
                     if time.monotonic() > deadline:
                         sources.remove(source)
                         tried.append((source.node, source.role, f"unreachable: {error}"))
-            with self._state.changed:
-                self._state.changed.wait_for(
-                    lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
-                )
+            self._pause()
         if self._record.restore.kind == "dump":
             return self._load(layout, wanted, deadline, text)
         recipe = self._record.restore.recipes.get(self._role)
@@ -235,13 +236,7 @@ class Obtainer:
         with self._target(layout, wanted) as (segment, slot):
             room.require_fit(segment, {wanted.name: place.nbytes})
             self._open(segment, slot, wanted.name)
-            target, source = segment.data(slot, wanted.name, place.nbytes), place.view
-            digest, size = xxhash.xxh3_64(), self._state.settings.chunk_bytes
-            for start in range(0, place.nbytes, size):
-                self._require_open()
-                target[start : start + size] = source[start : start + size]
-                digest.update(target[start : start + size])
-            found = digest.intdigest()
+            found = self._copied(place, segment, slot)
             if found != place.checksum:
                 return found
             return self._seal(segment, slot, wanted.name, place.nbytes, place.checksum)
@@ -306,8 +301,7 @@ class Obtainer:
                 source, why = self._slot_of(dumped, layout, wanted)
                 if source is not None:
                     try:
-                        with self._target(layout, wanted) as (segment, slot):
-                            place = self._read(dumped, source, segment, slot, wanted.name)
+                        place = self._read_patiently(dumped, source, layout, wanted, deadline)
                     except OSError as error:  # its disk fails: on to the next place
                         place, why = None, f"{type(error).__name__}: {error}"
                     if place is not None:
@@ -345,26 +339,41 @@ class Obtainer:
                 return slot, "checksum does not match"
         return None, "not in the file"
 
+    def _read_patiently(
+        self, dumped: Segment, source: int, layout: RoleLayout, wanted: _Wanted, deadline: float
+    ) -> Place | None:
+        """Read a part as soon as there is a slot; None when its bytes are damaged. Raises OSError
+        when its disk fails, or when no slot is free at the deadline."""
+        while True:
+            try:
+                with self._target(layout, wanted) as (segment, slot):
+                    return self._read(dumped, source, segment, slot, wanted.name)
+            except _NoSlotYet:
+                if time.monotonic() > deadline:
+                    raise
+            self._pause()
+            self._require_open()
+
     def _read(
         self, dumped: Segment, source: int, segment: Segment, slot: int, name: str
     ) -> Place | None:
         """Read a part into the slot; None when its bytes are damaged."""
-        state, entry = self._state, dumped.entry(source, name)
+        entry = dumped.entry(source, name)
         room.require_fit(segment, {name: entry.nbytes})
         self._open(segment, slot, name)
-        digest = xxhash.xxh3_64()
-        view, size = segment.data(slot, name, entry.nbytes), state.settings.chunk_bytes
-        for start in range(0, entry.nbytes, size):
-            self._require_open()
-            dumped.read_into(source, name, start, view[start : start + size])
-            digest.update(view[start : start + size])
-        found = digest.intdigest()
-        if found == entry.checksum:
-            return self._seal(segment, slot, name, entry.nbytes, entry.checksum)
-        where = str(dumped.path)
-        generation = dumped.generation(source)
-        state.reports.corruption(self._role, generation, name, where, entry.checksum, found)
+        place = Place(dumped, source, name, entry.nbytes, entry.checksum, entry.epoch)
+        found = self._copied(place, segment, slot)
+        if found == place.checksum:
+            return self._seal(segment, slot, name, place.nbytes, place.checksum)
+        generation, where = dumped.generation(source), str(dumped.path)
+        self._state.reports.corruption(self._role, generation, name, where, place.checksum, found)
         return None
+
+    def _copied(self, place: Place, segment: Segment, slot: int) -> int:
+        """Copy a part into a slot; returns the checksum of what has arrived. Raises VaultError at
+        a close: the member of the next epoch must not wait for the slot of this."""
+        target = segment.data(slot, place.name, place.nbytes)
+        return place.copy_into(target, self._state.settings.chunk_bytes, self._require_open)
 
     def _open(self, segment: Segment, slot: int, name: str) -> None:
         if not self._state.open_part(segment, slot, name, self._record.epoch):
@@ -375,8 +384,14 @@ class Obtainer:
             raise self._closed()
         return Place(segment, slot, name, nbytes, digest, self._record.epoch)
 
+    def _pause(self) -> None:
+        """Before asking again; a close ends it."""
+        with self._state.changed:
+            self._state.changed.wait_for(
+                lambda: not self._state.is_open(self._record.epoch), timeout=_PAUSE_SECONDS
+            )
+
     def _require_open(self) -> None:
-        """Also between pieces: the member of the next epoch must not wait for the slot of this."""
         if not self._state.is_open(self._record.epoch):
             raise self._closed()
 
@@ -398,7 +413,7 @@ class Obtainer:
             segment = room.ensure_own(state, layout, self._seat, epoch=epoch)
         slot = state.claim(segment, generation, epoch)
         if slot is None:
-            raise ConnectionError("no slot is free yet")
+            raise _NoSlotYet("no slot is free yet")
         try:
             if lead is not None:
                 room.reserve(state, segment, (lead,), slot, generation)

@@ -133,6 +133,10 @@ class RoleWorker(threading.Thread):
     def _restore(self, layout: RoleLayout) -> None:
         with self._lock:
             wanted = bool(self._waiting)
+        if not wanted and self._is_over():
+            # What was recomputed from is gigabytes, and mapped as long as somebody holds it.
+            self._outcome = None
+            return
         rotten = self._rotten()
         if rotten:
             self._outcome = None
@@ -147,6 +151,12 @@ class RoleWorker(threading.Thread):
                 if rotten:  # nobody asks for it, but the gate waits: another epoch is needed
                     self._state.on_bad(self._role, self._record.restore.generation, rotten)
         self._answer(self._outcome)
+
+    def _is_over(self) -> bool:
+        """Whether something newer than what was restored is committed: nobody asks for it again."""
+        with self._state.lock:
+            committed = self._state.committed.get(self._role)
+        return committed is not None and committed[0] > self._record.restore.generation
 
     def _rotten(self) -> str:
         """A part that was restored, and found damaged before it could be sent on; empty if none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +11,24 @@ import numpy as np
 import pytest
 
 from deadpool_megatron.events import Kind
-from deadpool_megatron.layout.records import Generation, Inventory, Restore, Seat
+from deadpool_megatron.layout.records import (
+    EpochRecord,
+    Generation,
+    Inventory,
+    NodeAddress,
+    Restore,
+    Seat,
+)
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom
 from deadpool_megatron.vault.memory.budget import allocated_bytes
+from deadpool_megatron.vault.role.worker import RoleWorker
 from deadpool_megatron.vault.shm.geometry import segment_bytes
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import Segment, SlotState
+from deadpool_megatron.vault.shm.table import Place
+from tests.vault.fake_network import FakeNetwork
 from tests.vault.harness import (
     Cluster,
     Member,
@@ -253,3 +267,25 @@ def test_the_own_slots_are_all_that_a_restore_needs(
         else:
             with pytest.raises(NoRoom, match="raise --deadpool-memory-gb"):
                 fresh.client.register(layouts[1], 2)
+
+
+def test_what_was_restored_is_let_go_when_there_is_something_newer(tmp_path: Path) -> None:
+    """A chain of steps lies in other files; while anybody holds it, its memory is not free."""
+    state = VaultState(0, tmp_path, Settings(), lambda _: None)
+    seat = Seat(0, 0, 0)
+    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 0) for node in range(2)}
+    record = EpochRecord(2, {0: seat}, nodes, Restore("memory", FIRST), replicas=1)
+    state.adopt(record)
+    layout = LAYOUTS[0]
+    segment = Segment.create(tmp_path / copy_name(0), layout, None, ("shard",))
+    worker = RoleWorker(state, FakeNetwork().transport("a", 1, 1.0), record, 0, seat)
+    worker._outcome = {"a step": Place(segment, 0, "shard", 1, 0, 2)}
+    held = weakref.ref(segment)
+    del segment
+    state.committed[0] = FIRST, "step"
+    worker._restore(layout)
+    assert held() is not None, "it may have to be sent once more"
+    state.committed[0] = Generation(2, FIRST.iteration + 1), "step"
+    worker._restore(layout)
+    gc.collect()
+    assert held() is None

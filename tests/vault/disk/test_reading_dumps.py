@@ -1,0 +1,111 @@
+"""A vault restores from the files of a dump, whose file system may be slow or away."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
+from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.vault.core.state import VaultState
+from deadpool_megatron.vault.disk.dump import dump
+from deadpool_megatron.vault.errors import RestoreUnavailable
+from deadpool_megatron.vault.role.restore import Obtainer
+from deadpool_megatron.vault.shm.names import own_name
+from deadpool_megatron.vault.shm.segment import Segment, SlotState, checksum
+from deadpool_megatron.vault.shm.table import Place
+from tests.vault.fake_network import FakeNetwork
+from tests.vault.harness import make_layout
+
+LAYOUT = make_layout(0, nbytes=100)
+NAMES = ["shard", "tail", "extras@step"]
+GENERATION = Generation(1, 4)
+SEAT = Seat(0, 0, 0)
+
+
+def _record(epoch: int, restore: Restore) -> EpochRecord:
+    nodes = {node: NodeAddress("h", 1, f"rack{node}", node > 0) for node in range(2)}
+    return EpochRecord(epoch, {0: SEAT}, nodes, restore, replicas=1)
+
+
+def _vault(directory: Path, record: EpochRecord) -> VaultState:
+    directory.mkdir()
+    state = VaultState(0, directory, Settings(), lambda _: None)
+    state.adopt(record)
+    return state
+
+
+def _obtainer(state: VaultState, record: EpochRecord) -> Obtainer:
+    return Obtainer(state, FakeNetwork().transport("a", 1, 1.0), record, 0)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> VaultState:
+    """A vault of a closed epoch that holds the generation."""
+    state = _vault(tmp_path / "before", _record(1, Restore("initial", Generation(1, 0))))
+    path = tmp_path / "before" / own_name(0, SEAT)
+    segment = Segment.create(path, LAYOUT, SEAT, NAMES)
+    state.table.segments[path.name] = segment
+    segment.open_slot(0, GENERATION, 1)
+    for name in NAMES:
+        segment.seal_part(0, name, 10, checksum(segment.data(0, name, 10)), 1)
+    assert segment.state(0) is SlotState.SEALED
+    state.close(1)
+    return state
+
+
+def _from_dump(writer: VaultState, tmp_path: Path) -> Restore:
+    dump(writer, tmp_path / "dump", GENERATION, "step", None)
+    return Restore("dump", GENERATION, path=str(tmp_path / "dump"))
+
+
+def test_a_part_is_read_when_a_slot_is_free(writer: VaultState, tmp_path: Path) -> None:
+    """A thread of the epoch before stands in a read of a slow disk, and has the slot."""
+    restore = _from_dump(writer, tmp_path)
+    record = _record(2, restore)
+    state = _vault(tmp_path / "after", record)
+    with _obtainer(state, record)._target(LAYOUT):
+        state.close(2)
+        record = _record(3, restore)
+        state.adopt(record)
+        found: list[dict[str, Place]] = []
+        obtainer = _obtainer(state, record)
+        restoring = threading.Thread(target=lambda: found.append(obtainer.obtain(LAYOUT)))
+        restoring.start()
+        restoring.join(0.5)
+        assert restoring.is_alive(), "it waits"
+    restoring.join(20)
+    (places,) = found
+    assert {place.name for place in places.values()} == set(NAMES)
+
+
+def test_a_file_system_that_is_away_costs_a_restore_and_no_vault(
+    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = _record(2, _from_dump(writer, tmp_path))
+    state = _vault(tmp_path / "after", record)
+
+    def stale(*_: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "glob", stale)
+    with pytest.raises(RestoreUnavailable, match="Stale file handle"):
+        _obtainer(state, record).obtain(LAYOUT)
+
+
+def test_a_file_that_was_not_written_is_not_named(
+    writer: VaultState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of the generation is intact, but something that leads to it."""
+    (segment,) = writer.table.segments.values()
+    segment.open_slot(1, Generation(1, 3), 1)
+    segment.seal_part(1, "shard", 10, checksum(segment.data(1, "shard", 10)), 1)
+    for name in NAMES:
+        segment.data(0, name)[0] ^= 0xFF
+    led = [(Generation(1, 3), "shard")]
+    monkeypatch.setattr("deadpool_megatron.vault.disk.dump._led_from", lambda *_: led)
+    assert dump(writer, tmp_path / "dump", GENERATION, "step", [0]) == []
+    assert not list((tmp_path / "dump").iterdir())
