@@ -50,6 +50,7 @@ from typing import TypeVar
 from deadpool_megatron import failpoints
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.hooks.generations.pinning import PinnedSlots
+from deadpool_megatron.hooks.generations.slot_views import SlotViews
 from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
@@ -129,6 +130,7 @@ class Protection:
         # Whose state the coming updates begin from; None until there is one in this epoch.
         self._previous: Generation | None = None
         self._writer: SlotWriter | None = None
+        self._views = SlotViews()
         self._copies: dict[int, CopyHandle] = {}
         # Newest last: (generation, boundary) that the gate may have to see committed.
         self._pending: deque[tuple[Generation, str]] = deque(maxlen=settings.max_lag + 1)
@@ -206,7 +208,9 @@ class Protection:
     def updated(self, index: int) -> None:
         """Inner update ``index`` is done: start copying its part into the idle slot."""
         if self._epoch and self._upcoming_is_due and index not in self._copies:
-            self._start_copy(index)
+            part = self._parts[index]
+            views = self._views.of(part, self._slot())
+            self._copies[index] = self._platform.side_copy(views, part.tensors)
 
     def complete(self, extras: bytes, boundary: str = "step") -> None:
         """The due iteration announced last is over; ``extras`` are its encoded extras, as they are
@@ -287,7 +291,7 @@ class Protection:
         )
         chosen = [part for part in self._parts if part.name in sums]
         for part in chosen:
-            copy = self._platform.side_copy(part.views(writer.part(part.name)), part.tensors)
+            copy = self._platform.side_copy(self._views.of(part, writer), part.tensors)
             self._await_copy(copy, "the copy of a recomputed generation into its slot")
         for part in chosen:
             found = part.nbytes, checksum(writer.part(part.name))
@@ -376,11 +380,6 @@ class Protection:
                         f" {self._epoch} for {self._settings.close_seconds:g} s"
                     ) from error
             time.sleep(_FROZEN_PAUSE_SECONDS)
-
-    def _start_copy(self, index: int) -> None:
-        part = self._parts[index]
-        target = part.views(self._slot().part(part.name))
-        self._copies[index] = self._platform.side_copy(target, part.tensors)
 
     def _check_room(self, extras: bytes, boundary: str) -> None:
         capacity = next(p.nbytes for p in self.layout.parts if p.name == extras_part(boundary))

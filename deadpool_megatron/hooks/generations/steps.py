@@ -25,9 +25,10 @@ from deadpool_megatron.hooks.generations.replay import (
     rehearse,
     used_values,
 )
+from deadpool_megatron.hooks.generations.slot_views import SlotViews
 from deadpool_megatron.layout.records import Generation, PartInfo
 from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part, step_parts
-from deadpool_megatron.platform.base import CopyHandle, Platform, host_range
+from deadpool_megatron.platform.base import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.member.client import SlotWriter, VaultClient
@@ -70,7 +71,7 @@ class StepKeeper:
         self._copies: dict[int, CopyHandle] = {}
         self._reading: list[CopyHandle] = []
         # They keep the mapping of the segment, so no other memory can get its address.
-        self._views: dict[tuple[str, int], list[Tensor]] = {}
+        self._views = SlotViews()
 
     def layout_parts(self, role: int) -> list[PartInfo]:
         """The parts that a slot needs for steps."""
@@ -97,7 +98,7 @@ class StepKeeper:
         into: list[Tensor] = []
         sources: list[Tensor] = []
         absent = []
-        views = self._views_of(part, writer)
+        views = self._views.of(part, writer)
         for number, (parameter, view) in enumerate(zip(parameters_of(inner), views, strict=True)):
             if parameter.grad is None:
                 absent.append(number)
@@ -106,14 +107,6 @@ class StepKeeper:
                 sources.append(parameter.grad)
         self._updates[index] = InnerUpdate(used_values(inner), tuple(absent))
         self._copies[index] = self._platform.side_copy(into, sources)
-
-    def _views_of(self, part: Part, writer: SlotWriter) -> list[Tensor]:
-        """Made once for each slot: there may be thousands."""
-        buffer = writer.part(part.name)
-        place = part.name, host_range(buffer)[0]
-        if place not in self._views:
-            self._views[place] = part.views(buffer)
-        return self._views[place]
 
     def order_copies(self, await_copy: Callable[[Callable[[float], bool]], None]) -> None:
         """Before the next iteration may overwrite gradients. On a device nobody waits here but its
@@ -182,7 +175,7 @@ class StepKeeper:
         difference = ""
         for index, update in updates.items():
             shard, inner = self._shards[index], self._inner[index]
-            gradients = self._views_of(self.gradients[index], writer)
+            gradients = self._views.of(self.gradients[index], writer)
             try:
                 found = rehearse(
                     inner, update, shard, before[index], gradients, writer.part(shard.name)
