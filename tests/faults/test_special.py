@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator.reporting.run_files import DETAIL_VARIABLE
+from deadpool_megatron.events import Event, Kind
 from tests.faults.harness import layouts
 from tests.faults.harness.cells import EVALUATION_INTERVAL
 from tests.faults.harness.jobs import (
     Outcome,
     assert_unnoticed,
+    await_event,
     fault,
     recomputed,
     reference,
@@ -224,6 +228,29 @@ def test_evaluation_on_one_replica_and_a_save_on_some_roles(tmp_path: Path) -> N
     ]
     outcome = strike(tmp_path, plan, flags=EVALUATION)
     assert [e["iteration"] for e in outcome.final["evaluations"]] == [4, 8, 12]
+
+
+def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the copies of the iteration before had time to leave: they go at once, and not at its
+    end."""
+    monkeypatch.setenv(DETAIL_VARIABLE, "all")  # each commit of each role is told
+    directory = tmp_path / "run"
+    held = fault("held", "backward", when_role=0, when_iteration=5, signal="STOP")
+
+    def committed(role: int) -> Callable[[Event], bool]:
+        return lambda e: (e.kind, e.role, e.iteration) == (Kind.COMMITTED, role, 4)
+
+    def kill() -> None:
+        for role in range(LAYOUT.roles):
+            await_event(directory, committed(role))
+        command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), "--node", "0"]
+        subprocess.run(command, check=True, timeout=60)
+
+    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], spares=1, when_stepping=(4, kill))
+    assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
+    assert recomputed(outcome) == [0]
 
 
 def test_drain_swaps_a_node_and_recomputes_nothing(tmp_path: Path) -> None:
