@@ -248,7 +248,9 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
         command = [sys.executable, "-m", "deadpool_megatron", "kill", str(directory), "--node", "0"]
         subprocess.run(command, check=True, timeout=60)
 
-    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], spares=1, when_stepping=(4, kill))
+    patient = "--deadpool-freeze-seconds 60 --deadpool-node-silence-seconds 60"
+    options = {"spares": 1, "settings": patient, "when_stepping": (4, kill)}
+    outcome = run_job(directory, LAYOUT, ITERATIONS, [held], **options)
     assert_unnoticed(outcome, reference(LAYOUT, ITERATIONS), [held])
     assert recomputed(outcome) == [0]
 
