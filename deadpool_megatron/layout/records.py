@@ -12,15 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from deadpool_megatron.layout.history import NO_LIMIT, History
+from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.schemes import ProtectionPlan
-
-# Moments after training iteration k at which extras are captured, in the order they happen.
-BOUNDARIES: tuple[str, ...] = ("step", "evaluation", "save", "validation", "test")
-
-
-def extras_part(boundary: str) -> str:
-    """Name of the part that holds the extras captured at ``boundary``."""
-    return f"extras@{boundary}"
 
 
 @dataclass(frozen=True, order=True)
@@ -83,7 +76,7 @@ class RoleLayout:
     @cached_property
     def shard_parts(self) -> tuple[str, ...]:
         """Names of the parts that are neither extras nor what recomputes an update."""
-        return tuple(p.name for p in self.parts if "@" not in p.name)
+        return tuple(p.name for p in self.parts if kind_of(p.name) is PartKind.SHARD)
 
     @cached_property
     def shape(self) -> tuple[int, int, int, tuple[tuple[str, int, int], ...]]:

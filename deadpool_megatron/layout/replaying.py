@@ -16,6 +16,13 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 
 from deadpool_megatron.layout.decision import BadPart
+from deadpool_megatron.layout.part_kinds import (
+    SUMS_PART,
+    UPDATE_PART,
+    PartKind,
+    gradients_part,
+    kind_of,
+)
 from deadpool_megatron.layout.records import (
     Generation,
     PartInfo,
@@ -24,35 +31,14 @@ from deadpool_megatron.layout.records import (
     Source,
 )
 
-_STEP = "step@"
-_GRADIENTS = "step@gradients."
-#: Values of the parameter groups as the update used them; of no bytes: no step for this generation.
-UPDATE_PART = "step@update"
-#: JSON: shard part -> [bytes, checksum] after the update. Written by the owner's vault.
-SUMS_PART = "step@sums"
 SUMS_BYTES = 4096
 #: What a member names when all bytes were intact and the replay gave other ones than the owner had.
 REPLAY = "replay"
 
 
-def gradients_part(shard_part: str) -> str:
-    """Name of the part with the gradients of an update of ``shard_part``."""
-    return _GRADIENTS + shard_part
-
-
-def shard_of(name: str) -> str | None:
-    """Inverse of :func:`gradients_part`; None for any other part."""
-    return name.removeprefix(_GRADIENTS) if name.startswith(_GRADIENTS) else None
-
-
-def is_step_part(name: str) -> bool:
-    """Whether a part belongs to a step."""
-    return name.startswith(_STEP)
-
-
 def keeps_steps(layout: RoleLayout) -> bool:
     """Whether slots of this layout have room for steps."""
-    return any(is_step_part(part.name) for part in layout.parts)
+    return any(kind_of(part.name) is PartKind.STEP for part in layout.parts)
 
 
 def step_parts(gradients: Mapping[str, PartInfo], update_bytes: int, role: int) -> list[PartInfo]:

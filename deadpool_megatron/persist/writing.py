@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from deadpool_megatron.layout.records import extras_part
+from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.persist import frozen_file
 from deadpool_megatron.persist.filling import FillingError, dtype_name, dtype_of, fill
 from deadpool_megatron.persist.frozen_file import FROZEN

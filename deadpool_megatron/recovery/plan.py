@@ -19,8 +19,8 @@ from deadpool_megatron.layout.decision import (
     is_kept,
 )
 from deadpool_megatron.layout.inventories import usual_layouts
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.records import (
-    BOUNDARIES,
     Decoding,
     Generation,
     Inventory,
@@ -30,7 +30,6 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
-    extras_part,
 )
 from deadpool_megatron.recovery.coded import CodedShelf
 from deadpool_megatron.recovery.replays import replay

@@ -8,14 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, Replay, RoleLayout, Source
-from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
-    chain,
-    gradients_part,
-    keeps_steps,
-)
+from deadpool_megatron.layout.replaying import chain, keeps_steps
 
 # Role, part, generation -> places, best first; none for a part that the role does not have.
 Places = Callable[[int, str, Generation], tuple[Source, ...]]

@@ -26,14 +26,8 @@ from deadpool_megatron.cluster.member.link import Handlers, MemberLink, StopOrde
 from deadpool_megatron.cluster.member.store import StoreError
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.group_names import group_name
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    EpochRecord,
-    Generation,
-    PartInfo,
-    RoleLayout,
-    extras_part,
-)
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.records import EpochRecord, Generation, PartInfo, RoleLayout
 from deadpool_megatron.vault.errors import Frozen, Interrupted, RestoreUnavailable
 from deadpool_megatron.vault.member.client import VaultClient
 from deadpool_megatron.wire.readiness import readable

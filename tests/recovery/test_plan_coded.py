@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.places.parity import MEMBERS, ParityPlacement
 from deadpool_megatron.layout.records import (
     Decoding,
@@ -20,7 +21,6 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
     Source,
-    extras_part,
 )
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore

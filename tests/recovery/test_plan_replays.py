@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT, BadPart, NoRestore, RestoreQuery
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import (
     Generation,
     Holding,
@@ -19,15 +20,7 @@ from deadpool_megatron.layout.records import (
     Seat,
     Source,
 )
-from deadpool_megatron.layout.replaying import (
-    REPLAY,
-    SUMS_PART,
-    UPDATE_PART,
-    gradients_part,
-    key,
-    step_parts,
-    suspects,
-)
+from deadpool_megatron.layout.replaying import REPLAY, key, step_parts, suspects
 from deadpool_megatron.recovery.plan import choose_restore
 
 WHOLE = frozenset({"shard0", "extras@step"})

@@ -24,6 +24,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT, NoRestore, RestoreQuery
+from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.places.copies import missing_copies
 from deadpool_megatron.layout.records import (
     EpochRecord,
@@ -35,7 +36,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.replaying import gradients_part, key, step_parts
+from deadpool_megatron.layout.replaying import key, step_parts
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.settings import Settings

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron.layout.decision import NO_LIMIT, RestoreQuery
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -17,14 +18,7 @@ from deadpool_megatron.layout.records import (
     RoleLayout,
     Seat,
 )
-from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
-    gradients_part,
-    key,
-    step_parts,
-    unpack_sums,
-)
+from deadpool_megatron.layout.replaying import key, step_parts, unpack_sums
 from deadpool_megatron.layout.schemes import Kind, ProtectionPlan, Scheme
 from deadpool_megatron.recovery.plan import choose_restore
 from deadpool_megatron.vault.errors import VaultError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from deadpool_megatron.layout.records import BOUNDARIES, PartInfo, RoleLayout, extras_part
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.records import PartInfo, RoleLayout
 from deadpool_megatron.state.packing import Part
 
 

@@ -53,7 +53,8 @@ from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.slot_views import SlotViews
 from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.layout.cadence import is_due
-from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
+from deadpool_megatron.layout.part_kinds import extras_part
+from deadpool_megatron.layout.records import Generation, RoleLayout
 from deadpool_megatron.platform.base import CopyFailedError, CopyHandle, Platform
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.packing import Part

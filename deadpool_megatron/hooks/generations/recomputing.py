@@ -13,15 +13,9 @@ from typing import Any
 from deadpool_megatron.hooks.generations.optimizer import ShardState, inner_optimizers
 from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.hooks.generations.replay import InnerUpdate, parameters_of, replay
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
-    from_key,
-    gradients_part,
-    key,
-    unpack_sums,
-)
+from deadpool_megatron.layout.replaying import from_key, key, unpack_sums
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part
 from deadpool_megatron.vault.member.client import RestoredParts

@@ -26,8 +26,9 @@ from deadpool_megatron.hooks.generations.replay import (
     used_values,
 )
 from deadpool_megatron.hooks.generations.slot_views import SlotViews
+from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, PartInfo
-from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part, step_parts
+from deadpool_megatron.layout.replaying import step_parts
 from deadpool_megatron.platform.base import CopyHandle, Platform
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.packing import Part

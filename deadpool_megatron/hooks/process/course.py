@@ -16,7 +16,8 @@ from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.hooks.process.own_time import OwnTimeMeter
 from deadpool_megatron.hooks.process.pause_point import PausePoint
 from deadpool_megatron.hooks.reports import Reports
-from deadpool_megatron.layout.records import BOUNDARIES, EpochRecord, Generation
+from deadpool_megatron.layout.part_kinds import BOUNDARIES
+from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.wire.readiness import readable
 
 _LOOK_SECONDS = 0.05

@@ -41,8 +41,9 @@ from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.hooks.leftovers import Leftovers
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
-from deadpool_megatron.layout.records import EpochRecord, Generation, extras_part
+from deadpool_megatron.layout.records import EpochRecord, Generation
 from deadpool_megatron.layout.replaying import REPLAY
 from deadpool_megatron.layout.schemes import may_recompute, recomputes
 from deadpool_megatron.persist.frozen_file import Wait

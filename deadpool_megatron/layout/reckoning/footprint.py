@@ -9,8 +9,9 @@ import mmap
 from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 
+from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.records import RoleLayout
-from deadpool_megatron.layout.replaying import generations_kept, gradients_part
+from deadpool_megatron.layout.replaying import generations_kept
 
 # Of the machine; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)

@@ -11,16 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, PartKind, extras_part, kind_of
 from deadpool_megatron.layout.places.copies import CopyPlacement, is_covered
 from deadpool_megatron.layout.places.parity import ParityPlacement, is_parity_role
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    EpochRecord,
-    Generation,
-    RoleLayout,
-    extras_part,
-)
-from deadpool_megatron.layout.replaying import is_step_part
+from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
 from deadpool_megatron.layout.schemes import Kind
 from deadpool_megatron.vault.core.steps import Steps
 
@@ -165,7 +159,7 @@ class Ledger:
         if not all(safe(name) for name in layout.shard_parts):
             return None
         if self._steps.follows(layout.role, generation) is not None and not all(
-            safe(name) for name in owed if is_step_part(name)
+            safe(name) for name in owed if kind_of(name) is PartKind.STEP
         ):
             return None
         reached = None
@@ -179,7 +173,7 @@ class Ledger:
 
     def _is_coded(self, name: str) -> bool:
         """Shard parts only: blocks are computed of nothing else (places.parity.parity_layout)."""
-        return "@" not in name and self._kind is Kind.PARITY
+        return kind_of(name) is PartKind.SHARD and self._kind is Kind.PARITY
 
     def _is_copied(self, layout: RoleLayout, name: str, replicas: tuple[int, ...]) -> bool:
         """Extras travel whole, whatever is done with the shards; so do steps, where they count."""

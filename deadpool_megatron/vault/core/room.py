@@ -19,9 +19,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout.cadence import successors_by
+from deadpool_megatron.layout.part_kinds import PartKind, kind_of
 from deadpool_megatron.layout.places.parity import is_parity_role
 from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import is_step_part, keeps_steps
+from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, VaultError
 from deadpool_megatron.vault.shm.names import own_name, steps_name
@@ -94,7 +95,7 @@ def ensure_copy(
 def _belong_to_step(
     state: VaultState, layout: RoleLayout, generation: Generation, names: Collection[str]
 ) -> bool:
-    if any(is_step_part(name) for name in names):
+    if any(kind_of(name) is PartKind.STEP for name in names):
         return True
     if any(name in layout.shard_parts for name in names):
         return False

@@ -13,16 +13,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, PartKind, kind_of, shard_of
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout
-from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
-    chain,
-    is_step_part,
-    keeps_steps,
-    pack_sums,
-    shard_of,
-)
+from deadpool_megatron.layout.replaying import chain, keeps_steps, pack_sums
 from deadpool_megatron.layout.schemes import recomputes
 from deadpool_megatron.vault.shm.segment import Segment, checksum
 from deadpool_megatron.vault.shm.table import SealedSlot
@@ -98,9 +91,8 @@ class Steps:
     def counts(self, layout: RoleLayout, generation: Generation, name: str) -> bool:
         """Whether part ``name`` of a generation has to reach the buddies."""
         step = self.follows(layout.role, generation) is not None
-        if not is_step_part(name):
-            return not step or "@" in name
-        return step
+        kind = kind_of(name)
+        return kind is PartKind.EXTRAS or step == (kind is PartKind.STEP)
 
     def _full_every(self, layout: RoleLayout) -> int:
         """1 when every generation travels whole."""

@@ -12,13 +12,9 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from deadpool_megatron.layout.records import Generation, RoleLayout, extras_part
-from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
-    gradients_part,
-    predecessor,
-)
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
+from deadpool_megatron.layout.records import Generation, RoleLayout
+from deadpool_megatron.layout.replaying import predecessor
 from deadpool_megatron.vault.core.state import VaultState
 from deadpool_megatron.vault.errors import NoRoom, SegmentError, VaultError
 from deadpool_megatron.vault.memory.limits import free_bytes

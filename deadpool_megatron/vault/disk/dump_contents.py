@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.places.parity import MEMBERS, is_parity_role, parity_numbers
-from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source, extras_part
-from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, chain, gradients_part
+from deadpool_megatron.layout.records import Decoding, Generation, RoleLayout, Source
+from deadpool_megatron.layout.replaying import chain
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.taken import Taken
 from deadpool_megatron.vault.errors import SegmentError, VaultError

@@ -7,13 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from deadpool_megatron.layout.decision import is_kept
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    Generation,
-    Restore,
-    RoleLayout,
-    extras_part,
-)
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.records import Generation, Restore, RoleLayout
 from deadpool_megatron.vault.disk.dump import dump_files
 from deadpool_megatron.vault.disk.dump_contents import (
     dumped_decodings,

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 
 from deadpool_megatron import failpoints
+from deadpool_megatron.layout.part_kinds import SUMS_PART
 from deadpool_megatron.layout.records import EpochRecord, Generation, RoleLayout, Seat
-from deadpool_megatron.layout.replaying import SUMS_PART, key, unpack_sums
+from deadpool_megatron.layout.replaying import key, unpack_sums
 from deadpool_megatron.vault.copies.doubler import Doubler
 from deadpool_megatron.vault.copies.shipper import Shipper
 from deadpool_megatron.vault.core.sender import Sender

@@ -15,14 +15,8 @@ from pathlib import Path
 
 import xxhash
 
-from deadpool_megatron.layout.records import (
-    BOUNDARIES,
-    Generation,
-    Holding,
-    RoleLayout,
-    Seat,
-    extras_part,
-)
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
+from deadpool_megatron.layout.records import Generation, Holding, RoleLayout, Seat
 from deadpool_megatron.layout.replaying import keeps_steps
 from deadpool_megatron.vault.errors import SegmentError
 from deadpool_megatron.vault.memory.budget import Budget

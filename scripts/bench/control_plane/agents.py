@@ -25,16 +25,15 @@ from deadpool_megatron.cluster.link.pacing import Pace, contact_seconds, is_told
 from deadpool_megatron.cluster.link.record_delta import apply, unpack
 from deadpool_megatron.events import Event, Kind
 from deadpool_megatron.layout.inventories import pack_inventory
+from deadpool_megatron.layout.part_kinds import BOUNDARIES, extras_part
 from deadpool_megatron.layout.places.copies import CopyPlacement
 from deadpool_megatron.layout.records import (
-    BOUNDARIES,
     EpochRecord,
     Generation,
     Holding,
     Inventory,
     PartInfo,
     RoleLayout,
-    extras_part,
 )
 from deadpool_megatron.layout.seats import SeatTable
 from deadpool_megatron.preflight.host import read_facts

@@ -18,7 +18,7 @@ from deadpool_megatron.hooks.generations.replay import (
     replay,
     used_values,
 )
-from deadpool_megatron.layout.replaying import gradients_part
+from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.state.packing import Part, move_into_arenas
 from tests.state.loading import load
 from tests.trainer.ranks import run_ranks
@@ -226,7 +226,6 @@ def train_and_replay(arguments: str) -> dict[str, Any]:
     )
     from deadpool_megatron.hooks.generations.steps import StepKeeper
     from deadpool_megatron.layout.records import Generation
-    from deadpool_megatron.layout.replaying import UPDATE_PART
     from deadpool_megatron.platform import select_platform
     from deadpool_megatron.state import extras as codec
     from deadpool_megatron.trainer.arguments import parse_args

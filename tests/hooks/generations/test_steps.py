@@ -11,8 +11,8 @@ import torch
 from deadpool_megatron.hooks.generations import steps
 from deadpool_megatron.hooks.generations.layouts import role_layout
 from deadpool_megatron.hooks.generations.steps import StepKeeper
+from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation
-from deadpool_megatron.layout.replaying import UPDATE_PART, gradients_part
 from deadpool_megatron.platform.base import CopyHandle
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.state.packing import Part

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, extras_part, gradients_part
 from deadpool_megatron.layout.records import (
     EpochRecord,
     Generation,
@@ -18,14 +19,10 @@ from deadpool_megatron.layout.records import (
     Restore,
     RoleLayout,
     Seat,
-    extras_part,
 )
 from deadpool_megatron.layout.replaying import (
-    SUMS_PART,
-    UPDATE_PART,
     chain,
     generations_kept,
-    gradients_part,
     pack_sums,
     step_parts,
     unpack_sums,

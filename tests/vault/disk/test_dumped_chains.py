@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deadpool_megatron.layout.decision import NO_LIMIT
+from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, PartInfo, RoleLayout
-from deadpool_megatron.layout.replaying import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.vault.disk.dump import generation_name
 from deadpool_megatron.vault.disk.dump_contents import taken_of_dump
 from deadpool_megatron.vault.disk.whole_dumps import newest_whole

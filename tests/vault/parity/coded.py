@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.places.parity import MEMBERS, Members, ParityGroup, parity_layout
-from deadpool_megatron.layout.records import Generation, RoleLayout, Seat, extras_part
+from deadpool_megatron.layout.records import Generation, RoleLayout, Seat
 from deadpool_megatron.vault.parity.erasure import Coder
 from deadpool_megatron.vault.shm.names import copy_name, own_name
 from deadpool_megatron.vault.shm.segment import Segment, checksum
