@@ -79,6 +79,17 @@ def ways(chains: Steps, layout: RoleLayout, count: int, first: int = 0) -> list[
     return [chains.follows(0, g(it)) is not None for it in range(first, first + count)]
 
 
+def test_a_month_of_steps_takes_no_memory() -> None:
+    """How 10^6 generations travel is remembered of those that slots still hold."""
+    chains, layout = Steps(), make_layout()
+    chains.begin(record())
+    chains.trust(0, True)
+    for iteration in range(1_000_000):
+        chains.decide(layout, g(iteration), has_step=True)
+    assert len(chains._ways) == 1
+    assert len(chains._ways[0].steps) <= layout.slots
+
+
 def begun(**options: object) -> Steps:
     chains = Steps()
     chains.begin(record(**options))  # type: ignore[arg-type]
