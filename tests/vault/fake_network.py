@@ -83,5 +83,11 @@ class FakeTransport(Transport):
             return None
         return SocketChannel(connection, self._deadline_seconds, None, "")
 
+    def await_one(self) -> Channel:
+        """The next connection, however long it takes to be dialled on a busy machine."""
+        while (channel := self.accept(_LOOK_SECONDS)) is None:
+            pass
+        return channel
+
     def close(self) -> None:
         self._network.forget(self._address)

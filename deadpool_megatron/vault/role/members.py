@@ -139,22 +139,21 @@ class MemberDialogue:
             committed = state.committed.get(self.role)
             if committed is not None and state.ledger is not None:
                 self.push_committed(*committed, state.ledger.released(self.layout))
-        self._poke()
+        worker = self._members.worker(self.role)
+        if worker is not None:
+            worker.poke()
 
     def _trust(self, matched: bool) -> None:
         """Whether a replay by this very process has given the bytes of its own update."""
         with self._state.lock:
             self._state.steps.trust(self.role, matched)
 
-    def _poke(self) -> None:
-        worker = self._members.worker(self.role)
-        if worker is not None:
-            worker.poke()
-
     def _handle(self, message: Mapping[str, Any]) -> None:
         kind = message.get("t")
         if kind == "filled":
-            self._poke()
+            worker = self._members.worker(self.role)
+            if worker is not None:
+                worker.seal()  # here: another thread would have to wake up first
         elif kind == "restore":
             self._wish = message
             self.resume()

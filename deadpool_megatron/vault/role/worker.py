@@ -1,7 +1,8 @@
 """The work for one role seated on this node in one epoch: restore, seal, have it shipped.
 
 Driven by what the slots say, not by messages: a message of the member only says "look again", so
-nothing is lost when the vault or the member dies between two steps.
+nothing is lost when the vault or the member dies between two steps. The thread that has got the
+message seals; that of the worker looks once a second whether there is anything left to seal.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class RoleWorker(threading.Thread):
         self._seat = seat
         self._wake = threading.Event()
         self._lock = threading.Lock()
+        self._sealing = threading.Lock()
         self._waiting: list[RestoreAnswer] = []
         self._layout: RoleLayout | None = None
         self._outcome: dict[str, Place] | VaultError | None = None
@@ -85,7 +87,7 @@ class RoleWorker(threading.Thread):
                 self._start_shippers(layout)
                 if self._record.restore.kind in ("memory", "dump"):
                     self._restore(layout)
-            self._seal()
+            self.seal()
             # The time limit bounds what a lost wake-up could cost.
             self._wake.wait(timeout=1.0)
         self.cut()
@@ -199,11 +201,15 @@ class RoleWorker(threading.Thread):
 
     # Sealing.
 
-    def _seal(self) -> None:
+    def seal(self) -> None:
+        """Seal what the member has finished; from any thread."""
         with self._state.lock:
             segment = self._state.table.own(self._role, self._seat)
-        if segment is None:
-            return
+        if segment is not None:
+            with self._sealing:
+                self._seal(segment)
+
+    def _seal(self, segment: Segment) -> None:
         for slot in sorted(range(segment.slots), key=segment.generation):
             names = self._filled(segment, slot)
             if names and self._state.is_open(self.epoch):

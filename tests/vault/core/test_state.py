@@ -303,8 +303,7 @@ def test_a_source_that_lacks_a_part_costs_no_memory(state: VaultState, tmp_path:
     before = set(tmp_path.glob("*.seg"))
 
     def refuse() -> None:
-        channel = theirs.accept(10.0)
-        assert channel is not None
+        channel = theirs.await_one()
         assert channel.receive()["t"] == "describe"
         channel.send({"t": "layout", "layout": None, "parts": [], "elsewhere": []})
         assert channel.receive()["t"] == "fetch"

@@ -205,7 +205,7 @@ def test_sums_are_not_written_after_a_close(
         return checksum(view)
 
     monkeypatch.setattr(workers, "checksum", slow)
-    worker._seal()
+    worker.seal()
     assert segment.state(0) is SlotState.WRITING
     assert segment.entry(0, SUMS_PART).state is PartState.ABSENT
 

@@ -23,8 +23,7 @@ def answering(transport: FakeTransport, node: int) -> Iterator[None]:
     """A vault that serves one prober until it leaves."""
 
     def serve() -> None:
-        channel = transport.accept(10.0)
-        assert channel is not None
+        channel = transport.await_one()
         try:
             while True:
                 probe.answer(channel, node, channel.receive())
