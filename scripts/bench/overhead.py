@@ -63,13 +63,15 @@ def run_protected(
     nproc_per_node: int = NPROC_PER_NODE,
     program: Sequence[str] = ("-m", "deadpool_megatron.trainer"),
     variables: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
 ) -> Measured:
-    """The training under ``deadpool run``, whose events tell of each step."""
+    """The training under ``deadpool run`` with these flags, whose events tell of each step."""
     directory = base / uuid.uuid4().hex
     command = [
         *(sys.executable, "-m", "deadpool_megatron", "run"),
         *("--nodes", str(nodes), "--spares", "0", "--nproc-per-node", str(nproc_per_node)),
-        *("--run-dir", str(directory), "--deadpool-cadence", "1", "--", *program),
+        *("--run-dir", str(directory), "--deadpool-cadence", "1", *flags),
+        *("--", *program),
     ]
     tail = EventTail(RunDirectory(directory).events)
 

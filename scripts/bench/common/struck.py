@@ -41,13 +41,15 @@ class Protected:
 
 def sizes_of(name: str) -> TrainerConfig:
     """The configuration of one size."""
-    return parse_args([f"@{ROOT / 'configs' / '20m.args'}", *_size_flags(name)])
+    return parse_args(size_flags(name))
 
 
-def _size_flags(name: str) -> list[str]:
+def size_flags(name: str) -> list[str]:
+    """Flags of the trainer that make a model of this size."""
     hidden, layers = SIZES[name]
     heads = str(hidden // 64)
     return [
+        f"@{ROOT / 'configs' / '20m.args'}",
         *("--hidden-size", str(hidden), "--num-layers", str(layers)),
         *("--num-attention-heads", heads, "--lr-warmup-iters", "1"),
     ]
@@ -56,7 +58,7 @@ def _size_flags(name: str) -> list[str]:
 def training_arguments(name: str, iterations: int) -> list[str]:
     """Flags of the trainer, the same with and without protection."""
     return [
-        *(f"@{ROOT / 'configs' / '20m.args'}", *_size_flags(name), "--log-interval", "1"),
+        *(*size_flags(name), "--log-interval", "1"),
         *("--pipeline-model-parallel-size", "2", "--use-distributed-optimizer"),
         *("--global-batch-size", str(TOKENS // sizes_of(name).seq_length)),
         *("--micro-batch-size", "2", "--train-iters", str(iterations)),
