@@ -51,7 +51,8 @@ class OnHost:
 @dataclass(frozen=True)
 class OnDevice:
     """A group on the device of one role: numbers of the operations that were enqueued, started and
-    completed. ``collective``: the same number is the same operation on all roles.
+    completed. ``collective``: the same number is the same operation on all roles; else collectives
+    and messages are counted apart, and a number may be that of either.
     """
 
     group: str
@@ -63,7 +64,7 @@ class OnDevice:
     @property
     def is_pending(self) -> bool:
         """Whether the device is not through with what it was given."""
-        return self.enqueued > self.completed
+        return self.enqueued != self.completed
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
     missing: dict[int, str] = {}
     for role, on in sorted(known.items()):
         for one in on:
-            if one.enqueued < newest.get(one.group, 0):
+            if one.collective and one.enqueued < newest.get(one.group, 0):
                 missing.setdefault(role, one.group)
     groups = set(missing.values())
     # Who waits in a group where somebody is missing is held up, and holds others up by that only.
@@ -233,7 +234,9 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
         role
         for role, on in known.items()
         for one in on
-        if one.is_pending and one.group in groups and one.enqueued >= newest.get(one.group, 0)
+        if one.is_pending
+        and one.group in groups
+        and not (one.collective and one.enqueued < newest[one.group])
     }
     roles = tuple(sorted(missing.keys() - held))
     if not roles:

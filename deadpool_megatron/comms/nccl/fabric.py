@@ -69,16 +69,17 @@ class NcclFabric(Fabric):
         return group
 
     def positions(self) -> Mapping[str, Position]:
-        found = self._numbers()
+        groups = list(self._groups)
+        found = read_positions(self._recorded(), {group.uid for group in groups})
         return {
-            group.place: Position(*found[group.name], group.is_collective)
-            for group in list(self._groups)
-            if group.name in found
+            group.place: Position(*found[group.uid], group.is_collective)
+            for group in groups
+            if group.uid in found
         }
 
-    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
-        """Group name -> numbers of operations enqueued, started, completed."""
-        return read_positions(ask_recorder(), {group.name for group in list(self._groups)})
+    def _recorded(self) -> bytes:
+        """The dump of the flight recorder, which has the groups of all epochs."""
+        return ask_recorder()
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
@@ -157,8 +158,9 @@ class NcclGroup(InnerGroup):
         self.epoch = epoch
         self.description = spec.description
         self.size = spec.size
-        self.name = spec.name
         self.place = spec.place
+        # What the flight recorder calls it.
+        self.uid = int(backend.uid)
         self._plain = plain
         self._backend = backend
         self._blocks = blocks

@@ -28,6 +28,8 @@ the day.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,6 +88,8 @@ def _at_once(communicator: FakeCommunicator) -> None:
 set_up: Callable[[FakeCommunicator], None] = _at_once
 
 JUNK_BYTE = 0x3C
+#: torch numbers the groups of a process, over all epochs
+_uids = itertools.count()
 _POLL_SECONDS = 0.01
 
 
@@ -95,18 +99,19 @@ class FakeNcclFabric(NcclFabric):
     def __init__(self, epoch: Epoch, address: str | None = None) -> None:
         super().__init__(epoch)
         self._gloo = GlooFabric(epoch, address)
-        self._communicators: dict[str, FakeCommunicator] = {}
+        self._communicators: list[FakeCommunicator] = []
 
     def _clock(self) -> FakeClock:
         return FakeClock()
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)
-        self._communicators[spec.name] = communicator
+        self._communicators.append(communicator)
         return communicator, communicator
 
-    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
-        return {name: one.numbers() for name, one in list(self._communicators.items())}
+    def _recorded(self) -> bytes:
+        status = {str(one.uid): one.recorded() for one in list(self._communicators)}
+        return json.dumps({"pg_status": status}).encode()
 
     def abort(self) -> None:
         super().abort()
@@ -166,6 +171,7 @@ class FakeCommunicator:
         self._launched = self._ended = 0
         self._in_set_up = False
         self.aborted = False
+        self.uid = next(_uids)
 
     # -- as a Backend ----------------------------------------------------------------------------
 
@@ -255,10 +261,14 @@ class FakeCommunicator:
         """An operation has come to its end by itself."""
         self._ended += 1
 
-    def numbers(self) -> tuple[int, int, int]:
-        """Operations enqueued, started and completed; they run one after the other."""
+    def recorded(self) -> dict[str, str]:
+        """What torch's flight recorder has of it; operations run one after the other."""
         launched, ended = self._launched, self._ended
-        return launched, min(launched, ended + 1), ended
+        return {
+            "last_enqueued_collective": str(launched or -1),
+            "last_started_collective": str(min(launched, ended + 1) or -1),
+            "last_completed_collective": str(ended or -1),
+        }
 
     def __del__(self) -> None:
         if self._stream is not None:

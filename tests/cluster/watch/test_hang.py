@@ -143,6 +143,8 @@ def on_device(
         ),
         # The device of role 1 hangs in a kernel of the model: what was enqueued after it waits.
         ([(("dp", 5, 5, 4),), (("dp", 5, 4, 4),)], (1,), "does not start what others are in"),
+        # A collective after nine messages, in a group of both: its number is the lower one.
+        ([(("pp", 1, 1, 9),), (("pp", 9, 9, 9),)], (1,), "role 1 has nothing to do"),
         # All are in it: no evidence.
         ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none is behind"),
         ([(("dp", 5, 5, 5),), (("dp", 5, 5, 5),)], (), "no device has anything to do"),
@@ -156,6 +158,19 @@ def test_on_devices_only_evidence_names_a_culprit(
     assert hang is not None
     assert hang.culprits == culprits
     assert words in hang.cause
+
+
+def test_the_number_of_a_message_is_held_against_nobody() -> None:
+    """Role 1 has sent messages in a group whose other roles have had collectives only."""
+    sent = OnDevice("dp", enqueued=2, started=2, completed=1, collective=False)
+    found = {
+        0: on_device(("dp", 5, 5, 4)),
+        1: RoleStatus("step", 7, None, 50, 11.0, (sent,)),
+        2: on_device(("dp", 5, 5, 4)),
+    }
+    hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == ()
 
 
 def test_nobody_is_named_as_long_as_one_device_is_not_known() -> None:
