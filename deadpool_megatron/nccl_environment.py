@@ -82,6 +82,13 @@ VARIABLES: tuple[Variable, ...] = (
         _OFF,
     ),
     Variable(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "0",
+        "after an error torch's watchdog sleeps four times as long, with a lock that each operation"
+        " takes as it is enqueued: the thread that trains would stand in it for a minute, and no"
+        " close of an epoch gets it out",
+    ),
+    Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
         "an error is told to all ranks through a store that outlives the epoch it belongs to",
@@ -156,6 +163,12 @@ REFUSED_VERSIONS: tuple[RefusedVersions, ...] = (
         " versions out)",
     ),
 )
+
+
+def is_needed(communicator: str) -> bool:
+    """Whether members need these values with this value of ``--deadpool-communicator``: what plays
+    NCCL reads some of them, too."""
+    return communicator != "gloo"
 
 
 def may_be_nccl(communicator: str) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.comms import EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
@@ -221,6 +225,47 @@ def peer_dies(member: Member) -> bool:
     assert len(member.faults) == 1
     assert member.comms.drain()
     return all_together(member, 1)
+
+
+STANDS_SECONDS = 1.0
+
+
+def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
+    """Whether a thread may enqueue; False: it stands still until the epoch is closed."""
+    os.environ.pop(fake_nccl.DUMP_MILLISECONDS, None)
+    if as_members_do:
+        nccl_environment.complete(os.environ)
+    member.init("nccl")
+    member.attach(0)
+    dist.barrier()
+    member.say(("ready", None))
+    if member.rank == 1:
+        member.order("never").wait(DEADLINE_SECONDS)
+    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for("the watchdog", work.exception)
+
+    enqueued = threading.Event()
+
+    def enqueue() -> None:
+        with contextlib.suppress(EpochClosed):
+            dist.all_reduce(torch.ones(1), async_op=True)
+        enqueued.set()
+
+    threading.Thread(target=enqueue).start()
+    went_on = enqueued.wait(DEADLINE_SECONDS / 2 if as_members_do else STANDS_SECONDS)
+    member.comms.interrupt(0)
+    assert enqueued.wait(DEADLINE_SECONDS / 2), "the abort lets it go"
+    return went_on
+
+
+@pytest.mark.parametrize("as_members_do", [True, False])
+def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do: bool) -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do))
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        assert ranks.results()[0] == as_members_do
 
 
 def all_together(member: Member, epoch: int) -> bool:

@@ -41,6 +41,7 @@ def test_what_members_get_is_not_refused() -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
         ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"),
         ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
         ("TORCH_NCCL_DESYNC_DEBUG", "1"),
     ],
@@ -113,6 +114,11 @@ def test_versions_that_cannot_abort_and_go_on_are_refused(
 )
 def test_only_what_may_be_nccl_gets_it(communicator: str, may: bool) -> None:
     assert nccl_environment.may_be_nccl(communicator) == may
+
+
+def test_what_plays_nccl_needs_what_nccl_needs() -> None:
+    assert nccl_environment.is_needed("fake-nccl")
+    assert not nccl_environment.is_needed("gloo")
 
 
 def test_the_docs_have_the_tables() -> None:

@@ -9,7 +9,8 @@ Modelled:
   operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
   that was complete before the abort has its result.
 * The watchdog of torch may notice a dead peer before our abort. The next wait for an operation that
-  has failed then aborts the communicator and raises; reading an output still hangs.
+  has failed then aborts the communicator and raises; reading an output still hangs. And it sleeps
+  over what it has noticed with a lock that enqueueing takes (:data:`DUMP_MILLISECONDS`).
 * What an operation does not write stays good: the part of an in-place all-gather that is the own
   input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
@@ -38,7 +39,7 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from threading import get_ident
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -86,6 +87,10 @@ def _at_once(communicator: FakeCommunicator) -> None:
 
 #: called while a communicator is set up; returns when it is
 set_up: Callable[[FakeCommunicator], None] = _at_once
+
+#: the variable of torch whose value, four times, is how long its watchdog holds the lock
+DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_DEFAULT_DUMP_MILLISECONDS = "15000"
 
 JUNK_BYTE = 0x3C
 #: torch numbers the groups of a process, over all epochs
@@ -170,6 +175,7 @@ class FakeCommunicator:
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
         self._in_set_up = False
+        self._noticed_at_seconds: float | None = None
         self.aborted = False
         self.uid = next(_uids)
 
@@ -221,6 +227,7 @@ class FakeCommunicator:
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
+        self._take_lock_of_watchdog()
         if self.aborted:
             raise dist.DistBackendError("the communicator was aborted")
         waited_for = is_asynchronous(args, kwargs)
@@ -256,6 +263,17 @@ class FakeCommunicator:
             ).start()
         self._launched += 1
         self._stream.put(work)
+
+    def _take_lock_of_watchdog(self) -> None:
+        if self._noticed_at_seconds is None:
+            return
+        held_seconds = 4e-3 * int(os.environ.get(DUMP_MILLISECONDS, _DEFAULT_DUMP_MILLISECONDS))
+        while not self.aborted and monotonic() < self._noticed_at_seconds + held_seconds:
+            sleep(_POLL_SECONDS)
+
+    def noticed(self) -> None:
+        """The watchdog has seen that an operation failed."""
+        self._noticed_at_seconds = self._noticed_at_seconds or monotonic()
 
     def ended(self) -> None:
         """An operation has come to its end by itself."""
@@ -353,6 +371,7 @@ class FakeWork:
         except RuntimeError as error:
             # A kernel whose peer is gone hangs until it is aborted; the watchdog knows better.
             if not self._communicator.aborted:
+                self._communicator.noticed()
                 self._error = dist.DistBackendError(str(error))
             return
         if isinstance(self.inner, SeveralWorks):
