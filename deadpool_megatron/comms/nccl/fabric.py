@@ -161,6 +161,7 @@ class NcclGroup(InnerGroup):
         self.place = spec.place
         # What the flight recorder calls it.
         self.uid = int(backend.uid)
+        self._device = spec.device
         self._plain = plain
         self._backend = backend
         self._blocks = blocks
@@ -179,7 +180,7 @@ class NcclGroup(InnerGroup):
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
         if operation == "barrier":
-            _ask_for_work(args, kwargs)
+            args, kwargs = (_barrier_options(args, kwargs, self._device),), {}
         try:
             inner = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
@@ -272,11 +273,23 @@ class NcclGroup(InnerGroup):
         self._backend = None
 
 
-def _ask_for_work(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Have a barrier answer a Work: else it holds the host where nobody sees it wait."""
-    for opts in (*args, *kwargs.values()):
-        if isinstance(opts, BarrierOptions):
-            opts.asyncOp = True
+def _barrier_options(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> BarrierOptions:
+    """What a barrier is called with: it answers a Work, else it holds the host where nobody sees it
+    wait, and is on the device of its group. Torch would take the current one of the thread: that is
+    the first one of the node where nobody has set it, and gets a context of this process.
+    """
+    opts = BarrierOptions()
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, BarrierOptions):
+            opts = given
+        elif isinstance(given, timedelta):
+            opts.timeout = given
+    opts.asyncOp = True
+    if opts.device is None or opts.device.index is None:
+        opts.device = device
+    return opts
 
 
 def _abort(backend: Any) -> None:
