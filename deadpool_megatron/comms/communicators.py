@@ -29,6 +29,7 @@ from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
 from deadpool_megatron.comms.inner import InnerGroup
 from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.comms.store import EpochStore
+from deadpool_megatron.platform import select_platform
 
 _c10d: Any = c10d
 
@@ -376,6 +377,8 @@ class Communicators(Observed):
         """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
         problem: str | None = None
         late = False
+        if self._kind != "gloo":
+            build = _entered(select_platform().thread_entry(), build)
         epoch.waits[get_ident()] = activity
         try:
             self._pool.call(build, epoch, deadline_seconds)
@@ -414,3 +417,11 @@ class Communicators(Observed):
             made[group] = inner
 
         return Job(group.spec().place, connect)
+
+
+def _entered(enter: Callable[[], None], build: Callable[[], None]) -> Callable[[], None]:
+    def enter_and_build() -> None:
+        enter()
+        build()
+
+    return enter_and_build
