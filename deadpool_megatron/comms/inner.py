@@ -54,11 +54,12 @@ class Position:
 
     ``collective``: the group has had no messages between two of its ranks, so that equal numbers
     mean the same operation on all ranks. Else a number is that of the last operation, whether it
-    was a collective or a message, and each of the two kinds is counted by itself.
+    was a collective or a message, and each of the two kinds is counted by itself. ``started``: None
+    where that is not known.
     """
 
     enqueued: int
-    started: int
+    started: int | None
     completed: int
     collective: bool = True
 

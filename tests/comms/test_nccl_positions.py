@@ -35,7 +35,7 @@ def recorded(**status: Any) -> bytes:
 
 def test_numbers_are_those_of_the_object_whatever_its_name() -> None:
     dump = recorded(**{"0": (-1, -1, -1), "3": (90, 90, 90), "11": (5, 5, 4)})
-    assert read_positions(dump, {0, 11, 12}) == {0: (0, 0, 0), 11: (5, 5, 4)}
+    assert read_positions(dump, {0, 11, 12}) == {0: (0, None, 0), 11: (5, 5, 4)}
     assert read_positions(recorded(**{"0": (1, 1, 1)}), {3}) == {}
 
 
@@ -105,6 +105,7 @@ def one_does_not_come(member: Member) -> Any:
     member.order("go").wait(DEADLINE_SECONDS)
     found = member.comms.positions()
     assert found is not None
+    assert [one.started for one in found.values()] == [None], "torch keeps no events of starts"
     answer = [(name, one.enqueued, one.completed, one.collective) for name, one in found.items()]
     if member.rank == 1:
         dist.all_reduce(torch.ones(1))

@@ -6,9 +6,9 @@ else fewest operations in all.
 
 Where operations run on a device (NCCL), the host waits in none of them: a role waits as long as its
 device has one pending. The culprit is then the role whose device has nothing to do, or has not been
-given the collective that its peers are in, or has it and does not come to start any. Without such
-evidence nobody is named: the epoch is closed, which ends all communication, and who does not leave
-it then is replaced by its agent.
+given the collective that its peers are in, or, where that is known, has it and does not come to
+start any. Without such evidence nobody is named: the epoch is closed, which ends all communication,
+and who does not leave it then is replaced by its agent.
 """
 
 from __future__ import annotations
@@ -52,12 +52,13 @@ class OnHost:
 class OnDevice:
     """A group on the device of one role: numbers of the operations that were enqueued, started and
     completed. ``collective``: the same number is the same operation on all roles; else collectives
-    and messages are counted apart, and a number may be that of either.
+    and messages are counted apart, and a number may be that of either. ``started``: None where it
+    is not known.
     """
 
     group: str
     enqueued: int
-    started: int
+    started: int | None
     completed: int
     collective: bool
 
@@ -65,6 +66,13 @@ class OnDevice:
     def is_pending(self) -> bool:
         """Whether the device is not through with what it was given."""
         return self.enqueued != self.completed
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the device is in what is pending; None: it is not known."""
+        if self.started is None or not self.collective:
+            return None
+        return self.started > self.completed
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,13 @@ class RoleStatus:
             device=None
             if beat.get("device") is None
             else tuple(
-                OnDevice(str(group), int(enqueued), int(started), int(completed), bool(same))
+                OnDevice(
+                    str(group),
+                    int(enqueued),
+                    None if started is None else int(started),
+                    int(completed),
+                    bool(same),
+                )
                 for group, enqueued, started, completed, same in beat["device"]
             ),
             host=tuple(
@@ -207,11 +221,11 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     absent, missed = _absent(known)
     if absent:
         return absent, f"{_name(absent)} did not enqueue {missed}, which others are in"
-    waiting = {role: any(one.started > one.completed for one in on) for role, on in pending.items()}
-    stuck = tuple(sorted(role for role, is_inside in waiting.items() if not is_inside))
-    if stuck and len(stuck) < len(busy):
+    inside = {role: {one.is_inside for one in on} for role, on in pending.items()}
+    stuck = tuple(sorted(role for role, found in inside.items() if found == {False}))
+    if stuck and any(True in found for found in inside.values()):
         return stuck, f"the device of {_name(stuck)} does not start what others are in"
-    return (), "every device is in a communication, none is behind the others"
+    return (), "every device waits in a communication, none is behind the others"
 
 
 def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...], str]:

@@ -287,7 +287,7 @@ def _barrier_options(
         elif isinstance(given, timedelta):
             opts.timeout = given
     opts.asyncOp = True
-    if opts.device is None or opts.device.index is None:
+    if getattr(opts.device, "index", None) is None:
         opts.device = device
     return opts
 

@@ -280,12 +280,11 @@ class FakeCommunicator:
         self._ended += 1
 
     def recorded(self) -> dict[str, str]:
-        """What torch's flight recorder has of it; operations run one after the other."""
-        launched, ended = self._launched, self._ended
+        """What torch's flight recorder has of it, without events at the start of operations."""
         return {
-            "last_enqueued_collective": str(launched or -1),
-            "last_started_collective": str(min(launched, ended + 1) or -1),
-            "last_completed_collective": str(ended or -1),
+            "last_enqueued_collective": str(self._launched or -1),
+            "last_started_collective": "-1",
+            "last_completed_collective": str(self._ended or -1),
         }
 
     def __del__(self) -> None:

@@ -5,7 +5,8 @@ them or not, and keeps for each group the numbers of the last one that was enque
 completed. Read in FlightRecorderDetail.hpp and ProcessGroupNCCL.hpp of torch 2.13: ``pg_status``
 has them by the number that the process has given to the group's object (``uid``), which no two
 objects share over all epochs. The names in ``pg_config`` say nothing of it: a name comes again in
-each epoch.
+each epoch. What was started is known with ``TORCH_NCCL_ENABLE_TIMING`` only, which nobody sets: it
+costs events, and torch warns of watchdogs that hang.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
+
+Numbers = tuple[int, int | None, int]
 
 _NUMBERS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 
@@ -26,9 +29,9 @@ def ask_recorder() -> bytes:
     return bytes(dump(includeCollectives=False, onlyActive=False))
 
 
-def read_positions(dump: bytes, uids: Collection[int]) -> dict[int, tuple[int, int, int]]:
-    """Return uid -> numbers enqueued, started, completed, of those groups that have been given an
-    operation. Raises ValueError for another form.
+def read_positions(dump: bytes, uids: Collection[int]) -> dict[int, Numbers]:
+    """Return uid -> numbers enqueued, started (None: not known), completed, of those groups that
+    have been given an operation. Raises ValueError for another form.
     """
     found: Any = json.loads(dump)
     try:
@@ -38,7 +41,7 @@ def read_positions(dump: bytes, uids: Collection[int]) -> dict[int, tuple[int, i
         raise ValueError(f"no dump of the flight recorder: {error!r}") from error
 
 
-def _numbers(status: Mapping[str, str]) -> tuple[int, int, int]:
+def _numbers(status: Mapping[str, str]) -> Numbers:
     # -1 before the first one.
-    enqueued, started, completed = (max(0, int(status[name])) for name in _NUMBERS)
-    return enqueued, started, completed
+    enqueued, started, completed = (int(status[name]) for name in _NUMBERS)
+    return max(0, enqueued), None if started < 0 else started, max(0, completed)

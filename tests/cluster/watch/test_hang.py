@@ -117,7 +117,7 @@ def test_clock_counts_since_the_last_change() -> None:
 
 
 def on_device(
-    *groups: tuple[str, int, int, int], iteration: int = 7, messages: tuple[str, ...] = ()
+    *groups: tuple[str, int, int | None, int], iteration: int = 7, messages: tuple[str, ...] = ()
 ) -> RoleStatus:
     """Group, enqueued, started, completed; what is in ``messages`` has numbers of its own."""
     device = tuple(OnDevice(*group, collective=group[0] not in messages) for group in groups)
@@ -145,13 +145,18 @@ def on_device(
         ([(("dp", 5, 5, 4),), (("dp", 5, 4, 4),)], (1,), "does not start what others are in"),
         # A collective after nine messages, in a group of both: its number is the lower one.
         ([(("pp", 1, 1, 9),), (("pp", 9, 9, 9),)], (1,), "role 1 has nothing to do"),
+        # As torch tells by default, nothing is known of what was started: no evidence.
+        ([(("dp", 5, None, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
+        ([(("dp", 5, 5, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
+        ([(("dp", 5, None, 4),), (("dp", 5, 4, 4),)], (), "none is behind"),
+        ([(("dp", 5, None, 4),), (("dp", 4, None, 4),)], (1,), "role 1 has nothing to do"),
         # All are in it: no evidence.
         ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none is behind"),
         ([(("dp", 5, 5, 5),), (("dp", 5, 5, 5),)], (), "no device has anything to do"),
     ],
 )
 def test_on_devices_only_evidence_names_a_culprit(
-    roles: list[tuple[tuple[str, int, int, int], ...]], culprits: tuple[int, ...], words: str
+    roles: list[tuple[tuple[str, int, int | None, int], ...]], culprits: tuple[int, ...], words: str
 ) -> None:
     found = {role: on_device(*groups, messages=("pp",)) for role, groups in enumerate(roles)}
     hang = find_hang(found, SETTINGS, LIMIT)
@@ -184,6 +189,8 @@ def test_what_a_beat_says_of_a_device() -> None:
     told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, 5, 4, True]]}, 2.0)
     assert told.device == (OnDevice("dp(0,1)", 5, 5, 4, True),)
     assert RoleStatus.from_beat(beat, 2.0).device is None
+    told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, None, 4, True]]}, 2.0)
+    assert told.device == (OnDevice("dp(0,1)", 5, None, 4, True),)
 
 
 NUMBERS = st.lists(st.integers(0, 3), min_size=3, max_size=3).map(lambda n: sorted(n, reverse=True))
