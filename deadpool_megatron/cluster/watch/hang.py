@@ -2,7 +2,8 @@
 
 A role that waits in a communication waits for somebody. The culprit is the role that does not wait
 in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
-else fewest operations in all.
+else fewest operations in all. When none waits, the ones of the earliest iteration, if others have
+gone on.
 
 Where operations run on a device (NCCL), the host waits in none of them: a role waits as long as its
 device has one pending. The culprit is then the role whose device has nothing to do, or has not been
@@ -177,6 +178,9 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     if outside:
         first = min(s.iteration for s in outside.values())
         roles = tuple(sorted(r for r, s in outside.items() if s.iteration == first))
+        if len(roles) == len(busy) > 1:
+            # To kill all of them would cost all that the job has in its processes.
+            return (), f"no role waits in a communication, all are in iteration {first}"
         how = f"{_name(roles)} in section {outside[roles[0]].section} of iteration {first}"
         return roles, how + _entered_by_others(busy)
     behind: set[int] = set()

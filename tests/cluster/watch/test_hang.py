@@ -206,3 +206,46 @@ def test_never_is_every_role_named(roles: list[list[list[int]]]) -> None:
     hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert len(hang.culprits) < len(roles)
+
+
+def test_where_nobody_waits_there_is_no_evidence() -> None:
+    """All read from one storage that does not answer, or all compute."""
+    found = {role: status(None) for role in range(3)}
+    hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == ()
+    assert "no role waits in a communication, all are in iteration 7" in hang.cause
+    # Others that have nothing to do are no evidence either.
+    idle = find_hang({**found, 3: status(None, section="paused")}, SETTINGS, LIMIT)
+    assert idle is not None
+    assert idle.culprits == ()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {1: status(("dp", "all_reduce", 4))},
+        {1: status(None, iteration=8), 2: status(None, iteration=8)},
+        {1: status(None, section="paused")},
+    ],
+)
+def test_one_that_hangs_alone_is_named(others: dict[int, RoleStatus]) -> None:
+    hang = find_hang({0: status(None), **others}, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == (0,)
+
+
+ON_HOST = st.builds(
+    status,
+    st.none() | st.tuples(st.sampled_from("ab"), st.just("all_reduce"), st.integers(1, 3)),
+    iteration=st.integers(7, 8),
+    progress=st.integers(50, 52),
+)
+
+
+@given(st.lists(ON_HOST, min_size=2, max_size=5))
+def test_nor_are_all_that_wait_on_their_hosts(roles: list[RoleStatus]) -> None:
+    hang = find_hang(dict(enumerate(roles)), SETTINGS, LIMIT)
+    assert hang is not None
+    assert len(hang.culprits) < len(roles)
