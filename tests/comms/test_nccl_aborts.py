@@ -185,12 +185,40 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) 
         assert took is None
 
 
+def fabric_of(*backends: Any) -> NcclFabric:
+    """Of an epoch that is closed, and whose drain lasts 10 ms."""
+    limits = SimpleNamespace(drain_seconds=0.01)
+    epoch: Any = SimpleNamespace(closed=True, limits=limits, progress=Progress())
+    fabric = NcclFabric(epoch)
+    fabric._backends = list(backends)
+    return fabric
+
+
+def test_aborts_are_under_way_from_the_close_until_the_last_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever drains looks at any moment, and must not go on before the first abort begins."""
+    seen = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            seen.append(("to begin", fabric.aborting()))
+            super().start()
+            self.join()
+
+    backends = [SimpleNamespace(abort=lambda: seen.append(("inside", fabric.aborting())))] * 2
+    fabric = fabric_of(*backends)
+    assert fabric.aborting(), "it is closed, and nothing was aborted"
+    monkeypatch.setattr(threading, "Thread", Thread)
+    fabric.abort()
+    assert seen == [("to begin", True), ("inside", True)] * 2
+    assert not fabric.aborting()
+
+
 def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:
     released = threading.Event()
     stuck = SimpleNamespace(abort=lambda: released.wait(DEADLINE_SECONDS / 2))
-    epoch: Any = SimpleNamespace(limits=SimpleNamespace(drain_seconds=0.01), progress=Progress())
-    fabric = NcclFabric(epoch)
-    fabric._backends = [stuck] * 4
+    fabric = fabric_of(stuck, stuck, stuck, stuck)
     fabric.abort()
     assert fabric.aborting(), "the limit of a drain is over, and they are not"
     released.set()

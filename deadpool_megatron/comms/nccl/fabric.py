@@ -44,7 +44,8 @@ class NcclFabric(Fabric):
         self._making = threading.Lock()
         self._backends: list[Any] = []
         self._groups: list[NcclGroup] = []
-        self._aborting: list[threading.Thread] = []
+        # Aborts that were begun, or are about to be, and have not ended.
+        self._aborts = 0
         self._blocks = Blocks()
         epoch.progress.stream_waits.clock = self._clock()
 
@@ -115,13 +116,13 @@ class NcclFabric(Fabric):
         self._blocks.close()
         with self._lock:
             backends, self._backends = self._backends, []
-            threads = [
-                threading.Thread(
-                    target=_abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
-                )
-                for backend in backends
-            ]
-            self._aborting += threads
+            self._aborts += len(backends)
+        threads = [
+            threading.Thread(
+                target=self._abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
+            )
+            for backend in backends
+        ]
         for thread in threads:
             thread.start()
         # All together get the time that a drain has; they go on by themselves afterwards.
@@ -129,8 +130,17 @@ class NcclFabric(Fabric):
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
+    def _abort(self, backend: Any) -> None:
+        try:
+            _abort(backend)
+        finally:
+            with self._lock:
+                self._aborts -= 1
+
     def aborting(self) -> bool:
-        return any(thread.is_alive() for thread in self._aborting)
+        with self._lock:
+            # Whoever closes an epoch sets its flag, waits for blocks, and only then aborts.
+            return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def ruin(self) -> str:
         if self._blocks.cut:
