@@ -20,6 +20,13 @@ def test_what_is_not_set_is_set_and_what_the_user_has_set_stays() -> None:
     assert environment == {**expected, "NCCL_NVLS_ENABLE": "1", "PATH": "/bin"}
 
 
+def test_a_value_under_the_former_name_is_not_overruled() -> None:
+    """Torch takes the name of today where there are both."""
+    environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}
+    nccl_environment.complete(environment)
+    assert "TORCH_FR_BUFFER_SIZE" not in environment
+
+
 def test_what_members_get_is_not_refused() -> None:
     environment: dict[str, str] = {}
     nccl_environment.complete(environment)
@@ -44,6 +51,9 @@ def test_what_members_get_is_not_refused() -> None:
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"),
         ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
         ("TORCH_NCCL_DESYNC_DEBUG", "1"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1"),
+        ("TORCH_FR_BUFFER_SIZE", "0"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
     ],
 )
 def test_a_contrary_value_is_one_line_that_names_it_and_says_what_to_do(
@@ -58,15 +68,18 @@ def test_a_contrary_value_is_one_line_that_names_it_and_says_what_to_do(
 
 
 def test_all_contrary_values_are_in_the_line() -> None:
-    environment = {variable.name: "other" for variable in REFUSED}
+    environment = {one.name: one.contrary[0] if one.contrary else "other" for one in REFUSED}
     line = nccl_environment.complaint(environment)
-    assert all(f"{variable.name}=other" in line for variable in REFUSED)
+    assert all(f"{name}={value}" in line for name, value in environment.items())
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("TORCH_NCCL_BLOCKING_WAIT", "false"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0"),
+        ("TORCH_FR_BUFFER_SIZE", "20000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "20000"),
         ("TORCH_NCCL_ENABLE_MONITORING", "NO"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO"),
         ("TORCH_DISTRIBUTED_DEBUG", "off"),
