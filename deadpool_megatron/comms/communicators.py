@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import torch_versions
-from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job
+from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.fabrics import fabric_of
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
@@ -25,7 +25,7 @@ from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
-from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
+from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
 from deadpool_megatron.comms.inner import InnerGroup
 from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.comms.store import EpochStore
@@ -85,7 +85,7 @@ class Communicators(Observed):
         self._given_store: Store | None = None
         self._drained = False
         # Those of closed epochs with threads that hang in the making of communicators.
-        self._builders_left: list[Builders | Waiter] = []
+        self._builders_left: list[LeftBehind] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -383,12 +383,12 @@ class Communicators(Observed):
         try:
             self._pool.call(build, epoch, deadline_seconds)
         except Left as left:
-            self._builders_left.append(left.waiter)
+            self._builders_left.append(LeftBehind((builders, left.waiter)))
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
         except BaseException as error:
-            self._builders_left.append(builders)
+            self._builders_left.append(LeftBehind((builders,)))
             if isinstance(error, CommunicatorFault) or not isinstance(error, RuntimeError):
                 raise  # a fault was reported and waited for already
             problem = str(error)

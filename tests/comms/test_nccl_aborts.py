@@ -42,10 +42,13 @@ class SetUp:
         fake_nccl.set_up = self
 
     def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
+        self._begin(communicator)
+        assert self.release.wait(DEADLINE_SECONDS)
+
+    def _begin(self, communicator: fake_nccl.FakeCommunicator) -> None:
         self.communicators.append(communicator)
         if len(self.communicators) == self.groups:
             self.begun.set()
-        assert self.release.wait(DEADLINE_SECONDS)
 
 
 def attach(member: Member, epoch: int) -> None:
@@ -55,9 +58,8 @@ def attach(member: Member, epoch: int) -> None:
     member.comms.attach(epoch, EpochStore(store, epoch, limit), member.rank, limit)
 
 
-def attach_and_close(member: Member, epoch: int, groups: int = 1) -> SetUp:
+def attach_and_close(member: Member, epoch: int, hanging: SetUp) -> None:
     """The epoch is closed while its first communicators are set up."""
-    hanging = SetUp(groups)
 
     def close() -> None:
         hanging.begun.wait(DEADLINE_SECONDS)
@@ -68,7 +70,6 @@ def attach_and_close(member: Member, epoch: int, groups: int = 1) -> SetUp:
     with pytest.raises(EpochClosed):
         attach(member, epoch)
     closer.join(DEADLINE_SECONDS)
-    return hanging
 
 
 def late_set_ups(member: Member) -> bool:
@@ -76,7 +77,8 @@ def late_set_ups(member: Member) -> bool:
     member.init("nccl")
     for _ in range(9):
         dist.new_group([0])
-    hanging = attach_and_close(member, 1, AT_ONCE)
+    hanging = SetUp(AT_ONCE)
+    attach_and_close(member, 1, hanging)
     assert member.comms.drain(), "once may be bad luck"
     late = list(hanging.communicators)
     assert len(late) == AT_ONCE, "of ten"
@@ -105,14 +107,50 @@ def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
 
 def hung_set_ups(member: Member) -> bool:
     member.init("nccl")
-    first = attach_and_close(member, 1)
+    first = SetUp(1)
+    attach_and_close(member, 1, first)
     assert member.comms.drain()
-    second = attach_and_close(member, 2)
+    second = SetUp(1)
+    attach_and_close(member, 2, second)
     assert not member.comms.drain()
     assert "2 rebuilds" in member.comms.ruin
     first.release.set()
     second.release.set()
     return True
+
+
+class OneFails(SetUp):
+    """Of the communicators that are set up side by side the first fails when the test says so."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__(groups)
+        self.fail = threading.Event()
+        self._is_first = threading.Lock()
+
+    def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
+        if self._is_first.acquire(blocking=False):
+            self._begin(communicator)
+            assert self.fail.wait(DEADLINE_SECONDS)
+            raise RuntimeError("the peer is gone")
+        super().__call__(communicator)
+
+
+def hung_beside_an_error(member: Member) -> bool:
+    """The thread that waits for the builders has ended with an error, and a builder hangs."""
+    member.init("nccl")
+    dist.new_group([0])
+    for epoch in (1, 2):
+        hanging = OneFails(2)
+        attach_and_close(member, epoch, hanging)
+        hanging.fail.set()
+        wait_for("the end of the waiter", lambda: "deadpool-waiter" not in builders())
+        assert member.comms.drain() is (epoch == 1)
+    assert "2 rebuilds" in member.comms.ruin
+    return True
+
+
+def test_builders_that_hang_beside_one_that_failed_are_counted() -> None:
+    assert run(1, hung_beside_an_error, kind=KIND)[0]
 
 
 def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process() -> None:
