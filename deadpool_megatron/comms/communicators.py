@@ -128,7 +128,11 @@ class Communicators(Observed):
         """A new group, detached; called by c10d in the middle of new_group."""
         transport = "gloo" if requested.lower() == "gloo" else self._kind
         if "," in requested and self._kind != "gloo":
-            raise ValueError(f"mixed backends ({requested}) are not supported")
+            raise ValueError(
+                f"backend {requested!r} is several in one, and a protected group has one"
+                " communicator: ask for 'nccl', and make another group with backend 'gloo' for"
+                " tensors on the CPU"
+            )
         device = torch.device("cuda" if transport == "nccl" else "cpu")
         if transport == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
