@@ -173,6 +173,18 @@ class Communicators(Observed):
             epoch.groups.remove(inner)
             inner.close()
 
+    def warm(self) -> None:
+        """While detached: have NCCL load what it loads once in a process; without it the first
+        attach does. Warns where NCCL refuses."""
+        if self._kind != "nccl":
+            return
+        from deadpool_megatron.comms.nccl import warming
+
+        try:
+            warming.warm(torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as error:
+            warnings.warn(f"NCCL could not be warmed up: {error}", stacklevel=2)
+
     # -- epochs ----------------------------------------------------------------------------------
 
     def attach(self, epoch: int, store: Store, rank: int, deadline_seconds: float) -> None:
