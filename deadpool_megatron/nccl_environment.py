@@ -36,7 +36,8 @@ class Otherwise(Enum):
 @dataclass(frozen=True)
 class Variable:
     """One row. ``reason``: why members have ``value``, or what another one does; ``as_good``:
-    values that do the same; ``former_name``: under which torch reads it, too.
+    values that do the same; ``former_name``: under which torch reads it, too; ``contrary``: where
+    there are any, all values but these do the same.
     """
 
     name: str
@@ -45,12 +46,19 @@ class Variable:
     as_good: tuple[str, ...] = ()
     former_name: str = ""
     otherwise: Otherwise = Otherwise.REFUSED
+    contrary: tuple[str, ...] = ()
+
+    def is_contrary(self, given: str) -> bool:
+        """Whether a recovery, or the search for who hangs, cannot have the value ``given``."""
+        if self.contrary:
+            return given.lower() in self.contrary
+        return given.lower() not in {self.value.lower(), *self.as_good}
 
     def other_value(self, environment: Mapping[str, str]) -> str:
         """Returns what the user has set instead, as ``NAME=value``; empty if nothing."""
         for name in (self.name, self.former_name):
             given = environment.get(name)
-            if given is not None and given.lower() not in {self.value.lower(), *self.as_good}:
+            if given is not None and self.is_contrary(given):
                 return f"{name}={given}"
         return ""
 
@@ -82,6 +90,13 @@ VARIABLES: tuple[Variable, ...] = (
         _OFF,
     ),
     Variable(
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+        "0",
+        "after an error torch's watchdog sleeps four times as long, with a lock that each operation"
+        " takes as it is enqueued: the thread that trains would stand in it for a minute, and no"
+        " close of an epoch gets it out",
+    ),
+    Variable(
         "TORCH_NCCL_PROPAGATE_ERROR",
         "0",
         "an error is told to all ranks through a store that outlives the epoch it belongs to",
@@ -107,6 +122,20 @@ VARIABLES: tuple[Variable, ...] = (
         "memory is registered with communicators, which a recovery replaces",
         _OFF,
         former_name="NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    ),
+    Variable(
+        "TORCH_NCCL_USE_COMM_NONBLOCKING",
+        "0",
+        "communicators are then made on the side, and may not be there yet when training begins, or"
+        " when they have to be aborted",
+        _OFF,
+    ),
+    Variable(
+        "TORCH_FR_BUFFER_SIZE",
+        "2000",
+        "torch's flight recorder is off without a buffer, and nothing tells who hangs",
+        former_name="TORCH_NCCL_TRACE_BUFFER_SIZE",
+        contrary=("0",),
     ),
     Variable(
         "TORCH_DISTRIBUTED_DEBUG",
@@ -158,6 +187,12 @@ REFUSED_VERSIONS: tuple[RefusedVersions, ...] = (
 )
 
 
+def is_needed(communicator: str) -> bool:
+    """Whether members need these values with this value of ``--deadpool-communicator``: what plays
+    NCCL reads some of them, too."""
+    return communicator != "gloo"
+
+
 def may_be_nccl(communicator: str) -> bool:
     """Whether members may use NCCL with this value of ``--deadpool-communicator``."""
     return communicator in ("nccl", "auto")
@@ -173,7 +208,9 @@ def will_be_nccl(communicator: str, *, has_gpu: bool) -> bool:
 def complete(environment: MutableMapping[str, str]) -> None:
     """Set what is not set; what the user has set stays."""
     for variable in VARIABLES:
-        environment.setdefault(variable.name, variable.value)
+        # The name of today wins over the former one, which is as much the user's.
+        if variable.former_name not in environment:
+            environment.setdefault(variable.name, variable.value)
 
 
 def complaint(environment: Mapping[str, str]) -> str:
@@ -227,7 +264,8 @@ def as_markdown() -> str:
     """Returns both tables for people."""
     rows = [
         f"| `{_code(variable)}` | {variable.value} | {variable.reason} |"
-        f" {variable.otherwise.value} |"
+        f" {', '.join(variable.contrary)}{' is ' if variable.contrary else ''}"
+        f"{variable.otherwise.value} |"
         for variable in VARIABLES
     ]
     versions = [f"| {refused.shown} | {refused.reason} |" for refused in REFUSED_VERSIONS]

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 #: most of the time is waiting for peers; more threads than this bring nothing
 AT_ONCE = 8
@@ -87,6 +88,26 @@ class Builders:
             self._number += 1
             job = self._begun[self._number] = self._waiting.popleft()
             return self._number, job
+
+
+class Finishing(Protocol):
+    """Something with a thread that may hang."""
+
+    @property
+    def finished(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """The threads of one rebuild that was left. The first error ends the one that waits for the
+    builders, and other builders may hang for ever."""
+
+    threads: tuple[Finishing, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Whether none of them hangs in a group any more. Any thread."""
+        return all(one.finished for one in self.threads)
 
 
 class Connecting:

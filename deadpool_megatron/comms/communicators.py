@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from deadpool_megatron.comms import torch_versions
-from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job
+from deadpool_megatron.comms.builders import AT_ONCE, Builders, Connecting, Job, LeftBehind
 from deadpool_megatron.comms.errors import CommunicatorFault, EpochClosed
 from deadpool_megatron.comms.fabrics import fabric_of
 from deadpool_megatron.comms.groups.detached import ClosedGroup, DetachedGroup
@@ -25,10 +25,11 @@ from deadpool_megatron.comms.groups.install import Installation
 from deadpool_megatron.comms.groups.roster import Entry, Roster
 from deadpool_megatron.comms.in_flight.epoch import Activity, Epoch, FaultCallback, Limits
 from deadpool_megatron.comms.in_flight.reaper import Reaper, trim_heap
-from deadpool_megatron.comms.in_flight.waiters import Left, Waiter, WaiterPool
+from deadpool_megatron.comms.in_flight.waiters import Left, WaiterPool
 from deadpool_megatron.comms.inner import InnerGroup
 from deadpool_megatron.comms.observed import Observed
 from deadpool_megatron.comms.store import EpochStore
+from deadpool_megatron.platform import select_platform
 
 _c10d: Any = c10d
 
@@ -84,7 +85,7 @@ class Communicators(Observed):
         self._given_store: Store | None = None
         self._drained = False
         # Those of closed epochs with threads that hang in the making of communicators.
-        self._builders_left: list[Builders | Waiter] = []
+        self._builders_left: list[LeftBehind] = []
         #: why this process must not enter another epoch; empty while it may
         self.ruin = ""
 
@@ -127,7 +128,11 @@ class Communicators(Observed):
         """A new group, detached; called by c10d in the middle of new_group."""
         transport = "gloo" if requested.lower() == "gloo" else self._kind
         if "," in requested and self._kind != "gloo":
-            raise ValueError(f"mixed backends ({requested}) are not supported")
+            raise ValueError(
+                f"backend {requested!r} is several in one, and a protected group has one"
+                " communicator: ask for 'nccl', and make another group with backend 'gloo' for"
+                " tensors on the CPU"
+            )
         device = torch.device("cuda" if transport == "nccl" else "cpu")
         if transport == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -167,6 +172,18 @@ class Communicators(Observed):
         if epoch is not None and inner in epoch.groups:
             epoch.groups.remove(inner)
             inner.close()
+
+    def warm(self) -> None:
+        """While detached: have NCCL load what it loads once in a process; without it the first
+        attach does. Warns where NCCL refuses."""
+        if self._kind != "nccl":
+            return
+        from deadpool_megatron.comms.nccl import warming
+
+        try:
+            warming.warm(torch.device("cuda", torch.cuda.current_device()))
+        except RuntimeError as error:
+            warnings.warn(f"NCCL could not be warmed up: {error}", stacklevel=2)
 
     # -- epochs ----------------------------------------------------------------------------------
 
@@ -376,16 +393,18 @@ class Communicators(Observed):
         """Run ``build``, which runs the builders and blocks on peers, so that it can be left."""
         problem: str | None = None
         late = False
+        if self._kind != "gloo":
+            build = _entered(select_platform().thread_entry(), build)
         epoch.waits[get_ident()] = activity
         try:
             self._pool.call(build, epoch, deadline_seconds)
         except Left as left:
-            self._builders_left.append(left.waiter)
+            self._builders_left.append(LeftBehind((builders, left.waiter)))
             late = left.deadline
             if late:
                 problem = f"not all peers came within {deadline_seconds:g} s"
         except BaseException as error:
-            self._builders_left.append(builders)
+            self._builders_left.append(LeftBehind((builders,)))
             if isinstance(error, CommunicatorFault) or not isinstance(error, RuntimeError):
                 raise  # a fault was reported and waited for already
             problem = str(error)
@@ -414,3 +433,11 @@ class Communicators(Observed):
             made[group] = inner
 
         return Job(group.spec().place, connect)
+
+
+def _entered(enter: Callable[[], None], build: Callable[[], None]) -> Callable[[], None]:
+    def enter_and_build() -> None:
+        enter()
+        build()
+
+    return enter_and_build

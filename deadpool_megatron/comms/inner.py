@@ -53,18 +53,21 @@ class Position:
     """How far a device has come with the operations of one group, by numbers from 1 in each epoch.
 
     ``collective``: the group has had no messages between two of its ranks, so that equal numbers
-    mean the same operation on all ranks.
+    mean the same operation on all ranks. Else a number is that of the last operation, whether it
+    was a collective or a message, and each of the two kinds is counted by itself. ``started``: None
+    where that is not known.
     """
 
     enqueued: int
-    started: int
+    started: int | None
     completed: int
     collective: bool = True
 
     @property
     def is_pending(self) -> bool:
         """Whether an operation was enqueued and has not ended."""
-        return self.enqueued > self.completed
+        # The first collective after the ninth message has a lower number than what has ended.
+        return self.enqueued != self.completed
 
 
 @dataclass(frozen=True)

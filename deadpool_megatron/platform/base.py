@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -52,6 +53,11 @@ class Platform(ABC):
         """Wait for at most this long until the device has done what the calling thread has given it
         so far. Returns whether it has; raises CopyFailedError for a device in error."""
 
+    def thread_entry(self) -> Callable[[], None]:
+        """What a thread calls first that is made here and asks the device for anything, be it only
+        whether a copy has ended: its device is then that of the calling thread."""
+        return _nothing
+
     def memory_node(self) -> int | None:
         """The NUMA node beside the device; None where there is none, or it is not known."""
         return None
@@ -75,6 +81,10 @@ class Platform(ABC):
         Reads the sources as they are after all work submitted so far. Shapes must agree pairwise;
         raises ValueError when they do not. The lists may be reused by the caller, the tensors not.
         """
+
+
+def _nothing() -> None:
+    """Where the device is the same for all threads."""
 
 
 def check_pairs(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,10 @@ class CudaPlatform(Platform):
 
     def install(self) -> None:
         """Nothing: Megatron was written for this platform."""
+
+    def thread_entry(self) -> Callable[[], None]:
+        # Elsewhere it is the first one, for each process of a node, and gets a context of each.
+        return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
     def memory_node(self) -> int | None:
         device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -24,6 +24,21 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
 
 
+def mixed_backends(member: Member) -> str:
+    member.comms.install()
+    with pytest.raises(ValueError, match="several in one") as refused:
+        dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+    return str(refused.value)
+
+
+def test_a_mixed_backend_is_refused_in_a_line_that_says_what_to_do() -> None:
+    line = run(1, mixed_backends, kind="fake-nccl")[0]
+    assert line.startswith("backend 'cpu:gloo,cuda:nccl' is several in one")
+    assert "ask for 'nccl'" in line
+    assert "with backend 'gloo'" in line
+    assert "\n" not in line
+
+
 def everything_alone(member: Member) -> bool:
     before = (tasks(), descriptors())
     member.comms.install()

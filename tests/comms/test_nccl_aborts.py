@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron import nccl_environment
 from deadpool_megatron.cluster.member.store import MemberStore
 from deadpool_megatron.comms import EpochClosed, EpochStore, communicators
 from deadpool_megatron.comms.builders import AT_ONCE
@@ -38,10 +42,13 @@ class SetUp:
         fake_nccl.set_up = self
 
     def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
+        self._begin(communicator)
+        assert self.release.wait(DEADLINE_SECONDS)
+
+    def _begin(self, communicator: fake_nccl.FakeCommunicator) -> None:
         self.communicators.append(communicator)
         if len(self.communicators) == self.groups:
             self.begun.set()
-        assert self.release.wait(DEADLINE_SECONDS)
 
 
 def attach(member: Member, epoch: int) -> None:
@@ -51,9 +58,8 @@ def attach(member: Member, epoch: int) -> None:
     member.comms.attach(epoch, EpochStore(store, epoch, limit), member.rank, limit)
 
 
-def attach_and_close(member: Member, epoch: int, groups: int = 1) -> SetUp:
+def attach_and_close(member: Member, epoch: int, hanging: SetUp) -> None:
     """The epoch is closed while its first communicators are set up."""
-    hanging = SetUp(groups)
 
     def close() -> None:
         hanging.begun.wait(DEADLINE_SECONDS)
@@ -64,7 +70,6 @@ def attach_and_close(member: Member, epoch: int, groups: int = 1) -> SetUp:
     with pytest.raises(EpochClosed):
         attach(member, epoch)
     closer.join(DEADLINE_SECONDS)
-    return hanging
 
 
 def late_set_ups(member: Member) -> bool:
@@ -72,7 +77,8 @@ def late_set_ups(member: Member) -> bool:
     member.init("nccl")
     for _ in range(9):
         dist.new_group([0])
-    hanging = attach_and_close(member, 1, AT_ONCE)
+    hanging = SetUp(AT_ONCE)
+    attach_and_close(member, 1, hanging)
     assert member.comms.drain(), "once may be bad luck"
     late = list(hanging.communicators)
     assert len(late) == AT_ONCE, "of ten"
@@ -101,14 +107,50 @@ def test_communicators_that_come_up_after_the_close_are_aborted() -> None:
 
 def hung_set_ups(member: Member) -> bool:
     member.init("nccl")
-    first = attach_and_close(member, 1)
+    first = SetUp(1)
+    attach_and_close(member, 1, first)
     assert member.comms.drain()
-    second = attach_and_close(member, 2)
+    second = SetUp(1)
+    attach_and_close(member, 2, second)
     assert not member.comms.drain()
     assert "2 rebuilds" in member.comms.ruin
     first.release.set()
     second.release.set()
     return True
+
+
+class OneFails(SetUp):
+    """Of the communicators that are set up side by side the first fails when the test says so."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__(groups)
+        self.fail = threading.Event()
+        self._is_first = threading.Lock()
+
+    def __call__(self, communicator: fake_nccl.FakeCommunicator) -> None:
+        if self._is_first.acquire(blocking=False):
+            self._begin(communicator)
+            assert self.fail.wait(DEADLINE_SECONDS)
+            raise RuntimeError("the peer is gone")
+        super().__call__(communicator)
+
+
+def hung_beside_an_error(member: Member) -> bool:
+    """The thread that waits for the builders has ended with an error, and a builder hangs."""
+    member.init("nccl")
+    dist.new_group([0])
+    for epoch in (1, 2):
+        hanging = OneFails(2)
+        attach_and_close(member, epoch, hanging)
+        hanging.fail.set()
+        wait_for("the end of the waiter", lambda: "deadpool-waiter" not in builders())
+        assert member.comms.drain() is (epoch == 1)
+    assert "2 rebuilds" in member.comms.ruin
+    return True
+
+
+def test_builders_that_hang_beside_one_that_failed_are_counted() -> None:
+    assert run(1, hung_beside_an_error, kind=KIND)[0]
 
 
 def test_two_rebuilds_that_hang_in_a_set_up_cost_their_process() -> None:
@@ -181,12 +223,40 @@ def test_a_deep_queue_costs_a_survivor_with_the_limits_of_cpus_only(nccl: bool) 
         assert took is None
 
 
+def fabric_of(*backends: Any) -> NcclFabric:
+    """Of an epoch that is closed, and whose drain lasts 10 ms."""
+    limits = SimpleNamespace(drain_seconds=0.01)
+    epoch: Any = SimpleNamespace(closed=True, limits=limits, progress=Progress())
+    fabric = NcclFabric(epoch)
+    fabric._backends = list(backends)
+    return fabric
+
+
+def test_aborts_are_under_way_from_the_close_until_the_last_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever drains looks at any moment, and must not go on before the first abort begins."""
+    seen = []
+
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            seen.append(("to begin", fabric.aborting()))
+            super().start()
+            self.join()
+
+    backends = [SimpleNamespace(abort=lambda: seen.append(("inside", fabric.aborting())))] * 2
+    fabric = fabric_of(*backends)
+    assert fabric.aborting(), "it is closed, and nothing was aborted"
+    monkeypatch.setattr(threading, "Thread", Thread)
+    fabric.abort()
+    assert seen == [("to begin", True), ("inside", True)] * 2
+    assert not fabric.aborting()
+
+
 def test_an_interrupt_waits_for_stuck_aborts_once_not_for_each_of_them() -> None:
     released = threading.Event()
     stuck = SimpleNamespace(abort=lambda: released.wait(DEADLINE_SECONDS / 2))
-    epoch: Any = SimpleNamespace(limits=SimpleNamespace(drain_seconds=0.01), progress=Progress())
-    fabric = NcclFabric(epoch)
-    fabric._backends = [stuck] * 4
+    fabric = fabric_of(stuck, stuck, stuck, stuck)
     fabric.abort()
     assert fabric.aborting(), "the limit of a drain is over, and they are not"
     released.set()
@@ -221,6 +291,47 @@ def peer_dies(member: Member) -> bool:
     assert len(member.faults) == 1
     assert member.comms.drain()
     return all_together(member, 1)
+
+
+STANDS_SECONDS = 1.0
+
+
+def enqueues_after_an_error(member: Member, *, as_members_do: bool) -> bool:
+    """Whether a thread may enqueue; False: it stands still until the epoch is closed."""
+    os.environ.pop(fake_nccl.DUMP_MILLISECONDS, None)
+    if as_members_do:
+        nccl_environment.complete(os.environ)
+    member.init("nccl")
+    member.attach(0)
+    dist.barrier()
+    member.say(("ready", None))
+    if member.rank == 1:
+        member.order("never").wait(DEADLINE_SECONDS)
+    work: Any = dist.all_reduce(torch.ones(1), async_op=True)
+    wait_for("the watchdog", work.exception)
+
+    enqueued = threading.Event()
+
+    def enqueue() -> None:
+        with contextlib.suppress(EpochClosed):
+            dist.all_reduce(torch.ones(1), async_op=True)
+        enqueued.set()
+
+    threading.Thread(target=enqueue).start()
+    went_on = enqueued.wait(DEADLINE_SECONDS / 2 if as_members_do else STANDS_SECONDS)
+    member.comms.interrupt(0)
+    assert enqueued.wait(DEADLINE_SECONDS / 2), "the abort lets it go"
+    return went_on
+
+
+@pytest.mark.parametrize("as_members_do", [True, False])
+def test_a_watchdog_that_sleeps_over_an_error_holds_no_member(as_members_do: bool) -> None:
+    with Ranks(2, kind=KIND) as ranks:
+        ranks.start(partial(enqueues_after_an_error, as_members_do=as_members_do))
+        for rank in range(2):
+            ranks.hear(rank, "ready")
+        ranks.kill(1)
+        assert ranks.results()[0] == as_members_do
 
 
 def all_together(member: Member, epoch: int) -> bool:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deadpool_megatron.comms.in_flight.epoch import Progress
+from deadpool_megatron.comms.inner import GroupSpec, Position
+from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.nccl.positions import read_positions
 from tests.common.waiting import wait_for
 
@@ -16,27 +20,71 @@ from .ranks import DEADLINE_SECONDS, Member, Ranks
 
 
 def recorded(**status: Any) -> bytes:
-    """As torch 2.13 writes it; group 3 is that of an epoch which is over."""
+    """As torch 2.13 writes it: groups by name, but their numbers by the uids of their objects."""
     config = {
-        "0": {"name": "world", "desc": "default_pg", "ranks": "[0, 1]"},
-        "3": {"name": "tp", "desc": "TENSOR", "ranks": "[0, 1]"},
-        "11": {"name": "tp", "desc": "TENSOR", "ranks": "[0, 1]"},
+        "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"},
+        "3": {"name": "3", "desc": "TENSOR", "ranks": "[0, 1]"},
+        "a3f": {"name": "a3f", "desc": "DATA", "ranks": "[0, 1]"},
     }
     numbers = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
-    values = {number: dict(zip(numbers, found, strict=True)) for number, found in status.items()}
+    values = {
+        uid: dict(zip(numbers, map(str, found), strict=True)) for uid, found in status.items()
+    }
     return json.dumps({"version": "2.10", "pg_config": config, "pg_status": values}).encode()
 
 
-def test_the_newest_group_of_a_name_counts() -> None:
+def test_numbers_are_those_of_the_object_whatever_its_name() -> None:
     dump = recorded(**{"0": (-1, -1, -1), "3": (90, 90, 90), "11": (5, 5, 4)})
-    assert read_positions(dump, {"world", "tp", "other"}) == {"world": (0, 0, 0), "tp": (5, 5, 4)}
-    assert read_positions(recorded(**{"0": (1, 1, 1)}), {"tp"}) == {}
+    assert read_positions(dump, {0, 11, 12}) == {0: (0, None, 0), 11: (5, 5, 4)}
+    assert read_positions(recorded(**{"0": (1, 1, 1)}), {3}) == {}
 
 
-@pytest.mark.parametrize("dump", [b"", b"[]", b'{"pg_config": {"0": 1}}', b'{"pg_config": 1}'])
+@pytest.mark.parametrize("dump", [b"", b"[]", b'{"pg_status": {"0": 1}}', b'{"pg_config": {}}'])
 def test_another_form_is_no_answer(dump: bytes) -> None:
     with pytest.raises(ValueError, match=r"recorder|Expecting"):
-        read_positions(dump, {"tp"})
+        read_positions(dump, {0})
+
+
+class Recorded(NcclFabric):
+    """The fabric of an epoch, with a recorder that has the numbers of all epochs."""
+
+    def __init__(self, uids: dict[str, int], dump: bytes) -> None:
+        super().__init__(EPOCH)
+        self._uids, self._dump = uids, dump
+
+    def _build(self, spec: GroupSpec, store: Any) -> tuple[Any, Any]:
+        backend = SimpleNamespace(
+            uid=self._uids[spec.name], eager_connect_single_device=lambda device: None
+        )
+        return SimpleNamespace(), backend
+
+    def _recorded(self) -> bytes:
+        return self._dump
+
+
+EPOCH: Any = SimpleNamespace(closed=False, check=lambda operation: None, progress=Progress())
+
+
+def test_the_same_names_are_other_objects_in_the_next_epoch() -> None:
+    """Of three groups, with numbers in between that belong to groups of other ranks."""
+    names = ("0", "3", "7")
+    dump = recorded(
+        **{"0": (90, -1, 90), "1": (91, -1, 91), "2": (92, -1, 92)},
+        **{"3": (5, -1, 4), "4": (6, -1, 6), "5": (7, -1, 7)},
+    )
+    for first_uid, ended in ((0, [90, 91, 92]), (3, [4, 6, 7])):
+        uids = {name: first_uid + index for index, name in enumerate(names)}
+        fabric = Recorded(uids, dump)
+        for name in names:
+            where = torch.device("cpu")
+            fabric.create(GroupSpec(f"group {name}", name, (0, 1), 0, where), dist.HashStore())
+        found = fabric.positions()
+        assert [found[f"group {name}(0,1)"].completed for name in names] == ended
+
+
+def test_a_collective_after_more_messages_is_pending() -> None:
+    assert Position(enqueued=1, started=9, completed=9, collective=False).is_pending
+    assert not Position(enqueued=9, started=9, completed=9, collective=False).is_pending
 
 
 def one_does_not_come(member: Member) -> Any:
@@ -57,6 +105,7 @@ def one_does_not_come(member: Member) -> Any:
     member.order("go").wait(DEADLINE_SECONDS)
     found = member.comms.positions()
     assert found is not None
+    assert [one.started for one in found.values()] == [None], "torch keeps no events of starts"
     answer = [(name, one.enqueued, one.completed, one.collective) for name, one in found.items()]
     if member.rank == 1:
         dist.all_reduce(torch.ones(1))

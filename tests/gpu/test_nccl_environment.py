@@ -20,6 +20,13 @@ def test_what_is_not_set_is_set_and_what_the_user_has_set_stays() -> None:
     assert environment == {**expected, "NCCL_NVLS_ENABLE": "1", "PATH": "/bin"}
 
 
+def test_a_value_under_the_former_name_is_not_overruled() -> None:
+    """Torch takes the name of today where there are both."""
+    environment = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}
+    nccl_environment.complete(environment)
+    assert "TORCH_FR_BUFFER_SIZE" not in environment
+
+
 def test_what_members_get_is_not_refused() -> None:
     environment: dict[str, str] = {}
     nccl_environment.complete(environment)
@@ -41,8 +48,12 @@ def test_what_members_get_is_not_refused() -> None:
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
         ("TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK", "1"),
         ("TORCH_NCCL_DUMP_ON_TIMEOUT", "1"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"),
         ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
         ("TORCH_NCCL_DESYNC_DEBUG", "1"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1"),
+        ("TORCH_FR_BUFFER_SIZE", "0"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0"),
     ],
 )
 def test_a_contrary_value_is_one_line_that_names_it_and_says_what_to_do(
@@ -57,15 +68,18 @@ def test_a_contrary_value_is_one_line_that_names_it_and_says_what_to_do(
 
 
 def test_all_contrary_values_are_in_the_line() -> None:
-    environment = {variable.name: "other" for variable in REFUSED}
+    environment = {one.name: one.contrary[0] if one.contrary else "other" for one in REFUSED}
     line = nccl_environment.complaint(environment)
-    assert all(f"{variable.name}=other" in line for variable in REFUSED)
+    assert all(f"{name}={value}" in line for name, value in environment.items())
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("TORCH_NCCL_BLOCKING_WAIT", "false"),
+        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0"),
+        ("TORCH_FR_BUFFER_SIZE", "20000"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "20000"),
         ("TORCH_NCCL_ENABLE_MONITORING", "NO"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO"),
         ("TORCH_DISTRIBUTED_DEBUG", "off"),
@@ -113,6 +127,11 @@ def test_versions_that_cannot_abort_and_go_on_are_refused(
 )
 def test_only_what_may_be_nccl_gets_it(communicator: str, may: bool) -> None:
     assert nccl_environment.may_be_nccl(communicator) == may
+
+
+def test_what_plays_nccl_needs_what_nccl_needs() -> None:
+    assert nccl_environment.is_needed("fake-nccl")
+    assert not nccl_environment.is_needed("gloo")
 
 
 def test_the_docs_have_the_tables() -> None:

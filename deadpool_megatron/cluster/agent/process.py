@@ -27,7 +27,7 @@ def run_agent(options: AgentOptions) -> int:
     """
     set_process_name(f"dp-agent{options.node}")
     info = options.info
-    if nccl_environment.may_be_nccl(info.settings.communicator):
+    if nccl_environment.is_needed(info.settings.communicator):
         # Of the agent itself: a parked process imports torch before it knows its member.
         nccl_environment.complete(os.environ)
     needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)

@@ -2,13 +2,14 @@
 
 A role that waits in a communication waits for somebody. The culprit is the role that does not wait
 in any, or, when all wait, the one that is behind: lowest operation sequence number of the group,
-else fewest operations in all.
+else fewest operations in all. When none waits, the ones of the earliest iteration, if others have
+gone on.
 
 Where operations run on a device (NCCL), the host waits in none of them: a role waits as long as its
 device has one pending. The culprit is then the role whose device has nothing to do, or has not been
-given the collective that its peers are in, or has it and does not come to start any. Without such
-evidence nobody is named: the epoch is closed, which ends all communication, and who does not leave
-it then is replaced by its agent.
+given the collective that its peers are in, or, where that is known, has it and does not come to
+start any. Without such evidence nobody is named: the epoch is closed, which ends all communication,
+and who does not leave it then is replaced by its agent.
 """
 
 from __future__ import annotations
@@ -51,19 +52,28 @@ class OnHost:
 @dataclass(frozen=True)
 class OnDevice:
     """A group on the device of one role: numbers of the operations that were enqueued, started and
-    completed. ``collective``: the same number is the same operation on all roles.
+    completed. ``collective``: the same number is the same operation on all roles; else collectives
+    and messages are counted apart, and a number may be that of either. ``started``: None where it
+    is not known.
     """
 
     group: str
     enqueued: int
-    started: int
+    started: int | None
     completed: int
     collective: bool
 
     @property
     def is_pending(self) -> bool:
         """Whether the device is not through with what it was given."""
-        return self.enqueued > self.completed
+        return self.enqueued != self.completed
+
+    @property
+    def is_inside(self) -> bool | None:
+        """Whether the device is in what is pending; None: it is not known."""
+        if self.started is None or not self.collective:
+            return None
+        return self.started > self.completed
 
 
 @dataclass(frozen=True)
@@ -96,7 +106,13 @@ class RoleStatus:
             device=None
             if beat.get("device") is None
             else tuple(
-                OnDevice(str(group), int(enqueued), int(started), int(completed), bool(same))
+                OnDevice(
+                    str(group),
+                    int(enqueued),
+                    None if started is None else int(started),
+                    int(completed),
+                    bool(same),
+                )
                 for group, enqueued, started, completed, same in beat["device"]
             ),
             host=tuple(
@@ -162,6 +178,9 @@ def _culprits(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...], str]:
     if outside:
         first = min(s.iteration for s in outside.values())
         roles = tuple(sorted(r for r, s in outside.items() if s.iteration == first))
+        if len(roles) == len(busy) > 1:
+            # To kill all of them would cost all that the job has in its processes.
+            return (), f"no role waits in a communication, all are in iteration {first}"
         how = f"{_name(roles)} in section {outside[roles[0]].section} of iteration {first}"
         return roles, how + _entered_by_others(busy)
     behind: set[int] = set()
@@ -206,11 +225,11 @@ def _culprits_by_device(busy: Mapping[int, RoleStatus]) -> tuple[tuple[int, ...]
     absent, missed = _absent(known)
     if absent:
         return absent, f"{_name(absent)} did not enqueue {missed}, which others are in"
-    waiting = {role: any(one.started > one.completed for one in on) for role, on in pending.items()}
-    stuck = tuple(sorted(role for role, is_inside in waiting.items() if not is_inside))
-    if stuck and len(stuck) < len(busy):
+    inside = {role: {one.is_inside for one in on} for role, on in pending.items()}
+    stuck = tuple(sorted(role for role, found in inside.items() if found == {False}))
+    if stuck and any(True in found for found in inside.values()):
         return stuck, f"the device of {_name(stuck)} does not start what others are in"
-    return (), "every device is in a communication, none is behind the others"
+    return (), "every device waits in a communication, none is behind the others"
 
 
 def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...], str]:
@@ -225,7 +244,7 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
     missing: dict[int, str] = {}
     for role, on in sorted(known.items()):
         for one in on:
-            if one.enqueued < newest.get(one.group, 0):
+            if one.collective and one.enqueued < newest.get(one.group, 0):
                 missing.setdefault(role, one.group)
     groups = set(missing.values())
     # Who waits in a group where somebody is missing is held up, and holds others up by that only.
@@ -233,7 +252,9 @@ def _absent(known: Mapping[int, tuple[OnDevice, ...]]) -> tuple[tuple[int, ...],
         role
         for role, on in known.items()
         for one in on
-        if one.is_pending and one.group in groups and one.enqueued >= newest.get(one.group, 0)
+        if one.is_pending
+        and one.group in groups
+        and not (one.collective and one.enqueued < newest[one.group])
     }
     roles = tuple(sorted(missing.keys() - held))
     if not roles:

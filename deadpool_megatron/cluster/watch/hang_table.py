@@ -26,7 +26,7 @@ class Where(StrEnum):
     """Where a role is, as its group sees it; in the order of a table."""
 
     MISSING = "missing"  # it has not begun the operation that others wait in
-    NOT_STARTED = "not-started"  # it has, and its device is busy with something else
+    NOT_STARTED = "not-started"  # it has, and its device is known to be busy with something else
     ELSEWHERE = "elsewhere"  # it waits in none of this group
     WAITS = "waits"
 
@@ -131,7 +131,7 @@ class _Group:
         if self._number is not None and device.enqueued < self._number:
             where = Where.MISSING
         elif device.is_pending:
-            where = Where.WAITS if device.started > device.completed else Where.NOT_STARTED
+            where = Where.NOT_STARTED if device.is_inside is False else Where.WAITS
         return Place(where, device.enqueued, device.started, device.completed)
 
     def _on_host(self, known: _Known) -> Place:

@@ -44,7 +44,8 @@ class NcclFabric(Fabric):
         self._making = threading.Lock()
         self._backends: list[Any] = []
         self._groups: list[NcclGroup] = []
-        self._aborting: list[threading.Thread] = []
+        # Aborts that were begun, or are about to be, and have not ended.
+        self._aborts = 0
         self._blocks = Blocks()
         epoch.progress.stream_waits.clock = self._clock()
 
@@ -69,16 +70,17 @@ class NcclFabric(Fabric):
         return group
 
     def positions(self) -> Mapping[str, Position]:
-        found = self._numbers()
+        groups = list(self._groups)
+        found = read_positions(self._recorded(), {group.uid for group in groups})
         return {
-            group.place: Position(*found[group.name], group.is_collective)
-            for group in list(self._groups)
-            if group.name in found
+            group.place: Position(*found[group.uid], group.is_collective)
+            for group in groups
+            if group.uid in found
         }
 
-    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
-        """Group name -> numbers of operations enqueued, started, completed."""
-        return read_positions(ask_recorder(), {group.name for group in list(self._groups)})
+    def _recorded(self) -> bytes:
+        """The dump of the flight recorder, which has the groups of all epochs."""
+        return ask_recorder()
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         """A plain ProcessGroup with an NCCL backend, as c10d's own helper makes it."""
@@ -114,13 +116,13 @@ class NcclFabric(Fabric):
         self._blocks.close()
         with self._lock:
             backends, self._backends = self._backends, []
-            threads = [
-                threading.Thread(
-                    target=_abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
-                )
-                for backend in backends
-            ]
-            self._aborting += threads
+            self._aborts += len(backends)
+        threads = [
+            threading.Thread(
+                target=self._abort, args=(backend,), name="deadpool-nccl-abort", daemon=True
+            )
+            for backend in backends
+        ]
         for thread in threads:
             thread.start()
         # All together get the time that a drain has; they go on by themselves afterwards.
@@ -128,8 +130,17 @@ class NcclFabric(Fabric):
         for thread in threads:
             thread.join(max(0.0, until - time.monotonic()))
 
+    def _abort(self, backend: Any) -> None:
+        try:
+            _abort(backend)
+        finally:
+            with self._lock:
+                self._aborts -= 1
+
     def aborting(self) -> bool:
-        return any(thread.is_alive() for thread in self._aborting)
+        with self._lock:
+            # Whoever closes an epoch sets its flag, waits for blocks, and only then aborts.
+            return self._aborts > 0 or (self._epoch.closed and bool(self._backends))
 
     def ruin(self) -> str:
         if self._blocks.cut:
@@ -157,8 +168,10 @@ class NcclGroup(InnerGroup):
         self.epoch = epoch
         self.description = spec.description
         self.size = spec.size
-        self.name = spec.name
         self.place = spec.place
+        # What the flight recorder calls it.
+        self.uid = int(backend.uid)
+        self._device = spec.device
         self._plain = plain
         self._backend = backend
         self._blocks = blocks
@@ -177,7 +190,7 @@ class NcclGroup(InnerGroup):
             failpoints.hit("comm", op=operation, group=self.description, size=self.size)
         problem: str | None = None
         if operation == "barrier":
-            _ask_for_work(args, kwargs)
+            args, kwargs = (_barrier_options(args, kwargs, self._device),), {}
         try:
             inner = self._start(getattr(self._plain, operation), args, kwargs)
         except RuntimeError as error:
@@ -270,11 +283,23 @@ class NcclGroup(InnerGroup):
         self._backend = None
 
 
-def _ask_for_work(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Have a barrier answer a Work: else it holds the host where nobody sees it wait."""
-    for opts in (*args, *kwargs.values()):
-        if isinstance(opts, BarrierOptions):
-            opts.asyncOp = True
+def _barrier_options(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+) -> BarrierOptions:
+    """What a barrier is called with: it answers a Work, else it holds the host where nobody sees it
+    wait, and is on the device of its group. Torch would take the current one of the thread: that is
+    the first one of the node where nobody has set it, and gets a context of this process.
+    """
+    opts = BarrierOptions()
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, BarrierOptions):
+            opts = given
+        elif isinstance(given, timedelta):
+            opts.timeout = given
+    opts.asyncOp = True
+    if getattr(opts.device, "index", None) is None:
+        opts.device = device
+    return opts
 
 
 def _abort(backend: Any) -> None:

@@ -9,7 +9,8 @@ Modelled:
   operation whose peer died, but only when aborted: until then it hangs, as kernels do. An operation
   that was complete before the abort has its result.
 * The watchdog of torch may notice a dead peer before our abort. The next wait for an operation that
-  has failed then aborts the communicator and raises; reading an output still hangs.
+  has failed then aborts the communicator and raises; reading an output still hangs. And it sleeps
+  over what it has noticed with a lock that enqueueing takes (:data:`DUMP_MILLISECONDS`).
 * What an operation does not write stays good: the part of an in-place all-gather that is the own
   input, the source of a broadcast, the operand of a rank that is not the root of a reduce.
 * A block of coalesced operations belongs to the calling thread: see collected.py.
@@ -28,6 +29,8 @@ the day.
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +39,7 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from threading import get_ident
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -85,7 +88,13 @@ def _at_once(communicator: FakeCommunicator) -> None:
 #: called while a communicator is set up; returns when it is
 set_up: Callable[[FakeCommunicator], None] = _at_once
 
+#: the variable of torch whose value, four times, is how long its watchdog holds the lock
+DUMP_MILLISECONDS = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_DEFAULT_DUMP_MILLISECONDS = "15000"
+
 JUNK_BYTE = 0x3C
+#: torch numbers the groups of a process, over all epochs
+_uids = itertools.count()
 _POLL_SECONDS = 0.01
 
 
@@ -95,18 +104,19 @@ class FakeNcclFabric(NcclFabric):
     def __init__(self, epoch: Epoch, address: str | None = None) -> None:
         super().__init__(epoch)
         self._gloo = GlooFabric(epoch, address)
-        self._communicators: dict[str, FakeCommunicator] = {}
+        self._communicators: list[FakeCommunicator] = []
 
     def _clock(self) -> FakeClock:
         return FakeClock()
 
     def _build(self, spec: GroupSpec, store: Store) -> tuple[Any, Any]:
         communicator = FakeCommunicator(spec, store, self._gloo)
-        self._communicators[spec.name] = communicator
+        self._communicators.append(communicator)
         return communicator, communicator
 
-    def _numbers(self) -> Mapping[str, tuple[int, int, int]]:
-        return {name: one.numbers() for name, one in list(self._communicators.items())}
+    def _recorded(self) -> bytes:
+        status = {str(one.uid): one.recorded() for one in list(self._communicators)}
+        return json.dumps({"pg_status": status}).encode()
 
     def abort(self) -> None:
         super().abort()
@@ -165,7 +175,9 @@ class FakeCommunicator:
         self._stream: SimpleQueue[FakeWork | None] | None = None
         self._launched = self._ended = 0
         self._in_set_up = False
+        self._noticed_at_seconds: float | None = None
         self.aborted = False
+        self.uid = next(_uids)
 
     # -- as a Backend ----------------------------------------------------------------------------
 
@@ -215,6 +227,7 @@ class FakeCommunicator:
     def _start(
         self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> FakeWork | None:
+        self._take_lock_of_watchdog()
         if self.aborted:
             raise dist.DistBackendError("the communicator was aborted")
         waited_for = is_asynchronous(args, kwargs)
@@ -251,14 +264,28 @@ class FakeCommunicator:
         self._launched += 1
         self._stream.put(work)
 
+    def _take_lock_of_watchdog(self) -> None:
+        if self._noticed_at_seconds is None:
+            return
+        held_seconds = 4e-3 * int(os.environ.get(DUMP_MILLISECONDS, _DEFAULT_DUMP_MILLISECONDS))
+        while not self.aborted and monotonic() < self._noticed_at_seconds + held_seconds:
+            sleep(_POLL_SECONDS)
+
+    def noticed(self) -> None:
+        """The watchdog has seen that an operation failed."""
+        self._noticed_at_seconds = self._noticed_at_seconds or monotonic()
+
     def ended(self) -> None:
         """An operation has come to its end by itself."""
         self._ended += 1
 
-    def numbers(self) -> tuple[int, int, int]:
-        """Operations enqueued, started and completed; they run one after the other."""
-        launched, ended = self._launched, self._ended
-        return launched, min(launched, ended + 1), ended
+    def recorded(self) -> dict[str, str]:
+        """What torch's flight recorder has of it, without events at the start of operations."""
+        return {
+            "last_enqueued_collective": str(self._launched or -1),
+            "last_started_collective": "-1",
+            "last_completed_collective": str(self._ended or -1),
+        }
 
     def __del__(self) -> None:
         if self._stream is not None:
@@ -343,6 +370,7 @@ class FakeWork:
         except RuntimeError as error:
             # A kernel whose peer is gone hangs until it is aborted; the watchdog knows better.
             if not self._communicator.aborted:
+                self._communicator.noticed()
                 self._error = dist.DistBackendError(str(error))
             return
         if isinstance(self.inner, SeveralWorks):

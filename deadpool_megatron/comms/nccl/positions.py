@@ -2,8 +2,11 @@
 
 torch's watchdog looks at the events of all operations ten times a second, whether anybody waits for
 them or not, and keeps for each group the numbers of the last one that was enqueued, started, and
-completed. Read in FlightRecorder.hpp and ProcessGroupNCCL.cpp of torch 2.13 (``pg_config``,
-``pg_status``).
+completed. Read in FlightRecorderDetail.hpp and ProcessGroupNCCL.hpp of torch 2.13: ``pg_status``
+has them by the number that the process has given to the group's object (``uid``), which no two
+objects share over all epochs. The names in ``pg_config`` say nothing of it: a name comes again in
+each epoch. What was started is known with ``TORCH_NCCL_ENABLE_TIMING`` only, which nobody sets: it
+costs events, and torch warns of watchdogs that hang.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
+
+Numbers = tuple[int, int | None, int]
 
 _NUMBERS = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
 
@@ -24,28 +29,19 @@ def ask_recorder() -> bytes:
     return bytes(dump(includeCollectives=False, onlyActive=False))
 
 
-def read_positions(dump: bytes, names: Collection[str]) -> dict[str, tuple[int, int, int]]:
-    """Return group name -> numbers enqueued, started, completed, of the newest group of each name;
-    a group that an epoch has left is in the dump as well. Raises ValueError for another form.
+def read_positions(dump: bytes, uids: Collection[int]) -> dict[int, Numbers]:
+    """Return uid -> numbers enqueued, started (None: not known), completed, of those groups that
+    have been given an operation. Raises ValueError for another form.
     """
     found: Any = json.loads(dump)
-    newest: dict[str, int] = {}
     try:
-        for number, config in found["pg_config"].items():
-            name = str(config["name"])
-            if name in names:
-                newest[name] = max(newest.get(name, -1), int(number))
-        status: Mapping[str, Mapping[str, int]] = found.get("pg_status", {})
-        return {
-            name: _numbers(status[str(number)])
-            for name, number in newest.items()
-            if str(number) in status
-        }
+        status: Mapping[str, Mapping[str, str]] = found["pg_status"]
+        return {uid: _numbers(status[str(uid)]) for uid in uids if str(uid) in status}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no dump of the flight recorder: {error!r}") from error
 
 
-def _numbers(status: Mapping[str, int]) -> tuple[int, int, int]:
+def _numbers(status: Mapping[str, str]) -> Numbers:
     # -1 before the first one.
-    enqueued, started, completed = (max(0, int(status[name])) for name in _NUMBERS)
-    return enqueued, started, completed
+    enqueued, started, completed = (int(status[name]) for name in _NUMBERS)
+    return max(0, enqueued), None if started < 0 else started, max(0, completed)

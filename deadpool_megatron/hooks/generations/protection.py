@@ -140,6 +140,7 @@ class Protection:
         self._idle.set()
         self._failure: str | None = None
         self._sealer: threading.Thread | None = None
+        self._enter_thread = platform.thread_entry()
         self._pinned = pinned
         copied = [*parts, *(steps.gradients if steps else ())]
         self.copied_parts = [part.name for part in copied if part.nbytes]
@@ -309,8 +310,7 @@ class Protection:
         """
         limit = time.monotonic() + deadline_seconds
         done = self._idle.wait(deadline_seconds)
-        running = [*self._copies.values(), *(self._steps.running() if self._steps else ())]
-        for copy in running:
+        for copy in [*self._copies.values(), *(self._steps.running() if self._steps else ())]:
             try:
                 done = copy.wait(max(0.0, limit - time.monotonic())) and done
             except CopyFailedError:
@@ -423,6 +423,7 @@ class Protection:
             self._report_wait(generation, seconds, True)
 
     def _seal_jobs(self) -> None:
+        self._enter_thread()
         while (job := self._jobs.get()) is not None:
             try:
                 self._seal(job)

@@ -185,6 +185,7 @@ class Session:
                 role = entry.program.provisional_role(role)
             entry.build_detached(role, self._world_size)
             entry.warm_up()
+            self._communicators.warm()
         reports.section = "parked"
         self._link.send(
             {

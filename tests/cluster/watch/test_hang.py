@@ -117,7 +117,7 @@ def test_clock_counts_since_the_last_change() -> None:
 
 
 def on_device(
-    *groups: tuple[str, int, int, int], iteration: int = 7, messages: tuple[str, ...] = ()
+    *groups: tuple[str, int, int | None, int], iteration: int = 7, messages: tuple[str, ...] = ()
 ) -> RoleStatus:
     """Group, enqueued, started, completed; what is in ``messages`` has numbers of its own."""
     device = tuple(OnDevice(*group, collective=group[0] not in messages) for group in groups)
@@ -143,19 +143,39 @@ def on_device(
         ),
         # The device of role 1 hangs in a kernel of the model: what was enqueued after it waits.
         ([(("dp", 5, 5, 4),), (("dp", 5, 4, 4),)], (1,), "does not start what others are in"),
+        # A collective after nine messages, in a group of both: its number is the lower one.
+        ([(("pp", 1, 1, 9),), (("pp", 9, 9, 9),)], (1,), "role 1 has nothing to do"),
+        # As torch tells by default, nothing is known of what was started: no evidence.
+        ([(("dp", 5, None, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
+        ([(("dp", 5, 5, 4),), (("dp", 5, None, 4),)], (), "none is behind"),
+        ([(("dp", 5, None, 4),), (("dp", 5, 4, 4),)], (), "none is behind"),
+        ([(("dp", 5, None, 4),), (("dp", 4, None, 4),)], (1,), "role 1 has nothing to do"),
         # All are in it: no evidence.
         ([(("dp", 5, 5, 4),), (("dp", 6, 5, 4),)], (), "none is behind"),
         ([(("dp", 5, 5, 5),), (("dp", 5, 5, 5),)], (), "no device has anything to do"),
     ],
 )
 def test_on_devices_only_evidence_names_a_culprit(
-    roles: list[tuple[tuple[str, int, int, int], ...]], culprits: tuple[int, ...], words: str
+    roles: list[tuple[tuple[str, int, int | None, int], ...]], culprits: tuple[int, ...], words: str
 ) -> None:
     found = {role: on_device(*groups, messages=("pp",)) for role, groups in enumerate(roles)}
     hang = find_hang(found, SETTINGS, LIMIT)
     assert hang is not None
     assert hang.culprits == culprits
     assert words in hang.cause
+
+
+def test_the_number_of_a_message_is_held_against_nobody() -> None:
+    """Role 1 has sent messages in a group whose other roles have had collectives only."""
+    sent = OnDevice("dp", enqueued=2, started=2, completed=1, collective=False)
+    found = {
+        0: on_device(("dp", 5, 5, 4)),
+        1: RoleStatus("step", 7, None, 50, 11.0, (sent,)),
+        2: on_device(("dp", 5, 5, 4)),
+    }
+    hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == ()
 
 
 def test_nobody_is_named_as_long_as_one_device_is_not_known() -> None:
@@ -169,6 +189,8 @@ def test_what_a_beat_says_of_a_device() -> None:
     told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, 5, 4, True]]}, 2.0)
     assert told.device == (OnDevice("dp(0,1)", 5, 5, 4, True),)
     assert RoleStatus.from_beat(beat, 2.0).device is None
+    told = RoleStatus.from_beat({**beat, "device": [["dp(0,1)", 5, None, 4, True]]}, 2.0)
+    assert told.device == (OnDevice("dp(0,1)", 5, None, 4, True),)
 
 
 NUMBERS = st.lists(st.integers(0, 3), min_size=3, max_size=3).map(lambda n: sorted(n, reverse=True))
@@ -182,5 +204,48 @@ def test_never_is_every_role_named(roles: list[list[list[int]]]) -> None:
         for role, groups in enumerate(roles)
     }
     hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert len(hang.culprits) < len(roles)
+
+
+def test_where_nobody_waits_there_is_no_evidence() -> None:
+    """All read from one storage that does not answer, or all compute."""
+    found = {role: status(None) for role in range(3)}
+    hang = find_hang(found, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == ()
+    assert "no role waits in a communication, all are in iteration 7" in hang.cause
+    # Others that have nothing to do are no evidence either.
+    idle = find_hang({**found, 3: status(None, section="paused")}, SETTINGS, LIMIT)
+    assert idle is not None
+    assert idle.culprits == ()
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {1: status(("dp", "all_reduce", 4))},
+        {1: status(None, iteration=8), 2: status(None, iteration=8)},
+        {1: status(None, section="paused")},
+    ],
+)
+def test_one_that_hangs_alone_is_named(others: dict[int, RoleStatus]) -> None:
+    hang = find_hang({0: status(None), **others}, SETTINGS, LIMIT)
+    assert hang is not None
+    assert hang.culprits == (0,)
+
+
+ON_HOST = st.builds(
+    status,
+    st.none() | st.tuples(st.sampled_from("ab"), st.just("all_reduce"), st.integers(1, 3)),
+    iteration=st.integers(7, 8),
+    progress=st.integers(50, 52),
+)
+
+
+@given(st.lists(ON_HOST, min_size=2, max_size=5))
+def test_nor_are_all_that_wait_on_their_hosts(roles: list[RoleStatus]) -> None:
+    hang = find_hang(dict(enumerate(roles)), SETTINGS, LIMIT)
     assert hang is not None
     assert len(hang.culprits) < len(roles)

@@ -25,7 +25,7 @@ def on_host(waiting: tuple[str, str, int] | None, *begun: tuple[str, int, int]) 
     return RoleStatus("step", 7, entered, 50, 11.0, host=tuple(OnHost(*one) for one in begun))
 
 
-def on_device(*groups: tuple[str, int, int, int], collective: bool = True) -> RoleStatus:
+def on_device(*groups: tuple[str, int, int | None, int], collective: bool = True) -> RoleStatus:
     """Group, enqueued, started, completed."""
     device = tuple(OnDevice(*group, collective) for group in groups)
     return RoleStatus("step", 7, None, 50, 11.0, device)
@@ -107,6 +107,14 @@ def test_on_devices_the_numbers_are_those_of_the_recorder() -> None:
         {"roles": [1], "where": "missing", "begun": 4, "started": 4, "ended": 4},
         {"roles": [2], "where": "not-started", "begun": 5, "started": 4, "ended": 4},
         {"roles": [0], "where": "waits", "begun": 5, "started": 5, "ended": 4},
+    ]
+
+
+def test_a_device_of_which_no_start_is_known_waits() -> None:
+    (group,) = table({0: on_device(("dp(0,1)", 5, None, 4)), 1: on_device(("dp(0,1)", 4, None, 4))})
+    assert group["rows"] == [
+        {"roles": [1], "where": "missing", "begun": 4, "ended": 4},
+        {"roles": [0], "where": "waits", "begun": 5, "ended": 4},
     ]
 
 

@@ -226,3 +226,27 @@ def test_helper_threads_end_with_their_role(make: Callable[..., Rig]) -> None:
         rig.protection.close()
     names = [thread.name for thread in threading.enumerate()]
     assert "deadpool-sealer" not in names
+
+
+class Entering(SlowPlatform):
+    """Notes the threads that have entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[str] = []
+
+    def thread_entry(self) -> Callable[[], None]:
+        return lambda: self.entered.append(threading.current_thread().name)
+
+
+def test_the_thread_that_waits_for_copies_has_the_device_of_its_member(
+    make: Callable[..., Rig],
+) -> None:
+    """It asks for events of CUDA: on the first device of the node that would make a context."""
+    platform = Entering()
+    rig = make(platform)
+    rig.start()
+    for copy in platform.copies:
+        copy.ended.set()
+    assert rig.settled() == [generation(0)]
+    assert platform.entered == ["deadpool-sealer"]

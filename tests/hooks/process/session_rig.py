@@ -49,9 +49,13 @@ class FakeCommunicators(Observed):
         self.closed = threading.Event()
         self.interrupted: list[int] = []
         self.clean = True
+        self.times_warmed = 0
 
     def install(self) -> None:
         """Nothing to replace."""
+
+    def warm(self) -> None:
+        self.times_warmed += 1
 
     def interrupt(self, epoch: int) -> None:
         self.interrupted.append(epoch)

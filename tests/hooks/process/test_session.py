@@ -69,6 +69,7 @@ def test_a_spare_builds_once_and_stays_warm(rig: Rig) -> None:
     rig.record(2, ELSEWHERE)
     rig.expect("warm")
     assert rig.entry.calls == ["build", "warm-up"]
+    assert rig.communicators.times_warmed == 1
     rig.close(2)
     rig.expect("drained")
     rig.record(3)

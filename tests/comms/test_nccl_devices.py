@@ -1,0 +1,108 @@
+"""Threads beside training use the device of their member, not the first one of the node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import BarrierOptions
+
+from deadpool_megatron.comms import communicators
+from deadpool_megatron.comms.in_flight.epoch import Progress
+from deadpool_megatron.comms.inner import GroupSpec
+from deadpool_megatron.comms.nccl.blocks import Blocks
+from deadpool_megatron.comms.nccl.fabric import NcclGroup
+from deadpool_megatron.platform.cpu import CpuPlatform
+from deadpool_megatron.platform.cuda import CudaPlatform
+
+from .ranks import Member, run
+
+THIRD = torch.device("cuda", 2)
+EPOCH: Any = SimpleNamespace(closed=False, check=lambda operation: None, progress=Progress())
+
+
+def with_options(device: torch.device) -> BarrierOptions:
+    opts = BarrierOptions()
+    opts.asyncOp = False
+    opts.device = device
+    return opts
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "device"),
+    [
+        ((), {}, THIRD),
+        ((BarrierOptions(),), {}, THIRD),
+        ((), {"timeout": timedelta(seconds=3)}, THIRD),
+        # What c10d gives: the kind of device, and no number.
+        ((), {"opts": with_options(torch.device("cuda"))}, THIRD),
+        ((with_options(torch.device("cuda", 1)),), {}, torch.device("cuda", 1)),
+    ],
+)
+def test_a_barrier_is_on_the_device_of_its_group(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> None:
+    called: list[BarrierOptions] = []
+    plain = SimpleNamespace(barrier=called.append)
+    backend = SimpleNamespace(uid=0)
+    spec = GroupSpec("WORLD", "0", (0, 1), 0, THIRD)
+    NcclGroup(spec, EPOCH, plain, backend, Blocks()).forward("barrier", args, kwargs)
+    [opts] = called
+    assert (opts.device, opts.asyncOp) == (device, True)
+    if "timeout" in kwargs:
+        assert opts.timeout == kwargs["timeout"]
+
+
+def test_a_thread_has_the_device_of_the_one_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: dict[str, int] = {threading.current_thread().name: 2}
+
+    def current() -> int:
+        return devices.get(threading.current_thread().name, 0)
+
+    def take(device: int) -> None:
+        devices[threading.current_thread().name] = device
+
+    monkeypatch.setattr(torch.cuda, "current_device", current)
+    monkeypatch.setattr(torch.cuda, "set_device", take)
+    thread = threading.Thread(target=CudaPlatform().thread_entry(), name="beside")
+    thread.start()
+    thread.join()
+    assert devices["beside"] == 2
+
+
+class Platform(CpuPlatform):
+    """Notes the threads that have entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[str] = []
+
+    def thread_entry(self) -> Callable[[], None]:
+        return lambda: self.entered.append(threading.current_thread().name)
+
+
+def barriers_in_threads_that_entered(member: Member) -> list[str]:
+    """As an attach begins its barrier, its thread has entered."""
+    platform, found = Platform(), list[str]()
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(communicators, "select_platform", lambda: platform)
+    forward = NcclGroup.forward
+
+    def noted(self: NcclGroup, operation: str, *args: Any) -> Any:
+        found.extend(platform.entered if operation == "barrier" else [])
+        return forward(self, operation, *args)
+
+    monkeypatch.setattr(NcclGroup, "forward", noted)
+    member.init("nccl")
+    member.attach(0)
+    return found
+
+
+@pytest.mark.slow
+def test_the_thread_of_an_attach_has_the_device_of_its_member() -> None:
+    assert run(1, barriers_in_threads_that_entered, kind="fake-nccl")[0] == ["deadpool-waiter"]
