@@ -20,6 +20,8 @@ from prometheus_client.core import (
 )
 
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine.state.recoveries import PHASES
 from deadpool_megatron.events import Event, Kind
 
 #: upper bounds of the histogram of recoveries, in seconds
@@ -41,8 +43,9 @@ class Samples:
         self._last_step_at: float | None = None
         self._pace_since: float | None = None
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._recoveries: dict[str, list[float]] = {}
-        self._phases: dict[str, float] = {}
+        # There from the start: a series that begins at 1 has no increase that a server could see.
+        self._recoveries: dict[str, list[float]] = {str(kind): [] for kind in FailureKind}
+        self._phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._recomputed = 0
         self._gate_seconds = 0.0
         self._shipped = 0

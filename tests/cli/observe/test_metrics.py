@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
-from deadpool_megatron.events import Kind, take_events
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.events import Event, Kind, take_events
 from tests.cluster.running import Run, environment, send
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
@@ -117,6 +119,8 @@ def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             send(run.listing(0)["agent"])
             recovered = 'deadpool_recoveries_total{kind="node-lost"}'
             run.wait_for("the recovery", lambda: server.values(recovered) == [1.0])
+            grown = "sum(increase(deadpool_recoveries_total[5m])) > 0"
+            run.wait_for("the first of its kind to count", lambda: server.values(grown))
             run.wait_for("the spare to be used", lambda: spares(server) == [0.0])
             alert = 'ALERTS{alertname="DeadpoolNoSpare"}'
             run.wait_for("the alert to be pending", lambda: server.values(alert) == [1.0])
@@ -124,6 +128,33 @@ def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             run.wait_for("all panels", lambda: all(map(server.values, wanted)))
             run.finish()
             wait_for("the end", lambda: server.values("deadpool_exit_status") == [0.0])
+
+
+def test_what_has_not_happened_yet_is_there_as_zero() -> None:
+    """A server sees no increase of a series that begins at one."""
+    samples = Samples("run", "version")
+
+    def counted() -> dict[tuple[str, str], float]:
+        return {
+            (sample.name, label): sample.value
+            for metric in samples.metrics(None, 0.0)
+            for sample in metric.samples
+            for label in (sample.labels.get("kind"), sample.labels.get("phase"))
+            if label is not None
+        }
+
+    before = counted()
+    assert set(before.values()) == {0.0}
+    for kind in FailureKind:
+        assert ("deadpool_recoveries_total", kind) in before
+        assert ("deadpool_recovery_seconds_count", kind) in before
+    assert ("deadpool_recovery_phase_seconds_total", "restore") in before
+    data = {"kind": "node-lost", "seconds": 2.0, "phases": {"restore": 1.5}}
+    samples.add(Event(Kind.RECOVERED, data=data))
+    after = counted()
+    assert after.keys() == before.keys()
+    assert after["deadpool_recoveries_total", "node-lost"] == 1.0
+    assert after["deadpool_recovery_phase_seconds_total", "restore"] == 1.5
 
 
 def spares(server: Prometheus) -> list[float]:
