@@ -6,8 +6,10 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,10 +20,16 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli.observe.metrics import Watched
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
 from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
 from deadpool_megatron.events import Event, Kind, take_events
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.auth import create_secret
 from tests.cluster.running import Run, environment, send
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
@@ -34,6 +42,8 @@ scrape_configs:
   - job_name: deadpool
     static_configs: [{ targets: ['127.0.0.1:%d'] }]
 """
+#: the time for a scrape, unless the server is told otherwise
+PROMETHEUS_SECONDS = 10.0
 #: what is there once it has happened only
 _LATER = ("checkpoint_iteration",)
 needs_prometheus = pytest.mark.skipif(
@@ -183,6 +193,29 @@ def test_the_account_of_a_run_is_the_time_of_its_nodes(
     goodput = re.search(r"^deadpool_goodput_ratio (\S+)$", textfile.read_text(), re.MULTILINE)
     assert goodput is not None
     assert float(goodput[1]) == account.goodput()
+
+
+def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path: Path) -> None:
+    """Two coordinators are named, and neither answers: the run is seen to be away, and its other
+    numbers are there."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
+    create_secret(run.path)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as told,
+        socket.create_server(("127.0.0.1", 0)) as named,
+    ):
+        place = {"host": "127.0.0.1", "port": told.getsockname()[1], "pid": 1}
+        write_json(run.coordinator, place)
+        claim_term(DirectoryJournal(run.journal), 1, *named.getsockname(), None)
+        began = time.monotonic()
+        found = {metric.name: metric.samples[0].value for metric in Watched(run).collect()}
+        took = time.monotonic() - began
+    assert found["deadpool_up"] == 0.0
+    assert "deadpool_iteration" in found
+    assert took < PROMETHEUS_SECONDS
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
