@@ -159,6 +159,9 @@ def test_what_has_not_happened_yet_is_there_as_zero() -> None:
         assert ("deadpool_recoveries_total", kind) in before
         assert ("deadpool_recovery_seconds_count", kind) in before
     assert ("deadpool_recovery_phase_seconds_total", "restore") in before
+    samples.add(Event(Kind.RUN_STARTED, wall_seconds=5.0))
+    (started,) = (m for m in samples.metrics(None, 0.0) if "start_timestamp" in m.name)
+    assert started.samples[0].value == 5.0
     data = {"kind": "node-lost", "seconds": 2.0, "phases": {"restore": 1.5}}
     samples.add(Event(Kind.RECOVERED, data=data))
     after = counted()
