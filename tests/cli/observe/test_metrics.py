@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli.observe import serve
 from deadpool_megatron.cli.observe.metrics import Watched
 from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
@@ -216,9 +217,14 @@ def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path
         began = time.monotonic()
         found = {metric.name: metric.samples[0].value for metric in Watched(run).collect()}
         took = time.monotonic() - began
+        shown = json.loads(serve.Watched(run).answer())
+        page_took = time.monotonic() - began - took
     assert found["deadpool_up"] == 0.0
     assert "deadpool_iteration" in found
     assert took < PROMETHEUS_SECONDS
+    # Whoever looks at the page waits for whoever looked before.
+    assert shown["status"] is None
+    assert page_took < PROMETHEUS_SECONDS
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])
