@@ -160,10 +160,10 @@ class Settings:
         " on; auto: report where NCCL is used, whose order of sums is not fixed",
     )
     slow_factor: float = _setting(
-        1.5, "a node that needs so many times as long as its peers for an iteration is reported"
+        1.3, "a node that needs so many times as long as its peers for an iteration is reported"
     )
     evict_slow: str = _setting(
-        "off", "on: a slow node is drained when a spare is there; off: it is only reported"
+        "off", "on: a slow node is drained as soon as a spare is there; off: it is only reported"
     )
     nonfinite: str = _setting(
         "stop",

@@ -19,6 +19,9 @@ from deadpool_megatron.wire.framing import WireError
 
 EXIT_BAD_INPUT = 2
 _ASK_SECONDS = 10.0
+#: the patience of whoever looks again and again: two addresses are asked within the ten seconds
+#: after which a Prometheus server gives a scrape up
+LOOK_SECONDS = 3.0
 
 
 class CommandError(Exception):
@@ -69,9 +72,11 @@ def coordinator_address(run: RunDirectory) -> tuple[str, int] | None:
         return None
 
 
-def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
+def ask(
+    run: RunDirectory, message: Mapping[str, Any], limit_seconds: float = _ASK_SECONDS
+) -> dict[str, Any]:
     """Send one command to the run's coordinator: to the one that has said where it listens, and if
-    that does not answer to the one that the journal names.
+    that does not answer within the limit to the one that the journal names.
 
     Raises RunNotReachable when there is none, CommandError when it declines.
     """
@@ -79,7 +84,7 @@ def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
     told, failure = coordinator_address(run), RunNotReachable(f"{run.path} has no coordinator yet")
     if told is not None:
         try:
-            return ask_at(told, run, info.run_id, message, info.settings)
+            return ask_at(told, run, info.run_id, message, info.settings, limit_seconds)
         except RunNotReachable as error:
             failure = error
     try:
@@ -88,7 +93,7 @@ def ask(run: RunDirectory, message: Mapping[str, Any]) -> dict[str, Any]:
         raise failure from None
     if term is None or term.address == told or run.final.exists():
         raise failure
-    return ask_at(term.address, run, info.run_id, message, info.settings)
+    return ask_at(term.address, run, info.run_id, message, info.settings, limit_seconds)
 
 
 def ask_at(
@@ -97,11 +102,12 @@ def ask_at(
     run_id: str,
     message: Mapping[str, Any],
     settings: Settings,
+    limit_seconds: float = _ASK_SECONDS,
 ) -> dict[str, Any]:
     """:func:`ask` at a known address."""
     secret, contexts = auth.load_secret(run.path), tls.contexts(settings)
     try:
-        with auth.connect(address, secret, run_id, _ASK_SECONDS, contexts) as connection:
+        with auth.connect(address, secret, run_id, limit_seconds, contexts) as connection:
             framing.send(connection, {"t": "control", **message})
             answer = framing.receive(connection)
     except (OSError, WireError) as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from deadpool_megatron.preflight import xids
+
 # Of a run: the same computation gave other numbers.
 EXIT_DIVERGENCE = 3
 # Of a process, and of its run: what changes beside the optimizer's state is too large for its room.
@@ -84,6 +86,13 @@ def _mark(text: str, kind: FailureKind) -> _Mark:
 _MARKS: tuple[_Mark, ...] = (
     # A program that wants too much memory wants it on any device.
     _mark(r"out of memory|OutOfMemoryError", FailureKind.PROCESS_CRASH),
+    # A program's own fault (Xid 13 or 31): its node can do nothing about it.
+    _mark(
+        r"illegal memory access|device-side assert|misaligned address", FailureKind.PROCESS_CRASH
+    ),
+    _mark(r"cudaErrorIllegalAddress|CUDA_ERROR_ILLEGAL_ADDRESS", FailureKind.PROCESS_CRASH),
+    _mark(r"cudaError(Assert|MisalignedAddress)\b", FailureKind.PROCESS_CRASH),
+    _mark(r"CUDA_ERROR_(ASSERT|MISALIGNED_ADDRESS)\b", FailureKind.PROCESS_CRASH),
     # NCCL reports a broken device or driver with the words of CUDA.
     _mark(r"NCCL.*unhandled (cuda|system) error", FailureKind.DEVICE_ERROR),
     _mark(r"unhandled (cuda|system) error.*NCCL", FailureKind.DEVICE_ERROR),
@@ -96,7 +105,6 @@ _MARKS: tuple[_Mark, ...] = (
     _mark(r"\bXid\b", FailureKind.DEVICE_ERROR),
     _mark(r"GPU (has fallen off|is lost)|fallen off the bus", FailureKind.DEVICE_ERROR),
     _mark(r"NVML|nvidia-smi|No CUDA GPUs are available", FailureKind.DEVICE_ERROR),
-    _mark(r"illegal memory access|device-side assert", FailureKind.DEVICE_ERROR),
     _mark(r"\bHIP error|hipError", FailureKind.DEVICE_ERROR),
     _mark(r"DistBackendError|DistNetworkError|DistStoreError", FailureKind.COMMUNICATOR_ERROR),
     _mark(r"\bNCCL (error|WARN)|\bnccl\w+Error\b", FailureKind.COMMUNICATOR_ERROR),
@@ -108,10 +116,19 @@ _MARKS: tuple[_Mark, ...] = (
 
 def kind_of_end(last_line: str) -> FailureKind:
     """The kind of a process's end by its last words; without any it is a crash."""
+    if (action := xids.quoted(last_line)) is not None:
+        broken = action is xids.Action.LEAVE_OUT
+        return FailureKind.DEVICE_ERROR if broken else FailureKind.PROCESS_CRASH
     for mark in _MARKS:
         if mark.pattern.search(last_line):
             return mark.kind
     return FailureKind.PROCESS_CRASH
+
+
+def is_broken_for_good(last_line: str) -> bool:
+    """Whether the last words of a process say that its device is of no use before it is repaired,
+    where one device error by itself may have been a stray particle."""
+    return xids.quoted(last_line) is xids.Action.LEAVE_OUT
 
 
 def nonfinite_loss(step: Mapping[str, Any]) -> str:

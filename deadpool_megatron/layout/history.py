@@ -35,7 +35,8 @@ _LONGEST_CAUSE = 200
 class History:
     """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
-    or held wrong numbers. ``nonfinite``: iterations whose loss was not finite.
+    or held wrong numbers, or have a broken device. ``nonfinite``: iterations whose loss was not
+    finite.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
     ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same

@@ -18,6 +18,8 @@ from pathlib import Path
 KERNEL_LOG = Path("/dev/kmsg")
 _RECORD_BYTES = 8192  # the kernel gives no longer ones
 _XID = re.compile(r"NVRM: Xid \((?:PCI:)?(?P<device>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
+# As people and programs quote one.
+_QUOTED = re.compile(r"\bXid\b(?: error)?(?: ?\([^)]*\))?:? ?(\d+)", re.IGNORECASE)
 
 
 class Action(Enum):
@@ -70,6 +72,12 @@ def find_xids(lines: Iterable[LogLine]) -> Iterator[Xid]:
     for line in lines:
         if found := _XID.search(line.text):
             yield Xid(line.boot_seconds, found["device"], int(found["number"]))
+
+
+def quoted(text: str) -> Action | None:
+    """What the Xid that a text names costs; None where it names none."""
+    found = _QUOTED.search(text)
+    return ACTIONS.get(int(found[1]), Action.KEEP) if found else None
 
 
 def newest_bad(lines: Iterable[LogLine], since_boot_seconds: float) -> Xid | None:

@@ -2,13 +2,36 @@
 # For --deadpool-health-command: exit status 0 good, 1 as a spare only, 2 out. Where the program is
 # not installed the node is good.
 #
-# Meta's GPU cluster monitoring: 0 good, 1 a warning, 2 critical, as they are here. CHECKS: which.
+# Meta's GPU cluster monitoring (gpucm 0.0.2): 0 good, 1 a warning, 2 critical, as they are here.
+# CLUSTER: the name it reports under; CHECKS: which checks, one a line.
 command -v health_checks >/dev/null || exit 0
+cluster=${CLUSTER:-deadpool}
+checks="check-nvidia-smi $cluster app -c row_remap_failed -c row_remap_pending -c ecc_uncorrected_volatile_total
+check-syslogs xid $cluster app"
+# Without InfiniBand there is nothing to ask.
+[ ! -d /sys/class/infiniband ] || checks="$checks
+check-ib check-ibstat $cluster app"
+# It keeps logs where it is started.
+logs=$(mktemp -d) && cd "$logs" || exit 1
+trap 'rm -rf "$logs"' EXIT
 status=0
-for check in ${CHECKS:-check-nvidia-smi check-dmesg check-ib}; do
-    health_checks "$check"
+IFS='
+'
+for check in ${CHECKS:-$checks}; do
+    IFS=' '
+    # shellcheck disable=SC2086 # a check is several words
+    said=$(health_checks $check 2>&1)
     found=$?
+    printf '%s\n' "$said"
+    # Another release with other checks ends with 2 as well: that is no word on the node.
+    case $said in Usage:* | *"
+Usage:"*) found=1 ;; esac
     [ "$found" -le 2 ] || found=1
-    [ "$found" -le "$status" ] || status=$found
+    if [ "$found" -gt "$status" ]; then
+        status=$found
+        worst=$said
+    fi
 done
+# The last line is the reason that is shown.
+[ "$status" -eq 0 ] || printf '%s\n' "$worst"
 exit "$status"

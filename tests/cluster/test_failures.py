@@ -8,6 +8,7 @@ from deadpool_megatron.cluster.failures import (
     IN_WORDS,
     FailureKind,
     in_words,
+    is_broken_for_good,
     kind_of_end,
     nonfinite_loss,
     same_text,
@@ -17,16 +18,30 @@ from deadpool_megatron.cluster.process.exit_words import fatal_words, last_words
 DEVICE = FailureKind.DEVICE_ERROR
 COMMUNICATOR = FailureKind.COMMUNICATOR_ERROR
 CRASH = FailureKind.PROCESS_CRASH
+FOR_GOOD = (48, 63, 74, 79, 94, 95)
 
 
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
-        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", DEVICE),
+        ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", CRASH),
+        ("RuntimeError: CUDA error: device-side assert triggered", CRASH),
+        ("RuntimeError: CUDA error: misaligned address", CRASH),
+        ("cudaErrorIllegalAddress: in a kernel", CRASH),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x.cpp:94, unhandled cuda error."
+            " Last error: Cuda failure 700 'an illegal memory access was encountered'",
+            CRASH,
+        ),
+        ("RuntimeError: CUDA error: unspecified launch failure", DEVICE),
+        ("NVRM: Xid (PCI:0000:3b:00): 13, Graphics Exception", CRASH),
+        ("CUDA error: unknown error (Xid 31)", CRASH),
+        ("NVRM: Xid (PCI:0000:3b:00): 999, of another driver", CRASH),
+        ("CUDA error: unknown error, see Xid", DEVICE),
         ("RuntimeError: CUDA error: uncorrectable ECC error encountered", DEVICE),
         ("RuntimeError: cuBLAS error: CUBLAS_STATUS_EXECUTION_FAILED when calling", DEVICE),
         ("RuntimeError: CUDNN_STATUS_INTERNAL_ERROR", DEVICE),
-        ("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", DEVICE),
+        *((f"NVRM: Xid (PCI:0000:3b:00): {n}, it says", DEVICE) for n in FOR_GOOD),
         ("RuntimeError: No CUDA GPUs are available", DEVICE),
         (
             "torch.distributed.DistBackendError: NCCL error in: x.cpp:94,"
@@ -58,11 +73,18 @@ def test_kind_of_end(line: str, kind: FailureKind) -> None:
     assert kind_of_end(line) is kind
 
 
+def test_which_ends_say_that_the_device_is_broken_for_good() -> None:
+    for number in FOR_GOOD:
+        assert is_broken_for_good(f"member 1.0.0 ended: exit 1 (NVRM: Xid (PCI:1:0): {number}, x)")
+    for line in ("Xid 13", "Xid 31", "Xid", "uncorrectable ECC error encountered", ""):
+        assert not is_broken_for_good(line), line
+
+
 def test_the_exception_counts_not_the_advice_that_torch_prints_after_it() -> None:
     log = (
         "step 3\nTraceback (most recent call last):\n"
         '  File "train.py", line 3, in step\n    loss.item()\n'
-        "torch.AcceleratorError: CUDA error: an illegal memory access was encountered\n"
+        "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered\n"
         "CUDA kernel errors might be asynchronously reported at some other API call\n"
         "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
         "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n\n"

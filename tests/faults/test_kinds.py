@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
+from deadpool_megatron.settings import Settings
 from tests.cluster.running import deadpool
 from tests.faults.harness.jobs import Program, fault, run_program, strike, trainer
 from tests.faults.harness.layouts import FOUR_SHARDS, PP2_DP2
@@ -36,18 +38,19 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
 ) -> None:
     """With NCCL no host waits for the others: marks in the streams tell who keeps them waiting."""
     plain = trainer(FOUR_SHARDS, 80)
-    slow = Program((SLOW_TRAINER, "2", "0.1", *plain.command[2:]), FOUR_SHARDS.nodes)
+    slow = Program((SLOW_TRAINER, "2", "0.2", *plain.command[2:]), FOUR_SHARDS.nodes)
     settings = f"--deadpool-communicator {communicator} --deadpool-evict-slow on"
     outcome = run_program(tmp_path / "run", slow, spares=1, settings=settings)
     assert outcome.status == 0, outcome.story()
     first = outcome.of_kind("slow-node")[0]
     assert (first.node, first.data["over"]) == (2, False)
-    assert first.data["factor"] > 1.5
+    assert first.data["factor"] > Settings().slow_factor
     (recovery,) = outcome.final["recoveries"]
     assert recovery["kind"] == "drained"
     assert recovery["seats_changed"]["2"][1][0] == 4
     assert recovery["steps_recomputed"] == 0
     assert "is slow" in outcome.output
+    assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
 
 
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])

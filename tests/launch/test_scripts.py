@@ -22,6 +22,8 @@ from tests.common.waiting import PATIENCE_SECONDS, wait_for
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SSH = SCRIPTS / "launch" / "ssh.sh"
 BATCH = sorted((SCRIPTS / "slurm").glob("*.sbatch"))
+# From an environment of its own: its schemas are 108 MB.
+VALIDATE = shutil.which("kubernetes-validate")
 SHELL = [*sorted(SCRIPTS.rglob("*.sh")), *BATCH]
 
 
@@ -58,6 +60,18 @@ def test_a_lost_node_ends_neither_job_nor_step(name: str) -> None:
 def documents() -> dict[str, dict[str, Any]]:
     text = (SCRIPTS / "launch" / "kubernetes.yaml").read_text()
     return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+@pytest.mark.skipif(VALIDATE is None, reason="no kubernetes-validate on the PATH (docs/slurm.md)")
+def test_kubernetes_knows_every_field_of_the_manifest(tmp_path: Path) -> None:
+    """By its own schemas; a field of another name, which it would leave out, is refused."""
+    manifest = SCRIPTS / "launch" / "kubernetes.yaml"
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(manifest.read_text().replace("completionMode:", "completionModus:"))
+    for file, status in ((manifest, 0), (wrong, 1)):
+        command = [str(VALIDATE), "--strict", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
 
 
 def test_kubernetes_has_a_pod_for_each_node_and_replaces_lost_ones() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from deadpool_megatron.preflight.judge import Standing, problems
 from tests.common.waiting import PATIENCE_SECONDS, wait_for
 
 WRAPPERS = Path(__file__).parents[2] / "share" / "health"
+# On the PATH from an environment of its own: it wants other releases of what we use.
+GPUCM = shutil.which("health_checks")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_a_node_is_judged_by_it(status: int, standing: Standing | None) -> None:
     ("wrapper", "program", "ends"),
     [
         ("nhc.sh", "nhc", {0: 0, 1: 2}),
-        ("dcgm.sh", "dcgmi", {0: 0, 226: 2}),
+        ("dcgm.sh", "dcgmi", {0: 0, 226: 2, 205: 2, 235: 1, 1: 1}),
         ("gpucm.sh", "health_checks", {0: 0, 1: 1, 2: 2, 3: 1}),
     ],
 )
@@ -84,3 +87,34 @@ def test_wrappers_translate(
         fake.write_text(f"#!/bin/sh\nexit {given}\n")
         fake.chmod(0o755)
         assert subprocess.run(script, env=path).returncode == expected, given
+
+
+def test_checks_that_a_release_of_gpucm_does_not_know_take_no_node_out(tmp_path: Path) -> None:
+    """What reads the arguments ends with the status that means critical in a check."""
+    fake = tmp_path / "health_checks"
+    fake.write_text('#!/bin/sh\n[ "$1" = good ] && echo OK && exit 0\necho "$*"\nexit 2\n')
+    fake.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for asked, status in (("Usage: health_checks", 1), ("CRITICAL row", 2)):
+        checks = {"CHECKS": f"good\n{asked}\ngood"}
+        command = [str(WRAPPERS / "gpucm.sh")]
+        done = subprocess.run(command, env=environment | checks, capture_output=True, text=True)
+        assert done.returncode == status, asked
+        assert done.stdout.splitlines()[-1] == asked, "the reason that is shown"
+
+
+@pytest.mark.skipif(GPUCM is None, reason="no gpucm on the PATH (docs/health.md)")
+def test_gpucm_itself_knows_the_checks() -> None:
+    """Without GPUs it warns that it cannot ask: no word on the node, and no usage told."""
+    script = [str(WRAPPERS / "gpucm.sh")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert "Usage:" not in done.stdout
+    assert "nvidia smi" in done.stdout
+    assert "xid errors" in done.stdout
+    assert done.returncode in (0, 1)
+    checks = "check-ib check-ibstat here app\ncheck-dmesg"
+    asked = {**os.environ, "CHECKS": checks}
+    done = subprocess.run(script, env=asked, capture_output=True, text=True)
+    assert "check ibstat" in done.stdout
+    assert "Usage:" in done.stdout
+    assert done.returncode == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import deadpool_megatron
-from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.show.tail import EventTail
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory
@@ -99,7 +99,8 @@ class Watched:
         if self.is_over():
             return None
         try:
-            status: dict[str, Any] = ask(self._run, {"command": "status"})["status"]
+            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
+            status: dict[str, Any] = answer["status"]
         except CommandError:
             return None
         return status

@@ -20,6 +20,8 @@ from prometheus_client.core import (
 )
 
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.machine.state.recoveries import PHASES
 from deadpool_megatron.events import Event, Kind
 
 #: upper bounds of the histogram of recoveries, in seconds
@@ -38,11 +40,13 @@ class Samples:
         self._epoch = 0
         self._term = 1
         self._loss: float | None = None
+        self._started_at: float | None = None
         self._last_step_at: float | None = None
         self._pace_since: float | None = None
         self._steps: deque[float] = deque(maxlen=_STEPS)
-        self._recoveries: dict[str, list[float]] = {}
-        self._phases: dict[str, float] = {}
+        # There from the start: a series that begins at 1 has no increase that a server could see.
+        self._recoveries: dict[str, list[float]] = {str(kind): [] for kind in FailureKind}
+        self._phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._recomputed = 0
         self._gate_seconds = 0.0
         self._shipped = 0
@@ -55,6 +59,8 @@ class Samples:
         self._epoch = max(self._epoch, event.epoch)
         data = event.data
         match event.kind:
+            case Kind.RUN_STARTED:
+                self._started_at = event.wall_seconds
             case Kind.STEP if event.iteration is not None:
                 self._add_step(event)
             case Kind.EPOCH_CLOSED:
@@ -98,6 +104,9 @@ class Samples:
         yield _gauge("epoch", "The newest epoch.", self._epoch)
         if self._loss is not None:
             yield _gauge("loss", "Loss of the newest finished iteration.", self._loss)
+        if self._started_at is not None:
+            text = "When the run was started, the last time."
+            yield _gauge("start_timestamp_seconds", text, self._started_at)
         if self._last_step_at is not None:
             text = "When the newest iteration was finished."
             yield _gauge("last_step_timestamp_seconds", text, self._last_step_at)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from deadpool_megatron.cli.common import CommandError, add_run_directory, ask, raw
+from deadpool_megatron.cli.common import LOOK_SECONDS, CommandError, add_run_directory, ask, raw
 from deadpool_megatron.cli.observe.addresses import listen_address, shown_host
 from deadpool_megatron.cli.observe.page_state import PageState
 from deadpool_megatron.cli.show.tail import EventTail
@@ -100,7 +100,8 @@ class Watched:
         if self._run.final.exists():
             return None
         try:
-            status: dict[str, Any] = ask(self._run, {"command": "status"})["status"]
+            answer = ask(self._run, {"command": "status"}, LOOK_SECONDS)
+            status: dict[str, Any] = answer["status"]
         except CommandError:
             return None
         return status if "roles" in status else None

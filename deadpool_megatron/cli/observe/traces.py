@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ Exit status: 0 the run is over; 2 bad arguments; 130 interrupted.
 """
 _LOOK_SECONDS = 1.0
 _NANOSECONDS = 1e9
+# What waits for the collector: a recovery has a span for each phase of each role, all at once.
+# OpenTelemetry keeps 2048 by itself, and drops what is more.
+_MOST_SPANS = 1 << 19
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -54,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out ``deadpool traces``. Raises CommandError."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.environment_variables import OTEL_BSP_MAX_QUEUE_SIZE
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -67,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
         {"service.name": "deadpool", "service.version": deadpool_megatron.__version__}
     )
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=args.endpoint)))
+    exporter = OTLPSpanExporter(endpoint=args.endpoint)
+    most = None if OTEL_BSP_MAX_QUEUE_SIZE in os.environ else _MOST_SPANS
+    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=most))
     try:
         _follow(directory, provider.get_tracer("deadpool_megatron"), info.run_id)
     finally:

@@ -25,7 +25,7 @@ from deadpool_megatron.wire import large_json
 _NAME = re.compile(r"(?P<kind>[a-z]+)-(?P<number>\d{8})\.json")
 # Nodes that were given up.
 GONE = "gone"
-# Nodes that computed or held wrong numbers.
+# Nodes that computed or held wrong numbers, or have a broken device.
 WRONG = "wrong"
 _BEAT = ".beat"
 _BEAT_BYTES = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind
+from deadpool_megatron.cluster.failures import EXIT_DIVERGENCE, FailureKind, is_broken_for_good
 from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.machine.actions import EmitEvent, NoteWrong
 from deadpool_megatron.cluster.machine.epoch.closing import close, drop_node, save_and_end
@@ -73,10 +73,11 @@ def with_restart(turn: Turn, node: NodeState) -> NodeState:
 
 
 def crashed(turn: Turn, node: int, failure: Failure) -> None:
-    """A process of the node ended an epoch by crashing: put the node aside when that repeats.
+    """A process of the node ended an epoch by crashing: put the node aside when that repeats, or
+    for good at once where its device is known to be broken.
 
-    Only if a spare can take all its roles; else it goes on in place. The node is not dropped: what
-    its vault holds may be what the others restore from.
+    When it repeats only if a spare can take all its roles; else it goes on in place. The node is
+    not dropped: what its vault holds may be what the others restore from.
     """
     if turn.state.phase in LAST_PHASES or node not in turn.state.fleet.nodes:
         return
@@ -86,6 +87,9 @@ def crashed(turn: Turn, node: int, failure: Failure) -> None:
     known = replace(known, crashed_at=times, device_errors=known.device_errors + broken)
     turn.state = turn.state._replace(fleet=turn.state.fleet.with_node(node, known))
     settings = turn.config.settings
+    if is_broken_for_good(failure.cause):
+        _never_again(turn, node, failure)
+        return
     if broken and known.device_errors >= _DEVICE_ERRORS:
         why = f"{known.device_errors} device errors"
     elif len(known.crashed_at) >= settings.node_crashes:
@@ -108,6 +112,18 @@ def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
     turn.state = turn.state._replace(fleet=fleet)
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=kind)
     return True
+
+
+def _never_again(turn: Turn, node: int, failure: Failure) -> None:
+    """Without a spare its roles wait for one: on it they would fail again."""
+    fleet = turn.state.fleet
+    if node in fleet.wrong:
+        return
+    cause = f"node {node} is put aside for the rest of the run: {failure.cause}"
+    fleet = replace(fleet, leaving=fleet.leaving | {node}, wrong=fleet.wrong | {node})
+    turn.state = turn.state._replace(fleet=fleet)
+    turn.act(NoteWrong(node, cause))
+    turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
 
 def _has_better(turn: Turn, node: int) -> bool:

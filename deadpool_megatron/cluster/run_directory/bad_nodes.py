@@ -31,6 +31,7 @@ _MOST_KEPT = 1000
 _LOCK_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
 _MOST_EVIDENCE_CHARACTERS = 500
+_LATEST_SECONDS = 1e11  # in some thousand years
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,12 @@ class BadNode:
             raise ValueError(f"{host!r} is no name of a host")
         kind, run, evidence = (str(values[name]) for name in ("kind", "run", "evidence"))
         shown = "".join(c if c.isprintable() else "?" for c in evidence)
-        when = float(values["wall_seconds"])
+        when = values["wall_seconds"]
+        # Else it could not be shown, or never be too old.
+        if not isinstance(when, int | float) or not 0 <= when < _LATEST_SECONDS:
+            raise ValueError(f"{str(when)[:30]} is no time")
         alone = bool(values.get("alone", True))
-        return BadNode(host, kind, when, run, shown[:_MOST_EVIDENCE_CHARACTERS], alone)
+        return BadNode(host, kind, float(when), run, shown[:_MOST_EVIDENCE_CHARACTERS], alone)
 
 
 def bad_nodes_file(runs: Path) -> Path:

@@ -6,8 +6,10 @@ import json
 import math
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -18,8 +20,17 @@ from pathlib import Path
 import pytest
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli.observe import serve
+from deadpool_megatron.cli.observe.metrics import Watched
+from deadpool_megatron.cli.observe.samples import Samples
 from deadpool_megatron.cluster.coordinator.reporting.accounting import Account
-from deadpool_megatron.events import Kind, take_events
+from deadpool_megatron.cluster.failures import FailureKind
+from deadpool_megatron.cluster.journal.entries import DirectoryJournal
+from deadpool_megatron.cluster.journal.terms import claim_term
+from deadpool_megatron.cluster.run_directory.directory import RunDirectory, RunInfo, write_json
+from deadpool_megatron.events import Event, Kind, take_events
+from deadpool_megatron.settings import Settings
+from deadpool_megatron.wire.auth import create_secret
 from tests.cluster.running import Run, environment, send
 from tests.common.ports import free_port
 from tests.common.waiting import wait_for
@@ -32,6 +43,8 @@ scrape_configs:
   - job_name: deadpool
     static_configs: [{ targets: ['127.0.0.1:%d'] }]
 """
+#: the time for a scrape, unless the server is told otherwise
+PROMETHEUS_SECONDS = 10.0
 #: what is there once it has happened only
 _LATER = ("checkpoint_iteration",)
 needs_prometheus = pytest.mark.skipif(
@@ -117,6 +130,8 @@ def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             send(run.listing(0)["agent"])
             recovered = 'deadpool_recoveries_total{kind="node-lost"}'
             run.wait_for("the recovery", lambda: server.values(recovered) == [1.0])
+            grown = "sum(increase(deadpool_recoveries_total[5m])) > 0"
+            run.wait_for("the first of its kind to count", lambda: server.values(grown))
             run.wait_for("the spare to be used", lambda: spares(server) == [0.0])
             alert = 'ALERTS{alertname="DeadpoolNoSpare"}'
             run.wait_for("the alert to be pending", lambda: server.values(alert) == [1.0])
@@ -124,6 +139,36 @@ def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
             run.wait_for("all panels", lambda: all(map(server.values, wanted)))
             run.finish()
             wait_for("the end", lambda: server.values("deadpool_exit_status") == [0.0])
+
+
+def test_what_has_not_happened_yet_is_there_as_zero() -> None:
+    """A server sees no increase of a series that begins at one."""
+    samples = Samples("run", "version")
+
+    def counted() -> dict[tuple[str, str], float]:
+        return {
+            (sample.name, label): sample.value
+            for metric in samples.metrics(None, 0.0)
+            for sample in metric.samples
+            for label in (sample.labels.get("kind"), sample.labels.get("phase"))
+            if label is not None
+        }
+
+    before = counted()
+    assert set(before.values()) == {0.0}
+    for kind in FailureKind:
+        assert ("deadpool_recoveries_total", kind) in before
+        assert ("deadpool_recovery_seconds_count", kind) in before
+    assert ("deadpool_recovery_phase_seconds_total", "restore") in before
+    samples.add(Event(Kind.RUN_STARTED, wall_seconds=5.0))
+    (started,) = (m for m in samples.metrics(None, 0.0) if "start_timestamp" in m.name)
+    assert started.samples[0].value == 5.0
+    data = {"kind": "node-lost", "seconds": 2.0, "phases": {"restore": 1.5}}
+    samples.add(Event(Kind.RECOVERED, data=data))
+    after = counted()
+    assert after.keys() == before.keys()
+    assert after["deadpool_recoveries_total", "node-lost"] == 1.0
+    assert after["deadpool_recovery_phase_seconds_total", "restore"] == 1.5
 
 
 def spares(server: Prometheus) -> list[float]:
@@ -152,6 +197,34 @@ def test_the_account_of_a_run_is_the_time_of_its_nodes(
     goodput = re.search(r"^deadpool_goodput_ratio (\S+)$", textfile.read_text(), re.MULTILINE)
     assert goodput is not None
     assert float(goodput[1]) == account.goodput()
+
+
+def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path: Path) -> None:
+    """Two coordinators are named, and neither answers: the run is seen to be away, and its other
+    numbers are there."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    info = RunInfo("0123abcd", 1, 1, 1, 0, ("x.py",), Settings(), "/dev/shm/x")
+    (run.path / "run.json").write_text(json.dumps(info.to_dict()))
+    create_secret(run.path)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as told,
+        socket.create_server(("127.0.0.1", 0)) as named,
+    ):
+        place = {"host": "127.0.0.1", "port": told.getsockname()[1], "pid": 1}
+        write_json(run.coordinator, place)
+        claim_term(DirectoryJournal(run.journal), 1, *named.getsockname(), None)
+        began = time.monotonic()
+        found = {metric.name: metric.samples[0].value for metric in Watched(run).collect()}
+        took = time.monotonic() - began
+        shown = json.loads(serve.Watched(run).answer())
+        page_took = time.monotonic() - began - took
+    assert found["deadpool_up"] == 0.0
+    assert "deadpool_iteration" in found
+    assert took < PROMETHEUS_SECONDS
+    # Whoever looks at the page waits for whoever looked before.
+    assert shown["status"] is None
+    assert page_took < PROMETHEUS_SECONDS
 
 
 @pytest.mark.parametrize("text", ["9478", "127.0.0.1:", "127.0.0.1:99999", "127.0.0.1:x"])

@@ -8,14 +8,17 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from deadpool_megatron import cli
+from deadpool_megatron.cli.observe import traces
 from deadpool_megatron.cluster.run_directory.directory import RunInfo
 from deadpool_megatron.settings import Settings
+from tests.common.waiting import PATIENCE_SECONDS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "show"))
 import synthetic_run
@@ -26,6 +29,8 @@ class Collector:
 
     def __init__(self) -> None:
         self.status = 200
+        self.answers = threading.Event()
+        self.answers.set()
         self.asked = 0
         self.spans: list[Span] = []
         self.services: set[str] = set()
@@ -47,6 +52,7 @@ class Collector:
 
     def take(self, body: bytes) -> None:
         self.asked += 1
+        assert self.answers.wait(PATIENCE_SECONDS)
         if self.status != 200:
             return
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
@@ -100,6 +106,27 @@ def test_a_collector_that_fails_costs_nothing(
     run = finished(tmp_path / "run")
     assert cli.main(["traces", str(run)]) == 0
     assert collector.asked == 1
+
+
+def test_a_slow_collector_gets_every_span_of_a_large_recovery(
+    collector: Collector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first answer comes after all spans were made."""
+    monkeypatch.setattr(synthetic_run, "WORLD_SIZE", 1024)
+    made = threading.Event()
+
+    def tell(*arguments: Any) -> None:
+        told(*arguments)
+        made.set()
+
+    told = traces.tell
+    monkeypatch.setattr(traces, "tell", tell)
+    collector.answers = made
+    run = finished(tmp_path / "run")
+    assert cli.main(["traces", str(run), "--endpoint", collector.endpoint]) == 0
+    restored = [span for span in collector.spans if span.name == "restore"]
+    assert len(restored) == 1024
+    assert len(collector.spans) > 3 * 1024
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

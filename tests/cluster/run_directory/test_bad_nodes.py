@@ -28,6 +28,8 @@ from deadpool_megatron.ownership import OwnershipError
 from tests.common.waiting import PATIENCE_SECONDS
 
 NODE = BadNode("node7", "device-error", 100.0, "0a0a0a0a", "Xid 79")
+#: an entry at a time that is filled in
+ENTRY = '{"nodes": [{"host": "a", "kind": "b", "run": "c", "evidence": "", "wall_seconds": %s}]}'
 
 
 def test_a_file_that_somebody_keeps_locked_is_left_in_time(
@@ -67,6 +69,36 @@ def test_a_file_that_others_could_have_written_or_that_is_damaged_is_refused(
         read_bad_nodes(tmp_path)
     with pytest.raises(OwnershipError):
         add_bad_node(tmp_path, NODE)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '{"nodes": 5}',
+        '{"nodes": [5]}',
+        *(ENTRY % when for when in ("null", '"inf"', "NaN", "1e300", "1" + 400 * "0", "-1")),
+    ],
+)
+def test_a_file_that_somebody_else_has_filled_costs_a_line(content: str, tmp_path: Path) -> None:
+    """Whatever stands there: what notes the nodes goes on, and tells of the next one as well."""
+    run, said = RunDirectory(tmp_path / "run"), list[str]()
+    run.node(0).parent.mkdir(parents=True)
+    write_json(run.node(0), {"hostname": NODE.host})
+    file = bad_nodes.bad_nodes_file(tmp_path)
+    file.write_text(content)
+    file.chmod(0o600)
+    noting = BadNodes(run, "another", "", said.append)
+    aside = {"cause": "node 0 is put aside", "kind": "slow-node"}
+    event = Event(Kind.NODE_ASIDE, node=0, wall_seconds=NODE.wall_seconds, data=aside)
+    noting.note(event)
+    noting.flush(time.monotonic() + PATIENCE_SECONDS)
+    (line,) = said
+    assert "is damaged" in line
+    file.unlink()
+    noting.note(event)
+    noting.flush(time.monotonic() + PATIENCE_SECONDS)
+    assert [one.host for one in read_bad_nodes(tmp_path)] == [NODE.host]
 
 
 def test_old_ones_are_used_again_and_never_too_many_are_left_out() -> None:

@@ -15,13 +15,14 @@ from deadpool_megatron.cluster.watch.slowness import (
     Slowness,
     SlownessWatch,
 )
+from deadpool_megatron.settings import Settings
 
 
 class Job:
     """Four roles, one on each node, unless told; ``run`` lets a window go by."""
 
     def __init__(self, nodes: Mapping[int, int] | None = None, groups: str = "aaaa") -> None:
-        self.watch = SlownessWatch(1.5)
+        self.watch = SlownessWatch(Settings().slow_factor)
         self.nodes = nodes or {role: role for role in range(4)}
         self.peers = [tuple(r for r in range(4) if groups[r] == own) for own in groups]
         self.done = dict.fromkeys(self.nodes, OwnTime(0, 0.0))
@@ -59,6 +60,14 @@ def test_a_slow_node_is_told_once_after_enough_windows_and_once_when_it_is_over(
     assert not job.watch.slow
 
 
+def test_a_node_that_is_one_and_a_half_times_slower_is_told_with_the_default_settings() -> None:
+    job = Job()
+    for _ in range(WINDOWS - 1):
+        assert job.run(0.1, 0.1, 0.15, 0.1) == []
+    (verdict,) = job.run(0.1, 0.1, 0.15, 0.1)
+    assert verdict.node == 2
+
+
 def test_no_verdict_before_a_window_is_full() -> None:
     job = Job()
     for _ in range(WINDOWS * WINDOW_ITERATIONS - 1):
@@ -80,7 +89,7 @@ def test_an_hour_of_noise_names_nobody_but_the_node_that_is_slow(slow: int | Non
     mostly of a whole iteration, now and then of fifty of them.
     """
     noise, roles = random.Random(1), range(16)
-    watch, totals = SlownessWatch(1.3), [0.0 for _ in roles]
+    watch, totals = SlownessWatch(Settings().slow_factor), [0.0 for _ in roles]
     named: dict[int, int] = {}
     for iteration in range(7200):
         players = {r: Player(r, (*roles,), OwnTime(iteration, totals[r])) for r in roles}

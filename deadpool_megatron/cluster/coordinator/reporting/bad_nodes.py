@@ -24,15 +24,15 @@ from deadpool_megatron.ownership import OwnershipError
 # What the command finds in its environment, beside the JSON on its standard input.
 HOST_VARIABLE, KIND_VARIABLE = "DEADPOOL_BAD_NODE", "DEADPOOL_BAD_NODE_KIND"
 TEXT_VARIABLE = "DEADPOOL_BAD_NODE_TEXT"
-# Losses that say something about the host. A connection that ends does not: that is also what a
-# cancelled job looks like, and then every node of it would be left out of the next one.
+# Losses that say something about the host; a node that was put aside, as a slow one, always does. A
+# connection that ends does not: that is also what a cancelled job looks like, and then every node
+# of it would be left out of the next one.
 _HOST_IS_TO_BLAME = (
     FailureKind.DEVICE_ERROR,
     FailureKind.LEFT_OUT,
     FailureKind.NODE_CUT,
     FailureKind.NODE_FROZEN,
     FailureKind.SILENT_CORRUPTION,
-    FailureKind.SLOW_NODE,
 )
 
 

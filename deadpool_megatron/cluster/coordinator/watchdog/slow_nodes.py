@@ -34,11 +34,21 @@ class SlowNodes:
             return []
         return self._watch.look(state.record.epoch, players)
 
-    def is_to_leave(self, verdict: Slowness, state: State) -> bool:
-        """Whether the node's roles shall go to a spare: wanted, and a good one is there."""
-        taken = {seat.node for seat in state.seats.values()} | state.fleet.aside
-        wanted = self._settings.evict_slow == "on" and not verdict.over
-        return wanted and bool(set(state.fleet.nodes) - taken)
+    def to_move(self, state: State) -> Slowness | None:
+        """The slowest node whose roles shall go to a spare now: wanted, and a good one is there.
+        Asked again and again, so that the first spare to come is for it. One node at a time.
+        """
+        fleet = state.fleet
+        taken = state.seats.nodes | fleet.aside
+        if (
+            self._settings.evict_slow != "on"
+            or state.phase is not Phase.RUNNING
+            or fleet.drains
+            or set(fleet.nodes) <= taken
+        ):
+            return None
+        slow = [found for node, found in self._watch.slow.items() if node in state.seats.nodes]
+        return max(slow, key=lambda found: found.factor, default=None)
 
     def describe(self) -> dict[str, Any]:
         """For the status: node -> how slow it is, in seconds per iteration."""
@@ -58,6 +68,14 @@ def slow_event(epoch: int, verdict: Slowness) -> Event:
         "over": verdict.over,
     }
     return Event(Kind.SLOW_NODE, epoch, verdict.node, verdict.role, data=data)
+
+
+def aside_event(epoch: int, verdict: Slowness) -> Event:
+    """The event that its roles go to a spare: the host is not for the next run either."""
+    text = f"{verdict.seconds:.3f} s of its own per iteration, its peers {verdict.peer_seconds:.3f}"
+    cause = f"node {verdict.node} is put aside, it is slow: {text} s"
+    data = {"cause": cause, "kind": str(FailureKind.SLOW_NODE)}
+    return Event(Kind.NODE_ASIDE, epoch, verdict.node, data=data)
 
 
 def _players(state: State, peers: Peers) -> dict[int, Player]:

@@ -11,7 +11,11 @@ from typing import Any
 
 from deadpool_megatron.cluster.coordinator.reporting.status import role_beats
 from deadpool_megatron.cluster.coordinator.watchdog.protection_watch import ProtectionWatch
-from deadpool_megatron.cluster.coordinator.watchdog.slow_nodes import SlowNodes, slow_event
+from deadpool_megatron.cluster.coordinator.watchdog.slow_nodes import (
+    SlowNodes,
+    aside_event,
+    slow_event,
+)
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.cluster.link.pacing import Pace, hang_look_seconds
 from deadpool_megatron.cluster.link.peers import Peers
@@ -75,10 +79,10 @@ class Watchdog:
         hang, verdicts = self._hang(state, now), self._slow_nodes.look(state, self._peers, now)
         if hang is not None:
             found.append(hang)
-        for verdict in verdicts:
-            events.append(slow_event(epoch, verdict))
-            if self._slow_nodes.is_to_leave(verdict, state):
-                found.append(inputs.DrainRequested(verdict.node))
+        events += [slow_event(epoch, verdict) for verdict in verdicts]
+        if (moved := self._slow_nodes.to_move(state)) is not None:
+            events.append(aside_event(epoch, moved))
+            found.append(inputs.DrainRequested(moved.node))
         return events, found
 
     def at_protection(self, state: State) -> list[inputs.Input]:

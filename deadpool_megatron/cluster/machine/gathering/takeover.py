@@ -123,8 +123,8 @@ def _happened(turn: Turn, record: EpochRecord) -> Failure | None:
         )
     if wrong := sorted(state.fleet.leaving & set(state.fleet.nodes)):
         node = wrong[0]
-        cause = f"node {node} was found to compute or hold wrong numbers"
-        return Failure(cause, FailureKind.SILENT_CORRUPTION, ("node", str(node)), node=node)
+        cause = f"node {node} was put aside for the rest of the run"
+        return Failure(cause, FailureKind.LEFT_OUT, ("node", str(node)), node=node)
     for node in sorted(set(record.nodes) - set(state.fleet.nodes)):
         if matters(state, record, node):
             cause = f"node {node}: {state.fleet.gone.get(node, 'gone')}"

@@ -142,8 +142,8 @@ class Fleet:
     """``nodes``: connected ones. ``gone``: those given up, with the cause. ``drains``: nodes whose
     roles are to move as soon as a spare can take them; ``leaving``: nodes that have no role in the
     next record; ``avoid``: nodes that get a role last; ``wrong``: those found to compute or hold
-    wrong numbers, which get none any more. ``returning``: nodes whose agents ended in this
-    recovery, and may come back.
+    wrong numbers, or to have a broken device, which get none any more. ``returning``: nodes whose
+    agents ended in this recovery, and may come back.
     """
 
     nodes: Map[int, NodeState] = field(default_factory=Map)

@@ -10,9 +10,11 @@ from deadpool_megatron.cluster.machine import inputs as ev
 from deadpool_megatron.cluster.watch.hang_table import table_of
 from deadpool_megatron.events import Kind
 from deadpool_megatron.layout.records import EpochRecord
+from tests.cluster.machine.epoch.test_wrong_nodes import reap
 from tests.cluster.machine.rig import Phase, Rig, g, killed, nodes_of
 
-CUDA = "torch.AcceleratorError: CUDA error: an illegal memory access was encountered"
+CUDA = "torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+XID = "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."
 
 
 def ended(rig: Rig, role: int, line: str) -> ev.MemberLost:
@@ -73,6 +75,45 @@ def test_second_device_error_on_a_node_moves_its_roles_to_a_spare() -> None:
     assert rig.state.fleet.avoid == {1}
 
 
+def test_a_node_with_a_broken_device_has_no_role_any_more() -> None:
+    """At the first time, and not as the last spare either, unlike one whose errors were counted."""
+    rig = Rig(spares=1).run()
+    rig.steps(3)
+    rig.feed(ended(rig, 1, XID))
+    assert kinds(rig, Kind.NODE_ASIDE) == ["device-error"]
+    (note,) = rig.of(act.NoteWrong, rig.log)
+    assert (note.node, "Xid" in note.cause) == (1, True)
+    recover(rig, 3)
+    assert nodes_of(rig.record) == {0: 0, 1: 2}
+    assert rig.record.history.wrong == {1}
+    reap(rig)
+    rig.feed(ev.NodeLost(2, "gone"))
+    rig.closed(g(3), g(3, 2))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.join(4)
+    assert nodes_of(rig.pending) == {0: 0, 1: 4}
+
+
+def test_the_roles_of_a_node_with_a_broken_device_wait_for_a_spare() -> None:
+    rig = Rig(spares=0).run()
+    rig.steps(3)
+    rig.feed(ended(rig, 1, XID))
+    rig.closed(g(3))
+    assert rig.state.phase is Phase.WAITING_SPARE
+    rig.join(3)
+    assert nodes_of(rig.pending) == {0: 0, 1: 3}
+
+
+def test_faults_of_the_program_are_no_device_errors() -> None:
+    rig = Rig().run()
+    rig.steps(3)
+    for line in ("CUDA error: an illegal memory access was encountered", "Xid 31"):
+        rig.feed(ended(rig, 1, line))
+        recover(rig, 3)
+    assert nodes_of(rig.record) == {0: 0, 1: 1}
+    assert kinds(rig, Kind.EPOCH_CLOSED) == ["process-crash"] * 2
+
+
 def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     rig = Rig().run()
     rig.steps(3)
@@ -81,7 +122,7 @@ def test_the_same_device_error_on_two_nodes_is_the_programs() -> None:
     rig.feed(ended(rig, 0, CUDA))
     end = rig.saved_end(g(3))
     assert (end.exit_status, end.kind) == (1, "bug")
-    assert "illegal memory access" in end.reason
+    assert "ECC error" in end.reason
 
 
 def test_device_errors_without_a_spare_end_after_three_at_one_step() -> None:
