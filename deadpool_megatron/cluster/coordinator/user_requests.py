@@ -26,6 +26,8 @@ _STOP_SECONDS = 1.0
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
 _KILL_SECONDS = 0.1
+# A write under way cannot be called back, only followed by another one.
+_UNLESS = " (unless another coordinator takes over before the journal works again)"
 
 
 class UserRequests:
@@ -42,8 +44,10 @@ class UserRequests:
         self._ready = asyncio.Event()
         self._asking = asyncio.Lock()
         self._writing = asyncio.Lock()
-        # As the journal has them; taken, but not known to the machine yet.
-        self._noted: tuple[Request, ...] = ()
+        self._is_superseded = False
+        # As the journal has them, None where that is not sure; taken, but not known to the machine
+        # yet.
+        self._noted: tuple[Request, ...] | None = ()
         self._coming: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
@@ -109,7 +113,7 @@ class UserRequests:
             if not error:
                 error = await self._note(request, limit - time.monotonic())
             if error and verb is not Verb.STOP:
-                why = f"{error}: nothing was taken on, ask again"
+                why = f"{error}: nothing was taken on{_UNLESS}, ask again"
                 return {"ok": False, "refused": why, "error": why}
             failpoints.hit("coordinator.request")
             if verb is Verb.KILL:  # it may be this very process: the answer goes first
@@ -156,26 +160,50 @@ class UserRequests:
             return ""
         if request.verb is not Verb.STOP:
             self._coming = tuple(one for one in self._coming if one is not request)
+            # The journal may have it all the same, or will: then the next coordinator would carry
+            # out what its user was refused.
+            self._desk.spawn(self._write())
         return error if done else "the journal does not answer"
 
     async def _write(self) -> str:
         """Return why the newest could not be written, empty if it was, or has been already."""
         async with self._writing:
             await self._ready.wait()
-            newest = requests.kept((*self._desk.state().requests, *self._coming))
-            if newest == self._noted:
-                return ""
-            self._entry += 1
-            name, entry = (requests.KIND, self._entry), requests.entry(self._term, newest)
-            try:
-                await write_patiently(self._journal, name, entry, self._patience, _ignore)
-            except LostRace:
-                self._desk.step_down("another coordinator takes the requests")
-                return "another coordinator has taken over"
-            except JournalError as error:
-                return str(error)
-            self._noted = newest
-            return ""
+            while not self._is_superseded:
+                newest = requests.kept((*self._desk.state().requests, *self._coming))
+                if newest == self._noted:
+                    return ""
+                number, self._noted = self._entry + 1, None
+                try:
+                    is_written = await self._put(number, requests.entry(self._term, newest))
+                except LostRace:
+                    # Whoever waits for its turn to write must not take the number behind that.
+                    self._is_superseded = True
+                    self._desk.step_down("another coordinator takes the requests")
+                    break
+                except JournalError as error:
+                    return str(error)
+                self._entry = number
+                if is_written:
+                    self._noted = newest
+                    return ""
+            return "another coordinator has taken over"
+
+    async def _put(self, number: int, entry: Mapping[str, Any]) -> bool:
+        """Write an entry; return False where that number has one of ours, of a try that failed and
+        was carried out all the same. Raises LostRace when it has another's, and JournalError.
+
+        No number is left out: behind the gap two coordinators would write side by side.
+        """
+        name = (requests.KIND, number)
+        try:
+            await write_patiently(self._journal, name, entry, self._patience, _ignore)
+        except LostRace:
+            there = await asyncio.to_thread(self._journal.read, *name)
+            if there.get("term") != self._term:
+                raise
+            return False
+        return True
 
 
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import user_requests
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal import requests
@@ -196,10 +198,71 @@ def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     async def story() -> None:
         one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
         answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "no space left: nothing was taken on" in answer["refused"]
+        assert "no space left: nothing was taken on (unless" in answer["refused"]
         answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
         assert answer["ok"]
         assert [item.request.verb for item in one.fed] == [Verb.STOP]
+
+    asyncio.run(story())
+
+
+class Hanging(DirectoryJournal):
+    """Writes hang until it works; with ``lies`` they fail then, and are carried out all the same."""
+
+    lies = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.works = threading.Event()
+
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        self.works.wait(10.0)
+        super().write(kind, number, entry)
+        if self.lies:
+            self.lies = False
+            raise JournalError("the answer was lost")
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_what_was_refused_is_not_found_by_the_next_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.05)
+
+    async def story() -> None:
+        slow = Hanging(tmp_path / "journal")
+        one = Coordinator(slow, 1)
+        one.desk._patience = 0.0
+        slow.lies = lies
+        await one.begun()
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+        assert "the journal does not answer: nothing was taken on (unless" in answer["refused"]
+        slow.works.set()
+        await asyncio.gather(*one.tasks)
+        assert one.stepped_down == []
+        following = await Coordinator(slow, 2).begun()
+        assert following.fed[0].requests == ()
+
+    asyncio.run(story())
+
+
+def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordinator(
+    tmp_path: Path, journal: DirectoryJournal
+) -> None:
+    """It lost no race for the number that failed: then it must not take the one behind it."""
+
+    async def story() -> None:
+        broken = Broken(tmp_path / "journal")
+        one = await Coordinator(broken, 1).begun()
+        assert not (await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["ok"]
+        following = await Coordinator(journal, 2).begun()
+        one.desk._journal = journal
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
+        assert "another coordinator has taken over" in answer["refused"]
+        assert one.stepped_down == ["another coordinator takes the requests"]
+        assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
+        assert following.stepped_down == []
+        await asyncio.gather(*one.tasks)
 
     asyncio.run(story())
 
