@@ -62,6 +62,12 @@ class Journal(ABC):
         """The numbers of all entries of a kind, ascending; none of them is read."""
 
     @abstractmethod
+    def has(self, kind: str, number: int) -> bool:
+        """Whether there is such an entry; costs the same however many others there are. A client of
+        a network file system may say no for some time after another host has written it.
+        """
+
+    @abstractmethod
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """An entry that is there. Raises JournalError when it is not, or is damaged."""
 
@@ -129,6 +135,17 @@ class DirectoryJournal(Journal):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def has(self, kind: str, number: int) -> bool:
+        """See :class:`Journal`."""
+        path = self._path(kind, number)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise JournalError(f"cannot read {path}: {error.strerror}") from error
+        return True
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""

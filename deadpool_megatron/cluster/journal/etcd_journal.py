@@ -106,6 +106,14 @@ class EtcdJournal(Journal):
                 raise JournalError(f"{prefix}{name} does not belong into a journal")
         return sorted(int(name) for name in names)
 
+    def has(self, kind: str, number: int) -> bool:
+        """See :class:`Journal`."""
+        key = self._key(kind, number)
+        try:
+            return self._client.get(key) is not None
+        except EtcdError as error:
+            raise JournalError(f"cannot read {key}: {error}") from error
+
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""
         key = self._key(kind, number)

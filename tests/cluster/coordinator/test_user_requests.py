@@ -207,7 +207,7 @@ def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
 
 
 class Hanging(DirectoryJournal):
-    """Writes hang until it works; with ``lies`` they fail then, and are carried out all the same."""
+    """Writes hang until it works; with ``lies`` one is carried out then, and fails all the same."""
 
     lies = False
 
