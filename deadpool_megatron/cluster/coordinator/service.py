@@ -371,7 +371,7 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._files.take_digests()  # and leave them unsaid
+            self._files.hand_over()
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:
