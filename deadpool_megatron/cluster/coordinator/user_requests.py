@@ -93,8 +93,8 @@ class UserRequests:
     ) -> dict[str, Any]:
         """Return the request as it is now; the command sends it again and again, it is taken once.
 
-        ``what()``: what is asked, or in a line why it cannot be; ``seconds``: in which a run has to
-        end.
+        ``what()``: what is asked, or in a line why it cannot be; for a plan of protection it is
+        called in another thread. ``seconds``: in which a run has to end.
         """
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
@@ -105,7 +105,9 @@ class UserRequests:
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
-            wanted = what()
+            began = time.monotonic()
+            wanted = await self._reckoned(what) if verb is Verb.PROTECT else what()
+            limit += time.monotonic() - began
             why = wanted if isinstance(wanted, str) else refusal(self._desk.state(), verb, wanted)
             if isinstance(wanted, str) or why:
                 return {"ok": False, "refused": why, "error": why}
@@ -122,6 +124,19 @@ class UserRequests:
                 self._take(request)
             newest = (one for one in self._desk.state().requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
+
+    async def _reckoned(
+        self, what: Callable[[], Mapping[str, Any] | str]
+    ) -> Mapping[str, Any] | str:
+        """Return what is asked of the plan, reckoned over all roles: of tens of thousands that is a
+        second. It goes on from the plan in force, so it is reckoned anew if that has changed
+        meanwhile; what else has changed the machine looks at when it takes the request.
+        """
+        while True:
+            plan = self._desk.state().protection.plan
+            wanted = await asyncio.to_thread(what)
+            if self._desk.state().protection.plan == plan:
+                return wanted
 
     def _take(self, request: Request) -> None:
         """Give the machine what the journal has."""

@@ -47,6 +47,7 @@ class Coordinator:
             requests=(),
             fleet=SimpleNamespace(nodes={0: 0, 1: 1}),
             seats={},
+            protection=SimpleNamespace(plan="buddy"),
         )
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
@@ -183,6 +184,29 @@ def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
         answer = await one.desk.ask(Verb.PROTECT, lambda: "it cannot be", "a")
         assert answer["refused"] == "it cannot be"
         assert known(journal) == []
+
+    asyncio.run(story())
+
+
+def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJournal) -> None:
+    """And what was reckoned from a plan that has been changed meanwhile is reckoned anew."""
+
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        reckoned, may_go_on = list[str](), threading.Event()
+
+        def reckon() -> dict[str, Any]:
+            reckoned.append(one.state.protection.plan)
+            assert may_go_on.wait(10.0), "the loop stands still"
+            return {"plan": {}, "words": f"from {reckoned[-1]}"}
+
+        asking = asyncio.create_task(one.desk.ask(Verb.PROTECT, reckon, "a"))
+        while not reckoned:
+            await asyncio.sleep(0.001)
+        one.state.protection.plan = "parity"
+        may_go_on.set()
+        assert (await asking)["request"]["what"]["words"] == "from parity"
+        assert reckoned == ["buddy", "parity"]
 
     asyncio.run(story())
 
