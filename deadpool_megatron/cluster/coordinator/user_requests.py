@@ -56,12 +56,11 @@ class UserRequests:
         while self._term > 1:
             try:
                 found = await loop.run_in_executor(None, requests.newest, self._journal)
-                self._entry, term, known = found
-                if term > self._term:
-                    self._desk.step_down(f"term {term} has begun")
+                if found.term > self._term:
+                    self._desk.step_down(f"term {found.term} has begun")
                     return
-                self._entry += 1
-                entry = requests.entry(self._term, known)
+                self._entry = found.number + 1
+                entry = requests.entry(self._term, found.requests)
                 await loop.run_in_executor(
                     None, self._journal.write, requests.KIND, self._entry, entry
                 )
@@ -70,8 +69,10 @@ class UserRequests:
             except JournalError:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            self._noted = known
-            self._desk.feed(inputs.RequestsFound(_with_time_left(known), self._restarted))
+            for trouble in found.troubles:
+                self._desk.warn(trouble)
+            self._noted = found.requests
+            self._desk.feed(inputs.RequestsFound(_with_time_left(self._noted), self._restarted))
             break
         self._ready.set()
 

@@ -40,6 +40,10 @@ class LostRace(JournalError):
     """Another coordinator has decided this epoch; this one must step down."""
 
 
+class DamagedEntry(JournalError):
+    """An entry is there and says nothing: to read it again is of no use."""
+
+
 class Journal(ABC):
     """Write-once entries named (kind, number), and one sign of life.
 
@@ -69,7 +73,7 @@ class Journal(ABC):
 
     @abstractmethod
     def read(self, kind: str, number: int) -> dict[str, Any]:
-        """An entry that is there. Raises JournalError when it is not, or is damaged."""
+        """An entry that is there. Raises JournalError when it is not, and DamagedEntry."""
 
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:
         """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
@@ -242,9 +246,11 @@ async def write_patiently(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        entry = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise JournalError(f"{path} is damaged: {error}") from error
+        entry = json.loads(path.read_bytes())
+    except OSError as error:
+        raise JournalError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedEntry(f"{path} is damaged: {error}") from error
     if not isinstance(entry, dict):
-        raise JournalError(f"{path} is damaged: not a JSON object")
+        raise DamagedEntry(f"{path} is damaged: not a JSON object")
     return entry

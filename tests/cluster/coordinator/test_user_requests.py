@@ -94,7 +94,7 @@ def journal(tmp_path: Path) -> DirectoryJournal:
 
 def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     """What a coordinator that takes over would read."""
-    return [(one.number, one.verb, one.stage) for one in requests.newest(journal)[2]]
+    return [(one.number, one.verb, one.stage) for one in requests.newest(journal).requests]
 
 
 def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
