@@ -127,7 +127,7 @@ class Coordinator:
         }
 
     async def run(self) -> int:
-        """Serve until the run is over; answers its exit status."""
+        """Serve until the run is over; returns its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, "interrupted")
@@ -432,7 +432,7 @@ def _collect_garbage_in(phase: Phase) -> None:
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
-    """Run a coordinator in this process; answers the exit status of the run."""
+    """Run a coordinator in this process; returns the exit status of the run."""
     set_process_name("dp-coordinator")
     show_thread_names()
     failpoints.load()
