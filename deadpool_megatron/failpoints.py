@@ -92,7 +92,7 @@ def set_context(**values: object) -> None:
 def hit(point: str, **details: object) -> Fault | None:
     """Announce that the named point was reached; fires at most one planned fault.
 
-    Answers the fault when its action is ``mark``; does not return when it kills this process.
+    Returns the fault when its action is ``mark``; does not return when it kills this process.
     """
     if not ACTIVE:
         return None

@@ -6,7 +6,8 @@
 Real processes on this machine: the embedded trainer on 4 nodes with 2 spares that are refilled, all
 kinds of faults. One undisturbed run gives the hash of every role's state after every iteration;
 struck runs of the same length follow, one after the other. Each reported hash is compared as it
-arrives. At the end: no process and no shared memory left, and nothing that lived on grew.
+arrives. At the end: no process and no shared memory left, and nothing that lived on grew, neither
+processes nor shared memory, nor the run directory by more than the events of its iterations.
 
 As root the soak gives itself a network and a mount namespace (unshare), in which it cuts
 connections (nft) and fills the disk of the run directory; else these faults are left out.
@@ -203,6 +204,7 @@ def summary(
         kinds[name] = {"faults": len(these), "to_next_iteration_seconds": percentiles(waits)}
     samples = [one for round_ in done[1:] for one in round_.samples]
     grown = growth.judge(samples, 120.0)
+    files = [growth.files_verdict(one.files) for one in done[1:]]
     return {
         "seconds": seconds,
         "found": found,
@@ -214,11 +216,11 @@ def summary(
         "hashes_compared": sum(one.compared for one in done[1:]),
         "iterations": sum(one.newest for one in done[1:]),
         "growth": grown,
-        "files": [growth.files_verdict(one.files) for one in done[1:]],
+        "files": files,
         "struck": [one.to_dict() for one in struck],
         "samples": growth.as_dicts(growth.thinned(samples)),
         "files_seen": growth.as_dicts(one for round_ in done[1:] for one in round_.files[::6]),
-        "passed": not found and grown["flat"],
+        "passed": not found and grown["flat"] and all(one.get("flat", True) for one in files),
     }
 
 
@@ -242,6 +244,9 @@ def verdict(facts: dict[str, Any]) -> str:
     for part, grown in facts["growth"]["parts"].items():
         shown = ", ".join(f"{key} {value:+.1f}" for key, value in grown.items() if key != "lives")
         lines.append(f"  growth of {part:<14} {shown}  ({grown['lives']} lives)")
+    for name, limit in growth.FILE_LIMITS.items():
+        most = max((one[name] for one in facts["files"] if one), default=0.0)
+        lines.append(f"  {name:<36} {most:+.1f} at most (limit {limit:g})")
     lines.append(facts["found"] or f"{facts['hashes_compared']} states compared, all equal")
     lines.append("passed" if facts["passed"] else "FAILED")
     return "\n".join(lines)

@@ -77,7 +77,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sub-command; answers the exit status."""
+    """Run one sub-command; returns the exit status."""
     standard_streams.open_missing()
     given = list(sys.argv[1:] if argv is None else argv)
     # Everything behind the first "--" is the user's command and not to be parsed here.

@@ -21,7 +21,7 @@ EXIT_BAD_INPUT = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script; answers 2, with one line, when this Megatron-LM cannot take the hooks."""
+    """Run the script; returns 2, with one line, when this Megatron-LM cannot take the hooks."""
     if not argv:
         return _refuse("usage: python -m deadpool_megatron.megatron_lm SCRIPT ARGS")
     script = Path(argv[0])

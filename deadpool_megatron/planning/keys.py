@@ -105,7 +105,7 @@ class Protection:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The machines. Rates are those that you measured, not those of a data sheet."""
+    """The hosts. Rates are those that you measured, not those of a data sheet."""
 
     nodes: int = _key("nodes that train", least=1)
     gpus_per_node: int = _key("GPUs, and so roles, of a node", least=1)

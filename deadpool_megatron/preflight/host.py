@@ -91,7 +91,7 @@ def _driver_version() -> str:
 
 
 def available_memory() -> int | None:
-    """Returns the bytes that can be had without swapping, by the machine and by the own cgroup."""
+    """Returns the bytes that can be had without swapping, by the host and by the own cgroup."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":") for line in lines)

@@ -332,7 +332,7 @@ class TrainingLoop(SteppedLoop):
 
 
 def _forward(iterator: Iterator[Batch], chunk: torch.nn.Module) -> Any:
-    """Run one chunk on the next micro batch; answers its output and the function to the loss."""
+    """Run one chunk on the next micro batch; returns its output and the function to the loss."""
     model = cast(Any, _unwrapped(chunk))
     if not (model.pre_process or model.post_process):
         # A stage in the middle gets its input from the schedule and needs no text.

@@ -71,7 +71,7 @@ def train(config: TrainerConfig) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run from the command line; answers the exit status, 2 for arguments that cannot work."""
+    """Run from the command line; returns the exit status, 2 for arguments that cannot work."""
     parser = build_parser("python -m deadpool_megatron.trainer.plain")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the facts of the run here")
     namespace = parser.parse_args(argv)

@@ -15,6 +15,15 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WARM_SECONDS = 60.0
 # What a part may grow in an hour beyond its working size before it counts as a leak.
 LIMITS: Mapping[str, float] = {"rss_mb": 24.0, "descriptors": 12.0, "threads": 6.0}
+# What shared memory may gain in an hour, and the run directory with each iteration: about 2,000
+# bytes of events and hashes are usual, up to 7,600 with what faults leave (a checkpoint, a dump).
+FILE_LIMITS: Mapping[str, float] = {
+    "segments_mb_gained": 4.0,
+    "directory_bytes_per_usual_iteration": 4000.0,
+    "directory_bytes_per_iteration": 12000.0,
+}
+# In less a single checkpoint is a steep line.
+_LEAST_SECONDS = 120.0
 # More than this between two looks is a change of the working size: a spare has got a role, a vault
 # another plan. A leak comes little by little.
 _STEPS: Mapping[str, float] = {"rss_mb": 4.0, "descriptors": 4.0, "threads": 4.0}
@@ -87,10 +96,14 @@ def gained_per_hour(life: Sequence[Sample], name: str) -> float:
     for before, after in pairwise(floor):
         stretch = [*stretch, after] if abs(after[1] - before[1]) <= _STEPS[name] else [after]
         longest = max(longest, stretch, key=len)
-    few = longest[:: len(longest) // _LOOKS + 1]
-    slopes = [(y - v) / (x - u) for (u, v), (x, y) in combinations(few, 2) if x > u]
     # A short life makes a steep line of one page: what it really gained counts.
-    return median(slopes) * min(3600.0, few[-1][0] - few[0][0]) if slopes else 0.0
+    return _slope(longest) * min(3600.0, longest[-1][0] - longest[0][0])
+
+
+def _slope(looks: Sequence[tuple[float, float]]) -> float:
+    few = looks[:: len(looks) // _LOOKS + 1]
+    slopes = [(y - v) / (x - u) for (u, v), (x, y) in combinations(few, 2) if x > u]
+    return median(slopes) if slopes else 0.0
 
 
 def judge(samples: Iterable[Sample], least_seconds: float) -> dict[str, Any]:
@@ -113,15 +126,34 @@ def judge(samples: Iterable[Sample], least_seconds: float) -> dict[str, Any]:
 
 
 def files_verdict(files: Sequence[Files]) -> dict[str, Any]:
-    """Returns bytes of the run directory per iteration, and the most of shared memory."""
+    """Returns of one round what its run directory grew with each iteration, and with a usual one;
+    what its shared memory gained in an hour, or in its own time, if that was shorter, and the most
+    of it; ``flat``: whether all are within FILE_LIMITS, or there was too little time to tell.
+    Nothing without two looks at different iterations.
+
+    A usual one is the median between looks, which a checkpoint now and then does not move. Of
+    shared memory it is that of the slopes: a vault that takes what it will need is no growth.
+    """
     if len(files) < 2 or files[-1].iteration <= files[0].iteration:
         return {}
-    first, last = files[len(files) // 3], files[-1]
-    steps = max(1, last.iteration - first.iteration)
-    return {
-        "directory_bytes_per_iteration": (last.directory_mb - first.directory_mb) * 1e6 / steps,
+    later = files[len(files) // 3 :]  # with all processes at their working size
+    steps = later[-1].iteration - later[0].iteration
+    usual = [
+        (after.directory_mb - before.directory_mb) * 1e6 / (after.iteration - before.iteration)
+        for before, after in pairwise(later)
+        if after.iteration > before.iteration
+    ]
+    grown = (later[-1].directory_mb - later[0].directory_mb) * 1e6
+    held = [(one.seconds, one.segments_mb) for one in later]
+    found = {
+        "directory_bytes_per_iteration": grown / max(1, steps),
+        "directory_bytes_per_usual_iteration": median(usual) if usual else 0.0,
+        "segments_mb_gained": _slope(held) * min(3600.0, held[-1][0] - held[0][0]),
         "segments_mb_most": max(one.segments_mb for one in files),
     }
+    is_short = held[-1][0] - held[0][0] < _LEAST_SECONDS
+    flat = is_short or all(found[name] <= limit for name, limit in FILE_LIMITS.items())
+    return {**found, "limits": dict(FILE_LIMITS), "flat": flat}
 
 
 def as_dicts(found: Iterable[Sample | Files]) -> list[dict[str, Any]]:

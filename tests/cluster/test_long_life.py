@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deadpool_megatron.cli.common import CommandError, ask
+from deadpool_megatron.cli.show.story import Story
 from deadpool_megatron.cluster.journal.terms import newest_term
-from deadpool_megatron.events import Kind
+from deadpool_megatron.cluster.run_directory.directory import read_json
+from deadpool_megatron.events import Event, Kind, take_events, term_file, to_line
 from tests.cluster.agents import Agents
 from tests.cluster.running import deadpool
 from tests.common.waiting import wait_for
@@ -58,20 +62,96 @@ def _running(run: Agents) -> dict[str, Any]:
     return told if told.get("phase") == "running" else {}
 
 
-def test_a_takeover_waits_for_no_file_of_events(tmp_path: Path) -> None:
+def was_opened(fifo: Path) -> bool:
+    """Whether somebody waits in opening it: who has opened it to read does so for ever."""
+    try:
+        os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            return False
+        raise
+    return True
+
+
+def test_a_takeover_opens_no_file_of_events_of_long_ago(tmp_path: Path) -> None:
+    """And gives the account of the whole run all the same."""
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(5)
+        os.kill(run.term().pid, signal.SIGKILL)
+        goes_on(run, 2)
+        kept = run.run.path / "account.json"
+        wait_for("the account of both", lambda: read_json(kept)["place"]["term"] == 2)
         events = run.run.events
         aside = events.with_suffix(".aside")
         events.rename(aside)
-        os.mkfifo(events)  # who opens it waits for ever
+        os.mkfifo(events)
         os.kill(run.term().pid, signal.SIGKILL)
-        goes_on(run, 2)
+        goes_on(run, 3)
+        opened = was_opened(events)
         events.unlink()
         aside.rename(events)
+        assert not opened
+        assert run.events(Kind.NODE_LOST) == []
+        assert run.epochs() == [1]
+        final = run.finish()
+    story = Story()
+    take_events(run.run.events, story.add)
+    assert final["goodput"] == pytest.approx(story.account.goodput(), rel=0.01)
+    spent = {use.value: seconds for use, seconds in story.account.seconds().items()}
+    assert final["node_seconds"] == pytest.approx(spent, rel=0.01, abs=0.05)
+
+
+def test_a_takeover_in_an_old_run_serves_within_two_seconds(tmp_path: Path) -> None:
+    """How soon is printed: it is the machine's. That nothing old is opened is asserted."""
+    with Agents(tmp_path / "r", options=_PATIENT) as run:
+        run.wait_iteration(5)
+        old = make_old(run)
+        os.kill(run.term().pid, signal.SIGKILL)
+        goes_on(run, 2)
+        opened = [path for path in old.fifos if was_opened(path)]
+        for path in old.files:  # before anything fails: what shows a failure reads all events
+            path.unlink()
+        assert opened == []
+        (taken_over,) = [e for e in run.events(Kind.COORDINATOR) if e.data["term"] == 2]
+        claimed_at = (run.run.journal / "term-00000002.json").stat().st_mtime
+        back = [e for e in run.events(Kind.NODE_JOINED) if e.wall_seconds > claimed_at]
+        assert len(back) == 3
+        served = max(event.wall_seconds for event in back) - claimed_at
+        print(
+            f"claimed, {taken_over.wall_seconds - claimed_at:.2f} s later up,"
+            f" all agents back after {served:.2f} s"
+        )
         assert run.events(Kind.NODE_LOST) == []
         assert run.epochs() == [1]
         run.finish()
+
+
+@dataclass(frozen=True)
+class Old:
+    """Files of events that a run has from long ago; who opens one of ``fifos`` waits in it."""
+
+    files: list[Path]
+    fifos: list[Path]
+
+
+def make_old(run: Agents) -> Old:
+    """Give a living run what it would have gathered in months: 2,000,000 events of its first term,
+    and 10,000 entries in its journal, which cost the same as epochs where they are listed.
+    """
+    line = to_line(Event(Kind.COMMITTED, 1, 7, 11, 100, data={"lineage": 1, "bytes": 1 << 30}))
+    first = term_file(run.run.events, 1, 2)
+    first.write_bytes(100_000 * line)
+    files = [first, *(term_file(run.run.events, 1, part) for part in range(3, 24))]
+    for path in files[1:20]:
+        os.link(first, path)
+    fifos = files[20:]
+    for path in fifos:
+        os.mkfifo(path)
+    entry = run.run.journal / "node-01000000.json"
+    entry.write_text("{}\n")
+    for node in range(1_000_001, 1_010_000):
+        os.link(entry, run.run.journal / f"node-{node:08d}.json")
+    return Old(files, fifos)
 
 
 def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) -> None:

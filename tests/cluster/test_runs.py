@@ -385,6 +385,23 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert not run.run.final.exists()
 
 
+def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path: Path) -> None:
+    options = ("--deadpool-spare-timeout-seconds", "2")
+    with Run(tmp_path / "r", options=options) as run:
+        run.wait_iteration(5)
+        journal = run.run.journal
+        journal.rename(journal.with_name("journal-aside"))
+        journal.write_text("no directory")
+        send(run.listing(1)["members"]["0"])
+        final = run.wait_end(1)
+        assert final["reason"].startswith("epoch 2 cannot be journalled: cannot write")
+        assert len(list(run.run.dump.iterdir())) == 1
+        assert len(run.events(Kind.DUMPED)) == 1
+        said = run.output.read_text().strip().splitlines()[-1]
+        assert "epoch 2 cannot be journalled" in said
+        assert f"continue with 'deadpool run --resume {run.run.path}" in said
+
+
 def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
     with Run(tmp_path / "r") as run:
         run.wait_for("run.json", lambda: (run.run.path / "run.json").exists())

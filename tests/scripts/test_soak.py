@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from soaking.growth import Files, Sample, files_verdict, judge  # noqa: E402
+import soak  # noqa: E402
+from soaking import growth  # noqa: E402
+from soaking.growth import Sample, judge  # noqa: E402
 
 
 def life(part: str, pid: int, grows_mb: float, seconds: int = 3600) -> list[Sample]:
@@ -45,10 +49,57 @@ def test_a_life_that_is_too_short_is_not_judged() -> None:
     assert judge(life("member", 1, 500.0, seconds=100), 120.0)["parts"] == {}
 
 
-def test_bytes_of_the_run_directory_per_iteration() -> None:
-    files = [Files(t, 10 * t, 5.0, 1.0 + 0.01 * t) for t in range(100)]
-    assert files_verdict(files)["directory_bytes_per_iteration"] == pytest.approx(1000.0)
-    assert files_verdict(files[:1]) == {}
+def looks(
+    bytes_each: float = 1600.0, gains_mb: float = 0.0, seconds: int = 600
+) -> list[growth.Files]:
+    """Of a round with 4 iterations a second; shared memory goes up and down, and gains so much."""
+    return [
+        growth.Files(
+            t,
+            4 * t,
+            11.0 + (t // 5) % 3 + gains_mb * t / seconds,
+            4 * t * bytes_each / 1e6,
+        )
+        for t in range(0, seconds, 5)
+    ]
+
+
+def test_growth_of_the_run_directory_and_of_shared_memory_is_found() -> None:
+    steady = growth.files_verdict(looks())
+    assert steady["flat"]
+    assert steady["directory_bytes_per_iteration"] == pytest.approx(1600.0)
+    assert abs(steady["segments_mb_gained"]) < 0.5
+    assert steady["directory_bytes_per_usual_iteration"] == pytest.approx(1600.0)
+    assert not growth.files_verdict(looks(bytes_each=6000.0))["flat"]
+    assert not growth.files_verdict(looks(gains_mb=9.0))["flat"]
+    assert growth.files_verdict(looks()[:1]) == {}
+
+
+def test_a_checkpoint_now_and_then_is_no_growth_but_many_are() -> None:
+    def left(each_seconds: int) -> list[growth.Files]:
+        return [
+            replace(one, directory_mb=one.directory_mb + 2.2 * (one.seconds // each_seconds))
+            for one in looks()
+        ]
+
+    assert growth.files_verdict(left(250))["flat"]
+    assert not growth.files_verdict(left(30))["flat"]
+    assert growth.files_verdict(left(30)[:20])["flat"], "too short to tell"
+
+
+@pytest.mark.parametrize("grown", ["", "processes", "directory", "memory"])
+def test_a_soak_passes_only_if_nothing_grew(grown: str) -> None:
+    files = looks(
+        bytes_each=6000.0 if grown == "directory" else 1600.0,
+        gains_mb=9.0 if grown == "memory" else 0.0,
+    )
+    samples = life("vault", 1, 60.0 if grown == "processes" else 0.5)
+    one = SimpleNamespace(
+        samples=samples, files=files, newest=9, recoveries=0, compared=1, process=None
+    )
+    facts = soak.summary([], [one, one], "", 1.0)
+    assert facts["passed"] == (not grown)
+    assert ("passed" if facts["passed"] else "FAILED") in soak.verdict(facts)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def request(
     within: float | None = None,
     **what: Any,
 ) -> int:
-    """Send a request, wait for its end if the user wants it, print the outcome; answers the exit
+    """Send a request, wait for its end if the user wants it, print the outcome; returns the exit
     status. ``taken``: what is printed of one that is not waited for. ``within``: seconds that the
     run has, which go by meanwhile.
     """

@@ -161,7 +161,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the run is over; answers its exit status."""
+    """Serve until the run is over; returns its exit status."""
     run = RunDirectory(args.run_dir)
     ownership.check_directory(run.path)
     if args.node_id is not None and args.node_id < 0:
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare_members(info: RunInfo, args: argparse.Namespace) -> tuple[str, ...]:
-    """Look for the program, and import what its processes share; answers those modules."""
+    """Look for the program, and import what its processes share; returns those modules."""
     if info.check_only:
         return ()
     modules = scripts.modules(args.preload, DEFAULT_PRELOAD, info.command)

@@ -107,7 +107,7 @@ def restart_of(run: RunDirectory, args: argparse.Namespace, settings: Settings) 
 
 
 def begin(run: RunDirectory, restart: Restart) -> str:
-    """Make the directory that of the new processes; answers a line for the user."""
+    """Make the directory that of the new processes; returns a line for the user."""
     if run.final.exists():
         kept = len(list(run.path.glob("final-*.json"))) + 1
         run.final.rename(run.final.with_name(f"final-{kept}.json"))

@@ -85,7 +85,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check everything, then run; answers the exit status of the run."""
+    """Check everything, then run; returns the exit status of the run."""
     keep_single_threaded()  # even looking for the user's module may import its packages
     checks.check_command(args.command)
     scripts.adopt(args)

@@ -20,7 +20,7 @@ from deadpool_megatron.vault.disk.found import found_slots
 
 
 def run_agent(options: AgentOptions) -> int:
-    """Run an agent in this process, which has one thread; answers its exit status.
+    """Run an agent in this process, which has one thread; returns its exit status.
 
     Slots that an agent of this node has left are taken up as they are, or those of another node of
     this host whose agent is gone. Raises NodeTaken, or SegmentError for slots that it cannot read.

@@ -26,7 +26,7 @@ def kept_line(run: RunDirectory, info: RunInfo) -> Mapping[int, int]:
 
 
 def salvage(run: RunDirectory, info: RunInfo, kept: Mapping[int, int]) -> list[str]:
-    """Write what lies on the kept line in directories without a live agent; answers the files.
+    """Write what lies on the kept line in directories without a live agent; returns the files.
 
     What was written leaves the memory. Raises VaultError with one line when it cannot be written,
     or is not understood: then its directory stays, and the others have been written.

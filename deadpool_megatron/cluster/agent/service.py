@@ -85,7 +85,7 @@ class Agent:
         self._standby: StandbyKeeper | None = None
 
     async def run(self) -> int:
-        """Serve until the run is over; answers the exit status of the agent."""
+        """Serve until the run is over; returns the exit status of the agent."""
         self._stopping = asyncio.Event()
         self._drained = asyncio.Event()
         self._orders: asyncio.Queue[Coroutine[Any, Any, None]] = asyncio.Queue()

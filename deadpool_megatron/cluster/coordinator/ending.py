@@ -23,8 +23,9 @@ from deadpool_megatron.cluster.machine.state.state import State
 
 _PAUSE_SECONDS = 0.5
 _LOOK_SECONDS = 0.05
-# So long the end waits for the events of earlier coordinators, where they are still being read.
-_ACCOUNT_SECONDS = 3.0
+# So long the end waits for the newest events of the coordinator before, of a run that ends right
+# after a takeover.
+_ACCOUNT_SECONDS = 1.0
 
 
 class RunEnd:

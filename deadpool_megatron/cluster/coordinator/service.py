@@ -127,7 +127,7 @@ class Coordinator:
         }
 
     async def run(self) -> int:
-        """Serve until the run is over; answers its exit status."""
+        """Serve until the run is over; returns its exit status."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._user_stop, "interrupted")
@@ -371,7 +371,7 @@ class Coordinator:
         if self._exit_status is None:
             text = f"coordinator of term {self._options.term.number} steps down: {why}"
             print(text, file=sys.stderr, flush=True)
-            self._files.take_digests()  # and leave them unsaid
+            self._files.hand_over()
             self._end(EXIT_SUPERSEDED)
 
     def _end(self, exit_status: int) -> None:
@@ -432,7 +432,7 @@ def _collect_garbage_in(phase: Phase) -> None:
 
 
 def run_coordinator(options: CoordinatorOptions) -> int:
-    """Run a coordinator in this process; answers the exit status of the run."""
+    """Run a coordinator in this process; returns the exit status of the run."""
     set_process_name("dp-coordinator")
     show_thread_names()
     failpoints.load()

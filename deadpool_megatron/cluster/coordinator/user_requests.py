@@ -26,6 +26,8 @@ _STOP_SECONDS = 1.0
 _ASK_SECONDS = 5.0
 _PAUSE_SECONDS = 0.5
 _KILL_SECONDS = 0.1
+# A write under way cannot be called back, only followed by another one.
+_UNLESS = " (unless another coordinator takes over before the journal works again)"
 
 
 class UserRequests:
@@ -42,8 +44,10 @@ class UserRequests:
         self._ready = asyncio.Event()
         self._asking = asyncio.Lock()
         self._writing = asyncio.Lock()
-        # As the journal has them; taken, but not known to the machine yet.
-        self._noted: tuple[Request, ...] = ()
+        self._is_superseded = False
+        # As the journal has them, None where that is not sure; taken, but not known to the machine
+        # yet.
+        self._noted: tuple[Request, ...] | None = ()
         self._coming: tuple[Request, ...] = ()
 
     async def begin(self) -> None:
@@ -52,12 +56,11 @@ class UserRequests:
         while self._term > 1:
             try:
                 found = await loop.run_in_executor(None, requests.newest, self._journal)
-                self._entry, term, known = found
-                if term > self._term:
-                    self._desk.step_down(f"term {term} has begun")
+                if found.term > self._term:
+                    self._desk.step_down(f"term {found.term} has begun")
                     return
-                self._entry += 1
-                entry = requests.entry(self._term, known)
+                self._entry = found.number + 1
+                entry = requests.entry(self._term, found.requests)
                 await loop.run_in_executor(
                     None, self._journal.write, requests.KIND, self._entry, entry
                 )
@@ -66,8 +69,10 @@ class UserRequests:
             except JournalError:
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            self._noted = known
-            self._desk.feed(inputs.RequestsFound(_with_time_left(known), self._restarted))
+            for trouble in found.troubles:
+                self._desk.warn(trouble)
+            self._noted = found.requests
+            self._desk.feed(inputs.RequestsFound(_with_time_left(self._noted), self._restarted))
             break
         self._ready.set()
 
@@ -89,8 +94,8 @@ class UserRequests:
     ) -> dict[str, Any]:
         """Return the request as it is now; the command sends it again and again, it is taken once.
 
-        ``what()``: what is asked, or in a line why it cannot be; ``seconds``: in which a run has to
-        end.
+        ``what()``: what is asked, or in a line why it cannot be; for a plan of protection it is
+        called in another thread. ``seconds``: in which a run has to end.
         """
         patience = _STOP_SECONDS if verb is Verb.STOP else _ASK_SECONDS
         async with self._asking:
@@ -101,7 +106,9 @@ class UserRequests:
             known = next((one for one in taken if one.token == token), None)
             if known is not None:
                 return {"ok": True, "request": known.to_dict()}
-            wanted = what()
+            began = time.monotonic()
+            wanted = await self._reckoned(what) if verb is Verb.PROTECT else what()
+            limit += time.monotonic() - began
             why = wanted if isinstance(wanted, str) else refusal(self._desk.state(), verb, wanted)
             if isinstance(wanted, str) or why:
                 return {"ok": False, "refused": why, "error": why}
@@ -109,7 +116,7 @@ class UserRequests:
             if not error:
                 error = await self._note(request, limit - time.monotonic())
             if error and verb is not Verb.STOP:
-                why = f"{error}: nothing was taken on, ask again"
+                why = f"{error}: nothing was taken on{_UNLESS}, ask again"
                 return {"ok": False, "refused": why, "error": why}
             failpoints.hit("coordinator.request")
             if verb is Verb.KILL:  # it may be this very process: the answer goes first
@@ -118,6 +125,19 @@ class UserRequests:
                 self._take(request)
             newest = (one for one in self._desk.state().requests if one.token == token)
             return {"ok": True, "request": next(newest, request).to_dict()}
+
+    async def _reckoned(
+        self, what: Callable[[], Mapping[str, Any] | str]
+    ) -> Mapping[str, Any] | str:
+        """Return what is asked of the plan, reckoned over all roles: of tens of thousands that is a
+        second. It goes on from the plan in force, so it is reckoned anew if that has changed
+        meanwhile; what else has changed the machine looks at when it takes the request.
+        """
+        while True:
+            plan = self._desk.state().protection.plan
+            wanted = await asyncio.to_thread(what)
+            if self._desk.state().protection.plan == plan:
+                return wanted
 
     def _take(self, request: Request) -> None:
         """Give the machine what the journal has."""
@@ -156,26 +176,50 @@ class UserRequests:
             return ""
         if request.verb is not Verb.STOP:
             self._coming = tuple(one for one in self._coming if one is not request)
+            # The journal may have it all the same, or will: then the next coordinator would carry
+            # out what its user was refused.
+            self._desk.spawn(self._write())
         return error if done else "the journal does not answer"
 
     async def _write(self) -> str:
         """Return why the newest could not be written, empty if it was, or has been already."""
         async with self._writing:
             await self._ready.wait()
-            newest = requests.kept((*self._desk.state().requests, *self._coming))
-            if newest == self._noted:
-                return ""
-            self._entry += 1
-            name, entry = (requests.KIND, self._entry), requests.entry(self._term, newest)
-            try:
-                await write_patiently(self._journal, name, entry, self._patience, _ignore)
-            except LostRace:
-                self._desk.step_down("another coordinator takes the requests")
-                return "another coordinator has taken over"
-            except JournalError as error:
-                return str(error)
-            self._noted = newest
-            return ""
+            while not self._is_superseded:
+                newest = requests.kept((*self._desk.state().requests, *self._coming))
+                if newest == self._noted:
+                    return ""
+                number, self._noted = self._entry + 1, None
+                try:
+                    is_written = await self._put(number, requests.entry(self._term, newest))
+                except LostRace:
+                    # Whoever waits for its turn to write must not take the number behind that.
+                    self._is_superseded = True
+                    self._desk.step_down("another coordinator takes the requests")
+                    break
+                except JournalError as error:
+                    return str(error)
+                self._entry = number
+                if is_written:
+                    self._noted = newest
+                    return ""
+            return "another coordinator has taken over"
+
+    async def _put(self, number: int, entry: Mapping[str, Any]) -> bool:
+        """Write an entry; return False where that number has one of ours, of a try that failed and
+        was carried out all the same. Raises LostRace when it has another's, and JournalError.
+
+        No number is left out: behind the gap two coordinators would write side by side.
+        """
+        name = (requests.KIND, number)
+        try:
+            await write_patiently(self._journal, name, entry, self._patience, _ignore)
+        except LostRace:
+            there = await asyncio.to_thread(self._journal.read, *name)
+            if there.get("term") != self._term:
+                raise
+            return False
+        return True
 
 
 def _with_time_left(found: tuple[Request, ...]) -> tuple[Request, ...]:

@@ -40,6 +40,10 @@ class LostRace(JournalError):
     """Another coordinator has decided this epoch; this one must step down."""
 
 
+class DamagedEntry(JournalError):
+    """An entry is there and says nothing: to read it again is of no use."""
+
+
 class Journal(ABC):
     """Write-once entries named (kind, number), and one sign of life.
 
@@ -62,8 +66,14 @@ class Journal(ABC):
         """The numbers of all entries of a kind, ascending; none of them is read."""
 
     @abstractmethod
+    def has(self, kind: str, number: int) -> bool:
+        """Whether there is such an entry; costs the same however many others there are. A client of
+        a network file system may say no for some time after another host has written it.
+        """
+
+    @abstractmethod
     def read(self, kind: str, number: int) -> dict[str, Any]:
-        """An entry that is there. Raises JournalError when it is not, or is damaged."""
+        """An entry that is there. Raises JournalError when it is not, and DamagedEntry."""
 
     def entries(self, kind: str) -> dict[int, dict[str, Any]]:
         """All entries of a kind by number, ascending. Raises JournalError for a damaged one."""
@@ -129,6 +139,17 @@ class DirectoryJournal(Journal):
             os.fsync(handle)
         finally:
             os.close(handle)
+
+    def has(self, kind: str, number: int) -> bool:
+        """See :class:`Journal`."""
+        path = self._path(kind, number)
+        try:
+            path.stat()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise JournalError(f"cannot read {path}: {error.strerror}") from error
+        return True
 
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""
@@ -225,9 +246,11 @@ async def write_patiently(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        entry = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise JournalError(f"{path} is damaged: {error}") from error
+        entry = json.loads(path.read_bytes())
+    except OSError as error:
+        raise JournalError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise DamagedEntry(f"{path} is damaged: {error}") from error
     if not isinstance(entry, dict):
-        raise JournalError(f"{path} is damaged: not a JSON object")
+        raise DamagedEntry(f"{path} is damaged: not a JSON object")
     return entry

@@ -22,7 +22,12 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.cluster.journal.entries import Journal, JournalError, LostRace
+from deadpool_megatron.cluster.journal.entries import (
+    DamagedEntry,
+    Journal,
+    JournalError,
+    LostRace,
+)
 from deadpool_megatron.cluster.journal.etcd_client import EtcdClient, EtcdError
 from deadpool_megatron.wire import large_json
 
@@ -106,6 +111,14 @@ class EtcdJournal(Journal):
                 raise JournalError(f"{prefix}{name} does not belong into a journal")
         return sorted(int(name) for name in names)
 
+    def has(self, kind: str, number: int) -> bool:
+        """See :class:`Journal`."""
+        key = self._key(kind, number)
+        try:
+            return self._client.get(key) is not None
+        except EtcdError as error:
+            raise JournalError(f"cannot read {key}: {error}") from error
+
     def read(self, kind: str, number: int) -> dict[str, Any]:
         """See :class:`Journal`."""
         key = self._key(kind, number)
@@ -119,9 +132,9 @@ class EtcdJournal(Journal):
                 raise ValueError("its digest does not match")
             entry = json.loads(text)
         except (LookupError, TypeError, ValueError, zlib.error) as error:
-            raise JournalError(f"{key} is damaged: {error}") from error
+            raise DamagedEntry(f"{key} is damaged: {error}") from error
         if not isinstance(entry, dict):
-            raise JournalError(f"{key} is damaged: not a JSON object")
+            raise DamagedEntry(f"{key} is damaged: not a JSON object")
         return entry
 
     def _get(self, key: str) -> bytes:
@@ -140,7 +153,7 @@ def _head(key: str, value: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         head = json.loads(line)
     except ValueError as error:
-        raise JournalError(f"{key} is damaged: {error}") from error
+        raise DamagedEntry(f"{key} is damaged: {error}") from error
     if not isinstance(head, dict):
-        raise JournalError(f"{key} is damaged: its head is no JSON object")
+        raise DamagedEntry(f"{key} is damaged: its head is no JSON object")
     return head, body

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from deadpool_megatron.cluster.journal.entries import Journal
+from deadpool_megatron.cluster.journal.entries import DamagedEntry, Journal
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 KIND = "request"
 # What of a run can be sent a signal, and which.
@@ -21,6 +22,9 @@ PARTS = ("node", "role", "vault", "agent", "coordinator")
 SIGNALS = ("KILL", "STOP", "SEGV")
 # So many of those that have ended are kept.
 _KEPT = 16
+# What comes of reading what another version has written.
+_FOREIGN = (LookupError, TypeError, ValueError, AttributeError)
+_CHARACTERS = 300
 
 
 class Verb(StrEnum):
@@ -94,15 +98,34 @@ class Request:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Request:
-        """Inverse of :meth:`to_dict`."""
-        return Request(
+        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError or ValueError for anything
+        else, as of a newer version.
+        """
+        what = dict(values["what"])
+        request = Request(
             int(values["number"]),
             str(values["token"]),
             Verb(values["verb"]),
-            dict(values["what"]),
+            what,
             Stage(values["stage"]),
             str(values["why"]),
         )
+        # What the machine relies on.
+        request.in_words()
+        match request.verb:
+            case Verb.DRAIN:
+                int(what["node"])
+            case Verb.PROTECT:
+                ProtectionPlan.from_dict(what["plan"])
+            case Verb.STOP if what.get("ends") is not None:
+                float(what["ends"])
+            case Verb.KILL if what["part"] not in PARTS or what["signal"] not in SIGNALS:
+                raise ValueError(f"no such part or signal: {what['part']}, {what['signal']}")
+            case Verb.KILL if what["part"] != "coordinator":
+                int(what["number"])
+            case _:
+                pass
+        return request
 
 
 def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
@@ -113,15 +136,43 @@ def kept(requests: Iterable[Request]) -> tuple[Request, ...]:
     return tuple(request for request in known if request.number not in forgotten)
 
 
-def newest(journal: Journal) -> tuple[int, int, tuple[Request, ...]]:
-    """Return number, term and requests of the newest entry; zeros and nothing where there is none.
-    Raises JournalError.
+@dataclass(frozen=True)
+class Found:
+    """What the newest entry says: its number, the term of who wrote it, the requests, and in lines
+    for people what of them could not be understood. Zeros and nothing where there is none.
     """
-    found = journal.newest(KIND)
-    if found is None:
-        return 0, 0, ()
-    number, entry = found
-    return number, int(entry["term"]), tuple(map(Request.from_dict, entry["requests"]))
+
+    number: int = 0
+    term: int = 0
+    requests: tuple[Request, ...] = ()
+    troubles: tuple[str, ...] = ()
+
+
+def newest(journal: Journal) -> Found:
+    """Return what the newest entry says. Raises JournalError when it cannot be read now.
+
+    What is not understood is left out, for it would not be the next time: of an entry that is
+    damaged, everything. An older one would have requests that are done by now carried out again.
+    """
+    numbers = journal.numbers(KIND)
+    if not numbers:
+        return Found()
+    number, requests, troubles = numbers[-1], list[Request](), list[str]()
+    try:
+        values = journal.read(KIND, number)
+        term, listed = int(values["term"]), list(values["requests"])
+    except (DamagedEntry, *_FOREIGN) as error:
+        why = f"what users have asked before is not known, ask again: request entry {number}"
+        return Found(number, troubles=(f"{why}: {type(error).__name__}: {error}",))
+    for one in listed:
+        try:
+            requests.append(Request.from_dict(one))
+        except _FOREIGN as error:
+            why = f"{type(error).__name__}: {error}"
+            troubles.append(
+                f"a request is not understood and left out ({why}): {one}"[:_CHARACTERS]
+            )
+    return Found(number, term, tuple(requests), tuple(troubles))
 
 
 def entry(term: int, requests: Iterable[Request]) -> dict[str, Any]:

@@ -77,13 +77,33 @@ def sign(term: int, count: int) -> str:
     return f"{term} {count}"
 
 
+def term_of(beat: str) -> int:
+    """The term that a sign of life names; 0 before the first one, and for what is none."""
+    named = beat.partition(" ")[0]
+    return int(named) if named.isascii() and named.isdigit() else 0
+
+
+def has_begun_after(journal: Journal, term: int) -> bool:
+    """Whether a term newer than ``term``, which there is, has begun. Raises JournalError.
+
+    No entries are listed, so that this costs the same however old the run is, and nothing is found
+    later than by a list. A term is claimed under the number behind the newest that its claimant
+    finds in a list, and one that has missed some loses the race for a number that is taken: so
+    there is no newer term without ``term`` + 1, whose entry is asked for by its name. On a network
+    file system this host may have noted that there is none, as long as it may keep a list; so the
+    sign of life is read first, whose file is asked for at the server each time. Who claims a term
+    writes it at once, and again in each beat, if the old coordinator has written in between.
+    """
+    return term_of(journal.last_beat()) > term or journal.has(_KIND, term + 1)
+
+
 def look(journal: Journal, known: Term | None) -> tuple[Term | None, str]:
     """Returns the term that the sign of life names, and the sign; ``known``: what the look before
     has found. Every node looks, for as long as the run lives: so the sign alone is read, and no
     entries are listed. Who claims a term says so by the sign at once. Raises JournalError.
     """
     beat = journal.last_beat()
-    named = int(beat.split()[0]) if beat else 0
+    named = term_of(beat)
     if known is None:
         known = newest_term(journal)
     elif named > known.number:

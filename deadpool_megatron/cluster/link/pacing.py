@@ -62,7 +62,7 @@ def is_told(role: int, iteration: int, world_size: int) -> bool:
 
 
 class Pace:
-    """Answers whether it is time again. Not thread-safe."""
+    """Tells whether it is time again. Not thread-safe."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -72,7 +72,7 @@ def memory_refusal(plan: ProtectionPlan, state: State, settings: Settings) -> st
 
 
 def take_request(turn: Turn, event: ProtectionRequested) -> str:
-    """Note the wanted plan; answers why it cannot be."""
+    """Note the wanted plan; returns why it cannot be."""
     state = turn.state
     settings = turn.config.settings
     why = refusal(event.plan, len(state.fleet.nodes), settings, state.protection.plan)

@@ -107,7 +107,7 @@ def become_member(spec: MemberSpec, agent_fd: int) -> NoReturn:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the user's command as ``__main__``; answers its exit status."""
+    """Run the user's command as ``__main__``; returns its exit status."""
     try:
         if command[0] == "-m":
             sys.argv = [command[1], *command[2:]]

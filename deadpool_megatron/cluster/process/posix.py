@@ -77,7 +77,7 @@ def kill_group(group: int, number: int = signal.SIGKILL) -> None:
 
 
 def wait_gone(pids: Iterable[int], deadline_seconds: float) -> list[int]:
-    """Wait until the processes (not children of this one) have ended; answers those left."""
+    """Wait until the processes (not children of this one) have ended; returns those left."""
     limit = time.monotonic() + deadline_seconds
     left = []
     for pid in pids:

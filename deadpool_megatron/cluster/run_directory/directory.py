@@ -2,8 +2,8 @@
 
 Layout (contract between all processes of a run)::
 
-    run.json  secret  coordinator.json  journal/  events.jsonl  final.json  latest.json
-    nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
+    run.json  secret  coordinator.json  journal/  events.jsonl  account.json  final.json
+    latest.json  nodes/<id>.json  logs/  checkpoints/  dump/  exports/  exported.json  named.txt
     skeletons/  frozen/  launcher.lock
 """
 

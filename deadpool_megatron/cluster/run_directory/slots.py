@@ -79,7 +79,7 @@ def end_leftovers(run: RunDirectory, run_id: str, node: int, segments: Path) -> 
 
 def take_up(run: RunDirectory, run_id: str, own: Path) -> int | None:
     """Move the slots of a node of this host whose agent is gone into ``own``, the directory of
-    another one; answers which node's they were, None where there are none.
+    another one; returns which node's they were, None where there are none.
 
     Of several the one with the newest generation. Not if ``own`` holds slots already.
     """

@@ -40,7 +40,7 @@ from deadpool_megatron.hooks.audit.shipping import (
     pack,
     unpack,
 )
-from deadpool_megatron.hooks.audit.verdict import Sums, Verdict, judge_equals, judge_update
+from deadpool_megatron.hooks.audit.verdict import Accusation, Sums, judge_equals, judge_update
 from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
 from deadpool_megatron.hooks.generations.optimizer import (
     UnsupportedOptimizer,
@@ -284,7 +284,7 @@ class Audit:
         for chunk in chunks(inner):
             yield [tensor for parameter in chunk for _, tensor in all_tensors(inner, parameter)]
 
-    def _judge(self, verdict: Verdict | None) -> None:
+    def _judge(self, verdict: Accusation | None) -> None:
         stop_if_wrong(self._reports, self._iteration, verdict)
 
     def _damage(self, point: str, tensors: Sequence[Tensor]) -> None:

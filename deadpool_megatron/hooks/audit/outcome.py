@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from deadpool_megatron.hooks.audit.verdict import Verdict
+from deadpool_megatron.hooks.audit.verdict import Accusation
 from deadpool_megatron.hooks.reports import Reports
 
 
-def stop_if_wrong(reports: Reports, iteration: int, verdict: Verdict | None) -> None:
+def stop_if_wrong(reports: Reports, iteration: int, verdict: Accusation | None) -> None:
     """Tell the coordinator, and go no further: this iteration has no generation. Then it ends by
     what ends the epoch; without a verdict it returns."""
     if verdict is None:

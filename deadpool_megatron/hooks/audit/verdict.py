@@ -11,7 +11,7 @@ Sums = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Accusation:
     """``roles``: all of them are wrong; if not ``is_certain``, at least one of them is.
     ``what`` differs, in words."""
 
@@ -20,7 +20,7 @@ class Verdict:
     what: str
 
 
-def judge_equals(held: Mapping[int, Sums], what: str) -> Verdict | None:
+def judge_equals(held: Mapping[int, Sums], what: str) -> Accusation | None:
     """Judge peers that must hold the same: whoever differs from more than half of them is wrong.
 
     ``held``: role -> sums. Returns None where all are equal.
@@ -30,11 +30,15 @@ def judge_equals(held: Mapping[int, Sums], what: str) -> Verdict | None:
         return None
     common, count = counts.most_common(1)[0]
     if 2 * count > len(held):
-        return Verdict(tuple(sorted(r for r, sums in held.items() if sums != common)), True, what)
-    return Verdict(tuple(sorted(held)), False, what)
+        return Accusation(
+            tuple(sorted(r for r, sums in held.items() if sums != common)), True, what
+        )
+    return Accusation(tuple(sorted(held)), False, what)
 
 
-def judge_update(audited: int, used: Sums, again: Mapping[int, Sums], what: str) -> Verdict | None:
+def judge_update(
+    audited: int, used: Sums, again: Mapping[int, Sums], what: str
+) -> Accusation | None:
     """Judge an update of role ``audited``, whose result has the sums ``used``.
 
     ``again``: role -> sums of what it has computed from the state before and the gradients; the
@@ -45,7 +49,7 @@ def judge_update(audited: int, used: Sums, again: Mapping[int, Sums], what: str)
     if used == again[audited]:
         return others
     wrong = set(others.roles) if others is not None and others.is_certain else set()
-    return Verdict(tuple(sorted(wrong | {audited})), True, what)
+    return Accusation(tuple(sorted(wrong | {audited})), True, what)
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def unrepeatable(repeats: Mapping[int, tuple[int, bool]]) -> list[int]:
     return sorted(odd)
 
 
-def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
+def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 
     ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
@@ -98,10 +102,10 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
         )
         is_certain = is_certain and len(first) == 1
         wrong |= first
-    return Verdict(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
+    return Accusation(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
 
 
-def _odd(held: Mapping[int, tuple[int, Sums]]) -> Verdict:
+def _odd(held: Mapping[int, tuple[int, Sums]]) -> Accusation:
     """Who differs from its peers, by place; not certain where any of them have no majority."""
     roles: list[int] = []
     is_certain = True
@@ -110,7 +114,7 @@ def _odd(held: Mapping[int, tuple[int, Sums]]) -> Verdict:
         if (found := judge_equals(peers, "")) is not None:
             roles += found.roles
             is_certain = is_certain and found.is_certain
-    return Verdict(tuple(roles), is_certain, "")
+    return Accusation(tuple(roles), is_certain, "")
 
 
 def _first_wrong(

@@ -285,7 +285,7 @@ class Protection:
     def seal_replayed(self, generation: Generation, sums: Mapping[str, tuple[int, int]]) -> str:
         """Hand over the restored ``generation``, whose parts in ``sums`` have been recomputed.
 
-        ``sums``: shard part -> (bytes, checksum) that the owner had. Answers the first part whose
+        ``sums``: shard part -> (bytes, checksum) that the owner had. Returns the first part whose
         bytes are others; then nothing is handed over. Empty when all are the same.
         """
         writer = self._unless_frozen(

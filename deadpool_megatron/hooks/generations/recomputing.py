@@ -35,7 +35,7 @@ def load_shards(
     """Bring all shard parts of ``generation`` into the live tensors.
 
     Those that nobody holds whole are recomputed, compared with the owner's checksums and handed to
-    the vault. Answers what is to be reported of that, empty if nothing was recomputed. Raises
+    the vault. Returns what is to be reported of that, empty if nothing was recomputed. Raises
     ReplayRefused, and what waits of the protection raise.
     """
     held: list[Part] = []
@@ -70,7 +70,7 @@ def _replay(
     restored: RestoredParts,
     protection: Protection,
 ) -> int:
-    """Load the base, replay what was not skipped; answers the number of steps."""
+    """Load the base, replay what was not skipped; returns the number of steps."""
     kept = [place for name in restored.names if (place := from_key(name)) is not None]
     first = missing[0][0].name
     (base,) = {generation for generation, name in kept if name == first}

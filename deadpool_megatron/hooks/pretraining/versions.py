@@ -150,7 +150,7 @@ def check(report: Report, allow_untested: bool) -> None:
 
 def install_points() -> tuple[str, ...]:
     """Mark every point, in its module and wherever else a loaded module of Megatron or the training
-    script names it; answers which. Nothing happens in a tree that is patched, or a second time.
+    script names it; returns which. Nothing happens in a tree that is patched, or a second time.
 
     Raises UntestedMegatron for a tree of which only a part is patched.
     """

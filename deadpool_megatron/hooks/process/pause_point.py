@@ -21,7 +21,7 @@ class PausePoint:
     def order(self, iteration: int) -> int | None:
         """Stand still after ``iteration`` (the latest order counts).
 
-        Answers the iteration that has been started already when it is too late for that.
+        Returns the iteration that has been started already when it is too late for that.
         """
         with self._lock:
             if self._started > iteration:

@@ -259,7 +259,7 @@ def _split(nodes: Sequence[int], size: int, domains: Mapping[int, str]) -> list[
 
 
 def _exchange(groups: list[list[int]], domains: Mapping[int, str]) -> int:
-    """Exchange nodes that share a domain within their group; answers how many still do."""
+    """Exchange nodes that share a domain within their group; returns how many still do."""
     counts = [Counter(domains[node] for node in group) for group in groups]
     having = Counter(domain for count in counts for domain in count)
 

@@ -13,7 +13,7 @@ from deadpool_megatron.layout.part_kinds import gradients_part
 from deadpool_megatron.layout.records import RoleLayout
 from deadpool_megatron.layout.replaying import generations_kept
 
-# Of the machine; 64 KB on many of aarch64.
+# Of the host; 64 KB on many of aarch64.
 PAGE_BYTES = max(4096, mmap.PAGESIZE)
 # Of a slot's header: eight words, and four for each part (vault/shm/geometry.py).
 _HEADER_BYTES = 64

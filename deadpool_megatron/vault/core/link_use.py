@@ -3,7 +3,7 @@
 What the interface has sent, less what TCP has sent for the vault, is training's: gradients,
 parameters, activations (FFTrainer sends its copies in their gaps). Nobody has to tell when it
 communicates, and it needs no hook in the training process. Neighbours on the same interface count
-as well, and what other vaults of the machine send: nobody is to be held up by copies.
+as well, and what other vaults of the host send: nobody is to be held up by copies.
 """
 
 from __future__ import annotations

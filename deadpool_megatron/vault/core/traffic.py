@@ -192,7 +192,7 @@ class Traffic:
             self._changed.notify_all()
 
     def committed(self, role: int, generation: Generation) -> Fit:
-        """A generation is committed; answers how its shipping fitted."""
+        """A generation is committed; returns how its shipping fitted."""
         with self._changed:
             known = self._role(role)
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""How much memory this machine would let a run have: /dev/shm, the own cgroup, locked memory.
+"""How much memory this host would let a run have: /dev/shm, the own cgroup, locked memory.
 
 Shared memory counts in the cgroup of whoever touched it first, which is that of the job: a limit
 there ends processes although /dev/shm has room.

@@ -23,7 +23,7 @@ from deadpool_megatron.wire.tls import Tls
 # No single step of a stranger's handshake may take longer than this.
 HANDSHAKE_SECONDS = 5.0
 # TC_PRIO_BULK of linux/pkt_sched.h: queueing disciplines with bands (pfifo_fast, prio, fq) send it
-# when nothing of the default priority waits. It does not leave the machine.
+# when nothing of the default priority waits. It does not leave the host.
 _BULK = 2
 # So many wait in a socket at most. What it has taken cannot give way any more.
 _UNSENT_BYTES = 256 << 10

@@ -1,4 +1,4 @@
-"""Where on its machine a vault runs, and where in its memory slots lie. No privileges are needed.
+"""Where on its host a vault runs, and where in its memory slots lie. No privileges are needed.
 
 Slots get their memory when they are reserved, not when bytes arrive. By default the kernel takes it
 from the NUMA node of the processor that reserves, which is right for a member that is bound to the
@@ -44,7 +44,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def choose_cpus(text: str, allowed: Collection[int]) -> frozenset[int] | None:
-    """What ``--deadpool-vault-cpus`` means on a machine; None: wherever the kernel likes.
+    """What ``--deadpool-vault-cpus`` means on a host; None: wherever the kernel likes.
 
     ``allowed``: processors that this process may use. Raises ValueError, one line, for a list that
     cannot be had.
@@ -86,7 +86,7 @@ def settle_process(cpus: str, nice: int) -> None:
 
 
 def memory_nodes() -> frozenset[int]:
-    """The NUMA nodes of this machine; one, where it does not say."""
+    """The NUMA nodes of this host; one, where it does not say."""
     try:
         return parse_cpus((_SYSTEM / "online").read_text().strip())
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def memory_near(node: int | None) -> Iterator[bool]:
     """While it lasts, memory that this thread reserves comes from a NUMA node, as long as there is
     some; True when that is so.
 
-    Nothing is changed on a machine with one node, where a policy has been set already (numactl), or
+    Nothing is changed on a host with one node, where a policy has been set already (numactl), or
     where the kernel does not allow it: then memory comes from where the thread runs.
     """
     several = memory_nodes()
@@ -112,7 +112,7 @@ def memory_near(node: int | None) -> Iterator[bool]:
 
 
 def other_memory_node(memory: memoryview) -> int | None:
-    """Returns a NUMA node on which ``memory`` (its first byte) does not lie; None on a machine with
+    """Returns a NUMA node on which ``memory`` (its first byte) does not lie; None on a host with
     one node, or where the kernel does not tell."""
     nodes, number = sorted(memory_nodes()), _GET_MEMPOLICY.get(platform.machine())
     if len(nodes) < 2 or number is None or not memory:

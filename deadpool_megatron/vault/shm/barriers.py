@@ -8,7 +8,7 @@ import time
 
 
 def fence() -> None:
-    """Make every running thread of the machine pass a full memory barrier; about 10 ms.
+    """Make every running thread of the host pass a full memory barrier; about 10 ms.
 
     Where the system call is missing, a pause far longer than any store buffer takes to drain.
     """

@@ -1,7 +1,7 @@
 """Where everything lies in a segment file, and what its description says.
 
 File: words, the description (JSON: layout, seat, slots, page size), then the slots. Everything that
-gets memory, or is locked in it, begins and ends with a page of the machine that made the file.
+gets memory, or is locked in it, begins and ends with a page of the host that made the file.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ class Segment:
         self._reserved |= wanted
 
     def give_back(self, names: Collection[str], slot: int) -> int:
-        """Let go of the memory behind parts of a slot, which nobody may read any more; answers how
+        """Let go of the memory behind parts of a slot, which nobody may read any more; returns how
         many bytes that were. A file system that cannot do that keeps it.
         """
         before = os.fstat(self._file).st_blocks
@@ -373,7 +373,7 @@ class Segment:
     # Writing by the member, own segments only.
 
     def mark_writing(self, slot: int) -> SlotState:
-        """Invalidate the slot; answers the state before, for :meth:`back_out`."""
+        """Invalidate the slot; returns the state before, for :meth:`back_out`."""
         before = self.state(slot)
         self._store(self._slots[slot], _W_STATE, SlotState.WRITING)
         return before

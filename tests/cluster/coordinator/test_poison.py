@@ -11,10 +11,16 @@ import pytest
 
 from deadpool_megatron.cluster.coordinator.service import Coordinator
 from deadpool_megatron.cluster.journal.choice import open_journal
+from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb, newest
+from deadpool_megatron.cluster.journal.terms import claim_term
 from deadpool_megatron.cluster.link.peers import AgentPeer
 from deadpool_megatron.cluster.machine import inputs
+from deadpool_megatron.events import Event
+from deadpool_megatron.layout.schemes import ProtectionPlan
 from deadpool_megatron.settings import Settings
 from tests.cluster.journal.journal_steps import PipeWriter, coordinator
+from tests.cluster.link.line import Line, play
+from tests.cluster.link.test_orders_once import beginning
 
 _SEAT = {"slot": 0, "incarnation": 0}
 
@@ -57,6 +63,83 @@ def test_report_that_cannot_be_used_ends_nothing(
     assert one._peers.refusals == 1
     assert one._peers.taken(one._peers.agents[0]) == 1, "else its successor is told it again"
     assert not one._tasks
+
+
+def test_a_successor_is_not_told_again_what_was_refused() -> None:
+    """Else every coordinator would end, or count a refusal, at the same report."""
+
+    async def scenario(line: Line) -> None:
+        await beginning(line)
+        office, refused = line.office, list[str]()
+
+        def fails(*_: object) -> None:
+            raise KeyError("a report of another version")
+
+        office.agent_said = fails  # type: ignore[method-assign]
+        office.refused = lambda who, why: refused.append(why)  # type: ignore[method-assign]
+        line.link.send({"t": "report", "value": "poison"})
+        await line.until("the refusal", lambda: refused)
+        await line.until("its acknowledgement", lambda: not line.link._unacknowledged)
+        following = line.take_over()
+        await beginning(line)
+        line.link.send({"t": "report", "value": "good"})
+        await line.until("the next report", lambda: following.said)
+        await asyncio.sleep(10.0)
+        assert following.said == ["good"]
+        assert len(refused) == 1
+
+    play({}, scenario)
+
+
+NEWER = {"number": 1, "token": "a", "verb": "resize", "what": {}, "stage": "asked", "why": ""}
+KNOWN = Request(2, "b", Verb.DRAIN, {"node": 1}, Stage.REFUSED, "it is gone").to_dict()
+
+
+@pytest.mark.parametrize(
+    ("entry", "kept", "why"),
+    [
+        ({"term": 1, "requests": [NEWER, KNOWN]}, 1, "a request is not understood and left out"),
+        ({"term": 1, "requests": [KNOWN, KNOWN | {"stage": "put off"}]}, 1, "'put off' is not"),
+        ({"term": 1, "requests": [KNOWN | {"what": {}}, KNOWN]}, 1, "KeyError: 'node'"),
+        ({"term": 1, "requests": ["?"]}, 0, "a request is not understood and left out"),
+        ({"term": 1, "others": []}, 0, "request entry 1: KeyError"),
+        ("damaged", 0, "request entry 1: DamagedEntry"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_a_request_of_a_newer_version_ends_no_coordinator(
+    tmp_path: Path, entry: dict[str, Any] | str, kept: int, why: str
+) -> None:
+    """Each successor would find it, too; others go on being taken."""
+    journal = open_journal(Settings(), "run", tmp_path / "journal")
+    claim_term(journal, 1, "127.0.0.1", 1, None)
+    if isinstance(entry, str):
+        (tmp_path / "journal" / "request-00000001.json").write_text(entry)
+    else:
+        journal.write("request", 1, entry)
+    warned: list[str] = []
+
+    async def live() -> None:
+        one = coordinator(lambda name: journal, tmp_path, "run")
+        write = one._files.write
+
+        def note(event: Event) -> list[Event]:
+            warned.append(str(event.data.get("text")))
+            return write(event)
+
+        one._files.write = note  # type: ignore[method-assign]
+        await one._user_requests.begin()
+        assert len(one._state.requests) == kept
+        plan = {"plan": ProtectionPlan().to_dict(), "words": "copies"}
+        answer = await one._user_requests.ask(Verb.PROTECT, lambda: plan, "c")
+        assert answer["ok"]
+        one._files.close(5.0)
+
+    asyncio.run(live())
+    assert any(why in line for line in warned), warned
+    found = newest(journal)
+    assert [one.token for one in found.requests] == ["b", "c"][2 - kept - 1 :]
+    assert found.troubles == ()
 
 
 def test_input_that_the_machine_fails_at_changes_nothing(

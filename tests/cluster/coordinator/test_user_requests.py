@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from deadpool_megatron.cluster.coordinator import user_requests
 from deadpool_megatron.cluster.coordinator.options import CoordinatorOptions, Desk
 from deadpool_megatron.cluster.coordinator.user_requests import UserRequests
 from deadpool_megatron.cluster.journal import requests
@@ -45,6 +47,7 @@ class Coordinator:
             requests=(),
             fleet=SimpleNamespace(nodes={0: 0, 1: 1}),
             seats={},
+            protection=SimpleNamespace(plan="buddy"),
         )
         self.fed: list[Any] = []
         self.stepped_down: list[str] = []
@@ -91,7 +94,7 @@ def journal(tmp_path: Path) -> DirectoryJournal:
 
 def known(journal: Journal) -> list[tuple[int, Verb, Stage]]:
     """What a coordinator that takes over would read."""
-    return [(one.number, one.verb, one.stage) for one in requests.newest(journal)[2]]
+    return [(one.number, one.verb, one.stage) for one in requests.newest(journal).requests]
 
 
 def test_what_is_answered_with_yes_is_in_the_journal(journal: DirectoryJournal) -> None:
@@ -185,6 +188,29 @@ def test_what_cannot_be_is_not_written(journal: DirectoryJournal) -> None:
     asyncio.run(story())
 
 
+def test_the_loop_goes_on_while_protection_is_reckoned(journal: DirectoryJournal) -> None:
+    """And what was reckoned from a plan that has been changed meanwhile is reckoned anew."""
+
+    async def story() -> None:
+        one = await Coordinator(journal, 1).begun()
+        reckoned, may_go_on = list[str](), threading.Event()
+
+        def reckon() -> dict[str, Any]:
+            reckoned.append(one.state.protection.plan)
+            assert may_go_on.wait(10.0), "the loop stands still"
+            return {"plan": {}, "words": f"from {reckoned[-1]}"}
+
+        asking = asyncio.create_task(one.desk.ask(Verb.PROTECT, reckon, "a"))
+        while not reckoned:
+            await asyncio.sleep(0.001)
+        one.state.protection.plan = "parity"
+        may_go_on.set()
+        assert (await asking)["request"]["what"]["words"] == "from parity"
+        assert reckoned == ["buddy", "parity"]
+
+    asyncio.run(story())
+
+
 class Broken(DirectoryJournal):
     def write(self, kind: str, number: int, entry: Any) -> None:
         raise JournalError("no space left")
@@ -196,10 +222,71 @@ def test_without_a_journal_only_a_stop_is_taken(tmp_path: Path) -> None:
     async def story() -> None:
         one = await Coordinator(Broken(tmp_path / "journal"), 1).begun()
         answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
-        assert "no space left: nothing was taken on" in answer["refused"]
+        assert "no space left: nothing was taken on (unless" in answer["refused"]
         answer = await one.desk.ask(Verb.STOP, lambda: STOP, "b")
         assert answer["ok"]
         assert [item.request.verb for item in one.fed] == [Verb.STOP]
+
+    asyncio.run(story())
+
+
+class Hanging(DirectoryJournal):
+    """Writes hang until it works; with ``lies`` one is carried out then, and fails all the same."""
+
+    lies = False
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.works = threading.Event()
+
+    def write(self, kind: str, number: int, entry: Any) -> None:
+        self.works.wait(10.0)
+        super().write(kind, number, entry)
+        if self.lies:
+            self.lies = False
+            raise JournalError("the answer was lost")
+
+
+@pytest.mark.parametrize("lies", [False, True])
+def test_what_was_refused_is_not_found_by_the_next_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lies: bool
+) -> None:
+    monkeypatch.setattr(user_requests, "_ASK_SECONDS", 0.05)
+
+    async def story() -> None:
+        slow = Hanging(tmp_path / "journal")
+        one = Coordinator(slow, 1)
+        one.desk._patience = 0.0
+        slow.lies = lies
+        await one.begun()
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a")
+        assert "the journal does not answer: nothing was taken on (unless" in answer["refused"]
+        slow.works.set()
+        await asyncio.gather(*one.tasks)
+        assert one.stepped_down == []
+        following = await Coordinator(slow, 2).begun()
+        assert following.fed[0].requests == ()
+
+    asyncio.run(story())
+
+
+def test_one_whose_journal_failed_writes_no_entry_behind_that_of_the_next_coordinator(
+    tmp_path: Path, journal: DirectoryJournal
+) -> None:
+    """It lost no race for the number that failed: then it must not take the one behind it."""
+
+    async def story() -> None:
+        broken = Broken(tmp_path / "journal")
+        one = await Coordinator(broken, 1).begun()
+        assert not (await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "a"))["ok"]
+        following = await Coordinator(journal, 2).begun()
+        one.desk._journal = journal
+        answer = await one.desk.ask(Verb.DRAIN, lambda: DRAIN, "b")
+        assert "another coordinator has taken over" in answer["refused"]
+        assert one.stepped_down == ["another coordinator takes the requests"]
+        assert (await following.desk.ask(Verb.DRAIN, lambda: DRAIN, "c"))["ok"]
+        assert following.stepped_down == []
+        await asyncio.gather(*one.tasks)
 
     asyncio.run(story())
 

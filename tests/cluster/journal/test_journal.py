@@ -72,6 +72,8 @@ def test_newest_and_sign_of_life(opener: Opener) -> None:
     journal.write("term", 2, {"node": 5})
     journal.write("epoch", 9, {})
     assert journal.newest("term") == (2, {"node": 5})
+    assert [journal.has("term", number) for number in (1, 2, 3)] == [True, True, False]
+    assert not journal.has("epoch", 2)
     journal.beat("2 17")
     journal.beat("2 8")
     assert opener().last_beat() == "2 8"

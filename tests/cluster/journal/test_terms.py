@@ -13,9 +13,11 @@ from deadpool_megatron.cluster.journal.terms import (
     Term,
     claim_order,
     claim_term,
+    has_begun_after,
     look,
     newest_term,
     sign,
+    term_of,
 )
 from deadpool_megatron.layout.records import EpochRecord, Generation, NodeAddress, Restore, Seat
 from deadpool_megatron.settings import Settings
@@ -32,6 +34,22 @@ def test_a_term_has_one_holder(tmp_path: Path) -> None:
     assert newest_term(journal) == first
     assert first.address == ("10.0.0.4", 2000)
     assert Term.from_dict(1, first.to_dict()) == first
+
+
+def test_a_newer_term_is_seen_by_its_entry_and_by_its_sign(tmp_path: Path) -> None:
+    """Whichever comes first: a host may have noted that there is no entry of that name."""
+    journal = DirectoryJournal(tmp_path)
+    claim_term(journal, 1, "10.0.0.4", 2000, 4)
+    journal.beat(sign(1, 3))
+    assert not has_begun_after(journal, 1)
+    journal.beat(sign(2, 0))
+    assert has_begun_after(journal, 1)
+    journal.beat(sign(1, 4))
+    assert not has_begun_after(journal, 1)
+    claim_term(journal, 2, "10.0.0.5", 2000, 5)
+    assert has_begun_after(journal, 1)
+    assert not has_begun_after(journal, 2)
+    assert [term_of(beat) for beat in ("", "12 7", "x 1", "-1 2", "\u00b2 1")] == [0, 12, 0, 0, 0]
 
 
 def test_a_term_that_is_known_is_not_read_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import socket
 import subprocess
@@ -18,7 +19,12 @@ from deadpool_megatron.cluster.process import posix, shortage
 from deadpool_megatron.cluster.process.liveness import ChildWatch
 from deadpool_megatron.cluster.process.member_main import MemberSpec
 from deadpool_megatron.cluster.process.shortage import patiently
-from deadpool_megatron.cluster.process.starter import StartedMember, Starter
+from deadpool_megatron.cluster.process.starter import (
+    ExecStarter,
+    ForkStarter,
+    StartedMember,
+    Starter,
+)
 from deadpool_megatron.settings import Settings
 
 
@@ -123,6 +129,29 @@ def test_member_starts_after_a_moment_without_processes_or_descriptors(
 
     monkeypatch.setattr(os, "pidfd_open", handle)
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("call", ["fork", "exec"])
+def test_a_fork_that_fails_leaves_no_socket(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Tried again each second, it would soon take the last descriptor."""
+    spec = MemberSpec(0, 0, 0, (), {}, Path(os.devnull), Path())
+    starter: Starter = ForkStarter() if call == "fork" else ExecStarter(())
+    if call == "fork":
+        monkeypatch.setattr(posix, "thread_count", lambda: 1)
+        monkeypatch.setattr(os, "fork", Short(3))
+    else:
+        short = Short(3)
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: short())
+    gc.collect()  # what an earlier test has left may be closed at any moment
+    gc.disable()
+    try:
+        before = set(Path("/proc/self/fd").iterdir())
+        for _ in range(3):
+            with pytest.raises(BlockingIOError):
+                starter.start(spec)
+        assert set(Path("/proc/self/fd").iterdir()) <= before
+    finally:
+        gc.enable()
 
 
 def test_what_can_only_be_prepared_later_is_no_trouble() -> None:

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.hooks.audit.verdict import (
+    Accusation,
     Pass,
-    Verdict,
     judge_equals,
     judge_passes,
     judge_update,
@@ -19,30 +19,32 @@ RIGHT, WRONG, OTHER = (1, 2), (1, 3), (9, 9)
 
 def test_who_differs_from_more_than_half_is_wrong() -> None:
     assert judge_equals({0: RIGHT, 1: RIGHT}, "weights") is None
-    assert judge_equals({0: RIGHT, 1: WRONG, 2: RIGHT}, "weights") == Verdict((1,), True, "weights")
+    assert judge_equals({0: RIGHT, 1: WRONG, 2: RIGHT}, "weights") == Accusation(
+        (1,), True, "weights"
+    )
     found = judge_equals({0: WRONG, 1: RIGHT, 2: RIGHT, 3: RIGHT, 4: OTHER}, "weights")
-    assert found == Verdict((0, 4), True, "weights")
+    assert found == Accusation((0, 4), True, "weights")
 
 
 def test_without_a_majority_all_are_in_doubt() -> None:
-    assert judge_equals({3: RIGHT, 1: WRONG}, "w") == Verdict((1, 3), False, "w")
+    assert judge_equals({3: RIGHT, 1: WRONG}, "w") == Accusation((1, 3), False, "w")
     halves = {0: RIGHT, 1: WRONG, 2: RIGHT, 3: WRONG}
-    assert judge_equals(halves, "w") == Verdict((0, 1, 2, 3), False, "w")
+    assert judge_equals(halves, "w") == Accusation((0, 1, 2, 3), False, "w")
 
 
 def test_who_gets_two_results_for_one_update_is_wrong_by_its_own_word() -> None:
-    assert judge_update(1, WRONG, {0: RIGHT, 1: RIGHT}, "u") == Verdict((1,), True, "u")
-    assert judge_update(1, RIGHT, {0: RIGHT, 1: WRONG}, "u") == Verdict((1,), True, "u")
+    assert judge_update(1, WRONG, {0: RIGHT, 1: RIGHT}, "u") == Accusation((1,), True, "u")
+    assert judge_update(1, RIGHT, {0: RIGHT, 1: WRONG}, "u") == Accusation((1,), True, "u")
 
 
 def test_an_update_is_right_as_most_compute_it() -> None:
     assert judge_update(1, RIGHT, {0: RIGHT, 1: RIGHT, 2: RIGHT}, "u") is None
     again = {0: RIGHT, 1: WRONG, 2: RIGHT}
-    assert judge_update(1, WRONG, again, "u") == Verdict((1,), True, "u")
+    assert judge_update(1, WRONG, again, "u") == Accusation((1,), True, "u")
     again = {0: WRONG, 1: RIGHT, 2: RIGHT}
-    assert judge_update(1, RIGHT, again, "u") == Verdict((0,), True, "u")
-    assert judge_update(1, OTHER, again, "u") == Verdict((0, 1), True, "u")
-    assert judge_update(1, WRONG, {0: RIGHT, 1: WRONG}, "u") == Verdict((0, 1), False, "u")
+    assert judge_update(1, RIGHT, again, "u") == Accusation((0,), True, "u")
+    assert judge_update(1, OTHER, again, "u") == Accusation((0, 1), True, "u")
+    assert judge_update(1, WRONG, {0: RIGHT, 1: WRONG}, "u") == Accusation((0, 1), False, "u")
 
 
 @given(st.integers(3, 40), st.data())
@@ -77,26 +79,26 @@ def test_equal_passes_are_no_verdict() -> None:
 def test_a_wrong_forward_pass_is_that_of_the_first_stage_with_a_wrong_output() -> None:
     everywhere = dict.fromkeys(range(4, 8), "org")
     found = judge_passes(passes(everywhere))
-    assert found == Verdict((4, 5), False, "a forward and backward pass")
+    assert found == Accusation((4, 5), False, "a forward and backward pass")
     later = judge_passes(passes({4: "rg", 5: "rg", 6: "org", 7: "org"}))
-    assert later == Verdict((6, 7), False, "a forward and backward pass")
+    assert later == Accusation((6, 7), False, "a forward and backward pass")
 
 
 def test_a_wrong_backward_pass_is_that_of_the_last_stage_that_got_the_right_gradient() -> None:
     found = judge_passes(passes({4: "rg", 5: "rg", 6: "g"}))
-    assert found == Verdict((6,), True, "a forward and backward pass")
+    assert found == Accusation((6,), True, "a forward and backward pass")
     first = judge_passes(passes({4: "g"}))
-    assert first == Verdict((4,), True, "a forward and backward pass")
+    assert first == Accusation((4,), True, "a forward and backward pass")
 
 
 def test_a_gradient_that_was_wrong_on_the_way_is_of_either_end() -> None:
     found = judge_passes(passes({4: "rg"}))
-    assert found == Verdict((4, 5, 6, 7), False, "a forward and backward pass")
+    assert found == Accusation((4, 5, 6, 7), False, "a forward and backward pass")
 
 
 def test_two_replicas_that_differ_leave_both_first_roles_in_doubt() -> None:
     found = judge_passes(passes({4: "org", 5: "org", 6: "org", 7: "org"}, replicas=2))
-    assert found == Verdict((0, 1, 4, 5), False, "a forward and backward pass")
+    assert found == Accusation((0, 1, 4, 5), False, "a forward and backward pass")
 
 
 def test_two_wrong_replicas_of_five_are_both_named() -> None:

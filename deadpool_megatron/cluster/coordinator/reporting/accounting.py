@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from deadpool_megatron.cluster.failures import FailureKind
 from deadpool_megatron.events import Event, Kind
@@ -91,6 +92,38 @@ class Account:
         self._closed_at = 0.0
         self._waited_seconds = 0.0
         self._is_replaying = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form of all there is to know of the events so far; it grows with the nodes alone."""
+        return {
+            "seconds": {use.value: spent for use, spent in self._seconds.items()},
+            # Not by asdict(): the loop makes it, of thousands of nodes.
+            "stays": {str(node): dict(vars(stay)) for node, stay in self._stays.items()},
+            "left": [dict(vars(stay)) for stay in self._left],
+            "now": self._now.value,
+            "newest": self._newest,
+            "closed_at": self._closed_at,
+            "waited_seconds": self._waited_seconds,
+            "is_replaying": self._is_replaying,
+        }
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Account:
+        """Inverse of :meth:`to_dict`. Raises LookupError, TypeError, ValueError or AttributeError
+        for anything else, a use of a newer version included.
+        """
+        account = Account()
+        for use, spent in values["seconds"].items():
+            account._seconds[Use(use)] = float(spent)
+        account._stays = {int(node): _Stay(**stay) for node, stay in values["stays"].items()}
+        account._left = [_Stay(**stay) for stay in values["left"]]
+        account._now = Use(values["now"])
+        account._newest = float(values["newest"])
+        account._closed_at = float(values["closed_at"])
+        account._waited_seconds = float(values["waited_seconds"])
+        account._is_replaying = bool(values["is_replaying"])
+        account.seconds()  # what is no stay fails here, not later
+        return account
 
     def add(self, event: Event) -> None:
         """Take in one event. Raises LookupError, TypeError or ValueError for a damaged one."""

@@ -31,7 +31,7 @@ class EventWriter:
         self._most_bytes = most_bytes
         self._changed = threading.Condition()
         self._lines: deque[bytes] = deque()
-        self._bytes = 0
+        self._bytes = self._accepted_bytes = 0
         self._in_hand = 0
         self._dropped = 0
         self._told = 0  # of those that were dropped
@@ -49,9 +49,19 @@ class EventWriter:
             if self._bytes + len(line) > self._most_bytes:
                 self._dropped += 1
                 return
-            self._lines.append(line)
-            self._bytes += len(line)
+            self._append(line)
             self._changed.notify()
+
+    def _append(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._bytes += len(line)
+        self._accepted_bytes += len(line)
+
+    @property
+    def accepted_bytes(self) -> int:
+        """Of all lines so far: where the next one will stand in the files of this term."""
+        with self._changed:
+            return self._accepted_bytes
 
     def describe(self) -> dict[str, Any]:
         """For the status: ``waiting`` and ``dropped`` events, and what is wrong (``trouble``)."""
@@ -141,6 +151,5 @@ class EventWriter:
             text = (
                 f"events could not be written for {now - since:.0f} s: {why}; {lost} were dropped"
             )
-            line = to_line(Event(Kind.LOG, data={"level": "warning", "text": text}))
-            self._lines.append(line)  # above the limit, if need be
-            self._bytes += len(line)
+            # Above the limit, if need be.
+            self._append(to_line(Event(Kind.LOG, data={"level": "warning", "text": text})))

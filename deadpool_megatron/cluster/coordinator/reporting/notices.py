@@ -70,11 +70,18 @@ class Outlet:
             try:
                 self._deliver(notice)
             except OSError as error:
-                if not self._is_failing:
-                    self._warn(f"{self._name} was not told of '{notice['text']}': {error}")
-                self._is_failing = True
+                self._fail(notice, str(error))
+            except Exception as error:
+                # Of a library, or a mistake of ours: with this thread its outlet would be gone, and
+                # the end of the run wait for it. The text may have the URL, which may be a secret.
+                self._fail(notice, type(error).__name__)
             else:
                 self._is_failing = False
+
+    def _fail(self, notice: Mapping[str, Any], why: str) -> None:
+        if not self._is_failing:
+            self._warn(f"{self._name} was not told of '{notice['text']}': {why}")
+        self._is_failing = True
 
 
 class Notices:

@@ -1,4 +1,5 @@
-"""The files in which a run tells what happened: events, ``final.json`` and ``latest.json``.
+"""The files in which a run tells what happened: events, ``final.json``, ``latest.json`` and
+``account.json``.
 
 Belongs to the coordinator, which writes them and decides nothing from what is in them. Each term
 has an event file of its own: an old coordinator that wakes up once more cannot write into that of
@@ -36,6 +37,8 @@ from deadpool_megatron.preflight.gpus import VISIBLE
 _PAUSE_SECONDS = 1.0
 # So long the end of a run waits for whoever is to be told of it.
 _NOTICE_SECONDS = 5.0
+# So long for a file of some kilobytes, which the next coordinator can do without.
+_ACCOUNT_SECONDS = 1.0
 # For who looks for the cause of a slow commit: "all" has each role's seals, commits and waits
 # written.
 DETAIL_VARIABLE = "DEADPOOL_EVENT_DETAIL"
@@ -116,22 +119,29 @@ class RunFiles:
             self.writer.write(event)
             self._notices.note(event)
             self._bad_nodes.note(event)
+        self.account.keep(self.writer.accepted_bytes)
 
     def _warn(self, text: str) -> None:
         """A line for people; in any thread."""
         self.writer.write(Event(Kind.LOG, data={"level": "warning", "text": text}))
 
-    def take_digests(self) -> list[Event]:
-        """What was collected and not written yet; it is left unsaid by who drops it, for another
-        coordinator tells from here on."""
+    def hand_over(self) -> None:
+        """Another coordinator tells from here on: what was collected is left unsaid."""
+        self._take_digests()
+        self.account.hand_over()
+
+    def _take_digests(self) -> list[Event]:
+        """What was collected and not written yet."""
         digest = self._commits.take()
         return [*([] if digest is None else [digest]), *self._waits.take()]
 
     def close(self, limit_seconds: float) -> None:
         """Write what is left of the events, for so long at most."""
-        self._write_all(self.take_digests())
+        self._write_all(self._take_digests())
+        self.account.keep(self.writer.accepted_bytes, at_once=True)
         until = time.monotonic() + min(limit_seconds, _NOTICE_SECONDS)
         self._bad_nodes.flush(until)
         self._notices.flush(until)
+        self.account.close(_ACCOUNT_SECONDS)
         if left := self.writer.close(limit_seconds):
             print(f"{left} events could not be written", file=sys.stderr)

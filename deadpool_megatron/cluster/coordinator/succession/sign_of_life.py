@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from deadpool_megatron.cluster.journal.entries import Journal, JournalError
-from deadpool_megatron.cluster.journal.terms import Rhythm, newest_term, sign
+from deadpool_megatron.cluster.journal.terms import Rhythm, has_begun_after, newest_term, sign
 
 
 class SignOfLife:
@@ -56,14 +56,14 @@ class SignOfLife:
             show = self._is_heard()
             trouble = "" if show else "more than half of the agents are silent at once"
             try:
-                newer = await loop.run_in_executor(self._thread, self._once, show)
+                is_followed = await loop.run_in_executor(self._thread, self._once, show)
             except (JournalError, OSError) as error:
                 trouble = str(error)
             else:
                 if show:
                     self._shown(time.monotonic())
-                if newer > self._term:
-                    self._on_newer(newer)
+                if is_followed:
+                    self._on_newer(self._term + 1)
                     return  # whatever else was found says nothing more
             if trouble and trouble != known:
                 self._on_trouble(trouble)
@@ -76,7 +76,9 @@ class SignOfLife:
         self._written_at = now
 
     def look(self) -> int:
-        """The newest term, asked right now from the calling thread. Raises JournalError."""
+        """The newest term, from a list of all, asked right now from the calling thread: for what no
+        other coordinator may do as well. Raises JournalError.
+        """
         found = newest_term(self._journal)
         return self._term if found is None else found.number
 
@@ -84,9 +86,10 @@ class SignOfLife:
         """Stop the thread, without waiting for a look that hangs."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _once(self, show: bool) -> int:
+    def _once(self, show: bool) -> bool:
+        """Returns whether a newer term has begun; else the sign moves, if it is to be shown."""
         self._count += 1
-        newer = self.look()
-        if show and newer <= self._term:
+        is_followed = has_begun_after(self._journal, self._term)
+        if show and not is_followed:
             self._journal.beat(sign(self._term, self._count))
-        return newer
+        return is_followed

@@ -108,8 +108,12 @@ class Standby:
                     return None
                 self._look()
                 claimed = self._consider()
-            except (JournalError, OSError, ValueError) as error:
+            except (JournalError, OSError) as error:
                 self._complain(str(error))
+                claimed = None
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                # Of another version, say. Without standbys the run would have no coordinator more.
+                self._complain(f"what is there is not understood: {type(error).__name__}: {error}")
                 claimed = None
             if claimed is not None:
                 return claimed

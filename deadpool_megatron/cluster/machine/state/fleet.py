@@ -62,7 +62,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class MemberTable(Mapping[Place, MemberState]):
-    """Place -> member. A change answers a new roster and costs O(log n). Thread-safe.
+    """Place -> member. A change returns a new roster and costs O(log n). Thread-safe.
 
     ``killed``: told to die and not reaped. ``starting``: did not say hello yet. ``building``: these
     and the others that are neither warm nor killed.

@@ -7,7 +7,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,25 @@ def test_nobody_there_and_commands_that_hang_or_are_not_there(
         assert len(warned) == 2, "one line for each of the two"
         assert any(why in line for line in warned)
         assert any("Connection refused" in line for line in warned)
+
+
+def test_an_outlet_outlives_what_a_library_raises() -> None:
+    """And the end of the run does not wait for it; the text of what was raised may be a secret."""
+    told, warned = list[str](), list[str]()
+
+    def deliver(notice: Mapping[str, Any]) -> None:
+        told.append(str(notice["text"]))
+        if len(told) == 1:
+            raise AttributeError("tgram://s3cret")
+
+    outlet = notices.Outlet("it", deliver, warned.append)
+    for text in ("a", "b"):
+        outlet.put({"text": text})
+        began = time.monotonic()
+        outlet.flush(began + 30.0)
+        assert time.monotonic() - began < 20.0
+    assert told == ["a", "b"]
+    assert warned == ["it was not told of 'a': AttributeError"]
 
 
 def test_the_end_of_a_run_leaves_who_does_not_answer() -> None:

@@ -78,6 +78,20 @@ def test_a_coordinator_learns_later_of_a_checkpoint_that_could_not_be_read(tmp_p
     assert asyncio.run(live()) == saved.path
 
 
+@pytest.mark.parametrize("entry", [{}, {"host": "h", "port": None}, {"host": "h", "port": "x"}])
+def test_a_term_of_another_version_ends_no_standby(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], entry: dict[str, Any]
+) -> None:
+    """Each would end at it, and then the run would have no coordinator more."""
+    one = made(tmp_path)
+    one._journal = open_journal(Settings(), "run", tmp_path / "journal")
+    one._journal.write("term", 1, {"node": None, "hostname": "h", "pid": 1, **entry})
+    looks = iter((True, True, False))
+    one._pause = lambda: next(looks)  # type: ignore[method-assign]
+    assert one.watch() is None
+    assert capfd.readouterr().err.count("what is there is not understood") == 1
+
+
 def test_orders_of_the_agent_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = made(tmp_path)
     assert (one._place, one._lost, one.was_in_touch) == (0, True, False)
