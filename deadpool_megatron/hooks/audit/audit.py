@@ -30,6 +30,7 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.hardware import hardware
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
 from deadpool_megatron.hooks.audit.shipping import (
@@ -40,7 +41,13 @@ from deadpool_megatron.hooks.audit.shipping import (
     pack,
     unpack,
 )
-from deadpool_megatron.hooks.audit.verdict import Sums, Verdict, judge_equals, judge_update
+from deadpool_megatron.hooks.audit.verdict import (
+    Sums,
+    Verdict,
+    alone,
+    judge_equals,
+    judge_update,
+)
 from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
 from deadpool_megatron.hooks.generations.optimizer import (
     UnsupportedOptimizer,
@@ -150,6 +157,8 @@ class Audit:
         else:
             self._passes = PassAudit(loop, settle, reports)
             loop.around_passes = self._passes.around
+        self._hardware = hardware(current_device())
+        self._has_said_who_is_alone = False
         self._iteration = 0
         self._previous: Generation | None = None
         # Of this iteration's audit; None: it is not audited.
@@ -272,11 +281,27 @@ class Audit:
         if update.audited == dist.get_rank():
             for number, tensors in enumerate(self._updated(index)):
                 used[number] = fingerprint(tensors, update.sums.device)
-        found = peers.gather(torch.stack([update.sums, used]))
-        again = {role: _sums(one[0]) for role, one in found.items()}
+        own = torch.tensor([self._hardware], dtype=torch.int64, device=used.device)
+        found = peers.gather(torch.cat([own, update.sums.flatten(), used.flatten()]))
+        size = used.numel()
+        known = {role: int(row[0]) for role, row in found.items()}
+        again = {role: _sums(row[1 : 1 + size]) for role, row in found.items()}
+        used_sums = _sums(found[update.audited][1 + size :])
+        if len(set(known.values())) > 1:
+            self._say_who_is_alone(alone(known), peers)
         what = f"the update of role {update.audited}"
-        used_sums = _sums(found[update.audited][1])
-        self._judge(judge_update(update.audited, used_sums, again, what))
+        self._judge(judge_update(update.audited, used_sums, again, known, what))
+
+    def _say_who_is_alone(self, roles: list[int], peers: _Peers) -> None:
+        if not roles or self._has_said_who_is_alone:
+            return
+        self._has_said_who_is_alone = True
+        if dist.get_rank() == min(peers.roles):
+            text = (
+                f"audits cannot judge updates that roles {roles} compute: no data-parallel peer has"
+                " the same hardware, driver and libraries"
+            )
+            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _updated(self, index: int) -> Iterator[list[Tensor]]:
         """What this role's own update has made, by chunk."""

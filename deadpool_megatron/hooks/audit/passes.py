@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +27,18 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.hardware import hardware
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.rerun import not_looking
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
-from deadpool_megatron.hooks.audit.verdict import Pass, judge_passes, unrepeatable
+from deadpool_megatron.hooks.audit.verdict import (
+    Pass,
+    Sums,
+    alone,
+    comparable,
+    judge_passes,
+    unrepeatable,
+)
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
@@ -80,6 +88,8 @@ class PassAudit:
         # Of the replica whose micro-batch it is; None: this iteration is not audited.
         self._number: int | None = None
         self._is_repeatable: bool | None = None
+        self._hardware = hardware(current_device())
+        self._has_said_who_is_alone = False
 
     def announce(self, iteration: int, number: int | None) -> None:
         """The iteration about to come; ``number`` of its audit, None where it is not audited."""
@@ -213,6 +223,7 @@ class PassAudit:
             parallel_state.get_pipeline_model_parallel_rank(),
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())),
             int(repeated),
+            self._hardware,
         ]
         row = torch.cat([torch.tensor(own, dtype=torch.int64, device=sums.device), sums.flatten()])
         # Of all roles, before the first of them can accuse one: that ends the epoch.
@@ -220,7 +231,12 @@ class PassAudit:
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
-        odd = unrepeatable({role: (one[2], bool(one[3])) for role, one in enumerate(found)})
+        passes = {
+            role: Pass(one[0], one[1], one[2], *_three_sums(one[5:]), hardware=one[4])
+            for role, one in enumerate(found)
+        }
+        keys = comparable(passes)
+        odd = unrepeatable({role: (keys[role], bool(one[3])) for role, one in enumerate(found)})
         if odd:
             self._give_up(
                 f"the same pass gives other bytes each time, of roles {odd} (try"
@@ -228,16 +244,24 @@ class PassAudit:
             )
             return
         self._is_repeatable = True
-        passes = {
-            role: Pass(one[0], one[1], one[2], *(tuple(one[at : at + 2]) for at in (4, 6, 8)))
-            for role, one in enumerate(found)
-        }
+        if len({one.hardware for one in passes.values()}) > 1:
+            self._say_who_is_alone(alone(keys))
         stop_if_wrong(self._reports, self._iteration, judge_passes(passes))
+
+    def _say_who_is_alone(self, roles: list[int]) -> None:
+        if roles and not self._has_said_who_is_alone:
+            self._has_said_who_is_alone = True
+            self._warn(
+                f"audits cannot judge the passes of roles {roles}: no data-parallel replica has the"
+                " same hardware, driver and libraries"
+            )
 
     def _give_up(self, why: str) -> None:
         self._is_repeatable = False
+        self._warn(f"audits do not compare passes: {why}")
+
+    def _warn(self, text: str) -> None:
         if dist.get_rank() == 0:
-            text = f"audits do not compare passes: {why}"
             self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _damage(self, point: str, output: Tensor) -> None:
@@ -246,6 +270,11 @@ class PassAudit:
         # Not detached: autograd would see that it was changed.
         value = output.data.reshape(-1)[:1].view(torch.uint8)
         value[-2] ^= 0x40
+
+
+def _three_sums(values: Sequence[int]) -> tuple[Sums, Sums, Sums]:
+    """Of the output, of what came back, of the gradient."""
+    return tuple(values[:2]), tuple(values[2:4]), tuple(values[4:6])
 
 
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 # The words of a fingerprint (deadpool_megatron.state.fingerprint), of one or of several blocks.
@@ -34,14 +34,39 @@ def judge_equals(held: Mapping[int, Sums], what: str) -> Verdict | None:
     return Verdict(tuple(sorted(held)), False, what)
 
 
-def judge_update(audited: int, used: Sums, again: Mapping[int, Sums], what: str) -> Verdict | None:
+def judge_computed(
+    computed: Mapping[int, Sums], hardware: Mapping[int, int], what: str
+) -> Verdict | None:
+    """Judge peers that have computed the same: each by those with the same hardware, for others may
+    come to other bytes and be as right.
+
+    ``computed``: role -> sums; ``hardware``: role -> a number, equal for the same. Returns None
+    where all that can be compared are equal.
+    """
+    odd = _odd({role: (hardware[role], sums) for role, sums in computed.items()})
+    return Verdict(tuple(sorted(odd.roles)), odd.is_certain, what) if odd.roles else None
+
+
+def alone(keys: Mapping[int, Hashable]) -> list[int]:
+    """Returns roles that nobody can be compared with. ``keys``: role -> equal for those who can."""
+    counts = Counter(keys.values())
+    return sorted(role for role, key in keys.items() if counts[key] < 2)
+
+
+def judge_update(
+    audited: int,
+    used: Sums,
+    again: Mapping[int, Sums],
+    hardware: Mapping[int, int],
+    what: str,
+) -> Verdict | None:
     """Judge an update of role ``audited``, whose result has the sums ``used``.
 
     ``again``: role -> sums of what it has computed from the state before and the gradients; the
     audited role is one of them, so that it is wrong by its own word if it does not get twice the
-    same. Returns None where all are equal.
+    same. ``hardware``: see :func:`judge_computed`. Returns None where all are equal.
     """
-    others = judge_equals(again, what)
+    others = judge_computed(again, hardware, what)
     if used == again[audited]:
         return others
     wrong = set(others.roles) if others is not None and others.is_certain else set()
@@ -51,8 +76,9 @@ def judge_update(audited: int, used: Sums, again: Mapping[int, Sums], what: str)
 @dataclass(frozen=True)
 class Pass:
     """What one role's pass of a micro-batch gave. ``replica``: its data-parallel rank; ``stage`` of
-    the pipeline; ``place``: equal for roles that must come to the same. ``output`` was passed on,
-    ``returned`` is the gradient of it that came back, ``gradient`` that of the role's weights."""
+    the pipeline; ``place``: equal for roles that must come to the same on the same ``hardware``, a
+    number. ``output`` was passed on, ``returned`` is the gradient of it that came back,
+    ``gradient`` that of the role's weights."""
 
     replica: int
     stage: int
@@ -60,13 +86,24 @@ class Pass:
     output: Sums
     returned: Sums
     gradient: Sums
+    hardware: int = 0
 
 
-def unrepeatable(repeats: Mapping[int, tuple[int, bool]]) -> list[int]:
+def comparable(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
+    """Returns for each role what is equal for those that it can be compared with: its place, and
+    the hardware of its whole replica, since what a stage makes goes through all others."""
+    replicas: dict[int, list[tuple[int, int]]] = {}
+    for _, one in sorted(passes.items()):
+        replicas.setdefault(one.replica, []).append((one.place, one.hardware))
+    return {role: (one.place, tuple(sorted(replicas[one.replica]))) for role, one in passes.items()}
+
+
+def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
     """Roles for which a pass did not give twice the same, of places where that is no exception.
 
-    ``repeats``: role -> its place, and whether it did. Where half of a place or more did not, that
-    place tells nothing: who is odd there may be as right as the others, and so may be all behind.
+    ``repeats``: role -> equal for those that it can be compared with, a place; and whether it did.
+    Where half of a place or more did not, that place tells nothing: who is odd there may be as
+    right as the others, and so may be all behind.
     """
     odd: list[int] = []
     for place in {place for place, _ in repeats.values()}:
@@ -82,9 +119,10 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
     ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
     ones, and to all roles that work on one stage, one of which has begun it.
     """
-    outputs = _odd({role: (one.place, one.output) for role, one in passes.items()})
-    returned = _odd({role: (one.place, one.returned) for role, one in passes.items()})
-    gradients = _odd({role: (one.place, one.gradient) for role, one in passes.items()})
+    keys = comparable(passes)
+    outputs = _odd({role: (keys[role], one.output) for role, one in passes.items()})
+    returned = _odd({role: (keys[role], one.returned) for role, one in passes.items()})
+    gradients = _odd({role: (keys[role], one.gradient) for role, one in passes.items()})
     if not (outputs.roles or returned.roles or gradients.roles):
         return None
     wrong: set[int] = set()
@@ -101,7 +139,7 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
     return Verdict(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
 
 
-def _odd(held: Mapping[int, tuple[int, Sums]]) -> Verdict:
+def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Verdict:
     """Who differs from its peers, by place; not certain where any of them have no majority."""
     roles: list[int] = []
     is_certain = True

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deadpool_megatron.hooks.audit.verdict import (
     Pass,
     Verdict,
+    alone,
+    comparable,
+    judge_computed,
     judge_equals,
     judge_passes,
     judge_update,
@@ -15,6 +20,7 @@ from deadpool_megatron.hooks.audit.verdict import (
 )
 
 RIGHT, WRONG, OTHER = (1, 2), (1, 3), (9, 9)
+ALIKE = dict.fromkeys(range(40), 7)
 
 
 def test_who_differs_from_more_than_half_is_wrong() -> None:
@@ -31,18 +37,18 @@ def test_without_a_majority_all_are_in_doubt() -> None:
 
 
 def test_who_gets_two_results_for_one_update_is_wrong_by_its_own_word() -> None:
-    assert judge_update(1, WRONG, {0: RIGHT, 1: RIGHT}, "u") == Verdict((1,), True, "u")
-    assert judge_update(1, RIGHT, {0: RIGHT, 1: WRONG}, "u") == Verdict((1,), True, "u")
+    assert judge_update(1, WRONG, {0: RIGHT, 1: RIGHT}, ALIKE, "u") == Verdict((1,), True, "u")
+    assert judge_update(1, RIGHT, {0: RIGHT, 1: WRONG}, ALIKE, "u") == Verdict((1,), True, "u")
 
 
 def test_an_update_is_right_as_most_compute_it() -> None:
-    assert judge_update(1, RIGHT, {0: RIGHT, 1: RIGHT, 2: RIGHT}, "u") is None
+    assert judge_update(1, RIGHT, {0: RIGHT, 1: RIGHT, 2: RIGHT}, ALIKE, "u") is None
     again = {0: RIGHT, 1: WRONG, 2: RIGHT}
-    assert judge_update(1, WRONG, again, "u") == Verdict((1,), True, "u")
+    assert judge_update(1, WRONG, again, ALIKE, "u") == Verdict((1,), True, "u")
     again = {0: WRONG, 1: RIGHT, 2: RIGHT}
-    assert judge_update(1, RIGHT, again, "u") == Verdict((0,), True, "u")
-    assert judge_update(1, OTHER, again, "u") == Verdict((0, 1), True, "u")
-    assert judge_update(1, WRONG, {0: RIGHT, 1: WRONG}, "u") == Verdict((0, 1), False, "u")
+    assert judge_update(1, RIGHT, again, ALIKE, "u") == Verdict((0,), True, "u")
+    assert judge_update(1, OTHER, again, ALIKE, "u") == Verdict((0, 1), True, "u")
+    assert judge_update(1, WRONG, {0: RIGHT, 1: WRONG}, ALIKE, "u") == Verdict((0, 1), False, "u")
 
 
 @given(st.integers(3, 40), st.data())
@@ -59,14 +65,16 @@ def test_a_minority_is_named_and_nobody_else(peers: int, data: st.DataObject) ->
 # Three replicas of two stages, each of two roles that share the work (tensor parallelism).
 
 
-def passes(wrong: dict[int, str], replicas: int = 3) -> dict[int, Pass]:
+def passes(
+    wrong: dict[int, str], replicas: int = 3, other_hardware: Collection[int] = ()
+) -> dict[int, Pass]:
     """Role = 4 x replica + 2 x stage + tensor rank. ``wrong``: role -> which of o, r, g are."""
     found = {}
     for replica in range(replicas):
         for place in range(4):
             role = 4 * replica + place
             sums = [WRONG if kind in wrong.get(role, "") else RIGHT for kind in "org"]
-            found[role] = Pass(replica, place // 2, place, *sums)
+            found[role] = Pass(replica, place // 2, place, *sums, int(role in other_hardware))
     return found
 
 
@@ -123,3 +131,37 @@ def test_a_stage_that_does_not_repeat_is_enough_however_many_others_do() -> None
     assert unrepeatable(repeats(3, 7, 11)) == [3, 7, 11]
     assert unrepeatable(repeats(3, 7)) == [3, 7], "who is odd there need not be wrong"
     assert unrepeatable(repeats(3, replicas=2)) == [3], "of two, one is no majority"
+
+
+# Mixed hardware: other bytes are no sign of anything there.
+
+
+def test_an_odd_update_on_other_hardware_is_no_verdict() -> None:
+    """Neither of the one that is audited, nor of a peer."""
+    again = {0: RIGHT, 1: OTHER, 2: RIGHT}
+    assert judge_update(1, OTHER, again, {0: 7, 1: 8, 2: 7}, "u") is None
+    assert judge_update(0, RIGHT, again, {0: 7, 1: 8, 2: 7}, "u") is None
+    assert judge_update(1, WRONG, again, {0: 7, 1: 8, 2: 7}, "u") == Verdict((1,), True, "u")
+
+
+def test_peers_of_each_kind_are_judged_by_themselves() -> None:
+    computed = {0: RIGHT, 1: OTHER, 2: RIGHT, 3: OTHER, 4: RIGHT, 5: WRONG}
+    kinds = {0: 7, 1: 8, 2: 7, 3: 8, 4: 7, 5: 8}
+    assert judge_computed(computed, kinds, "u") == Verdict((5,), True, "u")
+    assert judge_computed({0: RIGHT, 1: OTHER}, kinds, "u") is None
+
+
+def test_a_replica_is_judged_by_those_that_have_its_hardware_in_every_stage() -> None:
+    """The pass of replica 1 goes through another device in its second stage."""
+    everything = dict.fromkeys((4, 5), "rg") | dict.fromkeys((6, 7), "org")
+    assert judge_passes(passes(everything, other_hardware=[6])) is None
+    assert judge_passes(passes(everything)) is not None
+    keys = comparable(passes({}, other_hardware=[6]))
+    assert alone(keys) == [4, 5, 6, 7]
+    assert alone(comparable(passes({}, other_hardware=[6, 10]))) == [0, 1, 2, 3]
+
+
+def test_what_does_not_repeat_on_some_hardware_is_not_relied_on() -> None:
+    """They are few of all, and all of their kind."""
+    found = {role: (("place", role in (3, 4)), role not in (3, 4)) for role in range(5)}
+    assert unrepeatable(found) == [3, 4]
