@@ -12,8 +12,8 @@ Sums = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``roles``: all of them are wrong; if not ``is_certain``, at least one of them is.
-    ``what`` differs, in words."""
+    """``roles``: all of them are wrong, or share the work that is; if not ``is_certain``, their
+    peers may be wrong in their stead. ``what`` differs, in words."""
 
     roles: tuple[int, ...]
     is_certain: bool
@@ -117,7 +117,8 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 
     ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
-    ones, and to all roles that work on one stage, one of which has begun it.
+    ones, and to all roles that work on one stage, one of which has begun it. So there may be more
+    of them, though it is certain that their replica is wrong: none of them can be relied on.
     """
     keys = comparable(passes)
     outputs = _odd({role: (keys[role], one.output) for role, one in passes.items()})
@@ -128,14 +129,12 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
     wrong: set[int] = set()
     is_certain = outputs.is_certain and returned.is_certain and gradients.is_certain
     for replica in {passes[r].replica for r in {*outputs.roles, *returned.roles, *gradients.roles}}:
-        first = _first_wrong(
+        wrong |= _first_wrong(
             {role: one.stage for role, one in passes.items() if one.replica == replica},
             set(outputs.roles),
             set(returned.roles),
             set(gradients.roles),
         )
-        is_certain = is_certain and len(first) == 1
-        wrong |= first
     return Verdict(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
 
 

@@ -85,9 +85,9 @@ def test_equal_passes_are_no_verdict() -> None:
 def test_a_wrong_forward_pass_is_that_of_the_first_stage_with_a_wrong_output() -> None:
     everywhere = dict.fromkeys(range(4, 8), "org")
     found = judge_passes(passes(everywhere))
-    assert found == Verdict((4, 5), False, "a forward and backward pass")
+    assert found == Verdict((4, 5), True, "a forward and backward pass")
     later = judge_passes(passes({4: "rg", 5: "rg", 6: "org", 7: "org"}))
-    assert later == Verdict((6, 7), False, "a forward and backward pass")
+    assert later == Verdict((6, 7), True, "a forward and backward pass")
 
 
 def test_a_wrong_backward_pass_is_that_of_the_last_stage_that_got_the_right_gradient() -> None:
@@ -99,7 +99,7 @@ def test_a_wrong_backward_pass_is_that_of_the_last_stage_that_got_the_right_grad
 
 def test_a_gradient_that_was_wrong_on_the_way_is_of_either_end() -> None:
     found = judge_passes(passes({4: "rg"}))
-    assert found == Verdict((4, 5, 6, 7), False, "a forward and backward pass")
+    assert found == Verdict((4, 5, 6, 7), True, "a forward and backward pass")
 
 
 def test_two_replicas_that_differ_leave_both_first_roles_in_doubt() -> None:

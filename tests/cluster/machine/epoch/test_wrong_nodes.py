@@ -138,6 +138,14 @@ def test_so_does_one_that_takes_over_long_after() -> None:
     assert rig.state.phase is Phase.WAITING_SPARE
 
 
+def test_all_nodes_among_which_an_error_began_are_put_aside() -> None:
+    """Their replica is wrong for certain, which of the two is not: the run goes on without both."""
+    rig = found_wrong(Rig(nodes=4, spares=2).run(), 2, 3)
+    recover(rig)
+    assert nodes_of(rig.record) == {0: 0, 1: 1, 2: 4, 3: 5}
+    assert rig.state.fleet.wrong == {2, 3}
+
+
 # Its host.
 
 LEFT_OUT = "left out: host1 was found to compute or hold wrong numbers in this run"
