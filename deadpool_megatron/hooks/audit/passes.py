@@ -16,6 +16,7 @@ After Megatron's rerun machine and torchtitan's replay, which repeat a step wher
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,9 +35,11 @@ from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
 from deadpool_megatron.hooks.audit.verdict import (
     Pass,
     Sums,
+    Verdict,
     alone,
     comparable,
     judge_passes,
+    judge_repeated_passes,
     unrepeatable,
 )
 from deadpool_megatron.hooks.dimensions.dimension import current_device
@@ -128,13 +131,18 @@ class PassAudit:
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
             again = dict(arguments, num_microbatches=1)
-            once = self._run(forward_backward, again, shared, iterator is not None)
-            twice = once
-            if agreed == _REHEARSED:
-                twice = self._run(forward_backward, again, shared, iterator is not None)
+            run = functools.partial(
+                self._run, forward_backward, again, shared, iterator is not None
+            )
+            once = run()
+            repeated = agreed != _REHEARSED or torch.equal(once, run())
+            # Of all roles, before the first of them can accuse one: that ends the epoch.
+            self._settle()
+            once_more = run if agreed == _RELIED_ON else None
+            verdict = self._judge(*self._gather(once, repeated=repeated), once_more)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
-        self._judge(once, repeated=torch.equal(once, twice))
+        stop_if_wrong(self._reports, self._iteration, verdict)
         return iterator
 
     def _agree(self, batch: Any) -> int | None:
@@ -217,7 +225,8 @@ class PassAudit:
             for name, value in kept.items():
                 setattr(config, name, value)
 
-    def _judge(self, sums: Tensor, *, repeated: bool) -> None:
+    def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], list[bool]]:
+        """The passes of all roles, and which of them were repeated to the same bytes."""
         own = [
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
@@ -226,8 +235,6 @@ class PassAudit:
             self._hardware,
         ]
         row = torch.cat([torch.tensor(own, dtype=torch.int64, device=sums.device), sums.flatten()])
-        # Of all roles, before the first of them can accuse one: that ends the epoch.
-        self._settle()
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
@@ -235,18 +242,33 @@ class PassAudit:
             role: Pass(one[0], one[1], one[2], *_three_sums(one[5:]), hardware=one[4])
             for role, one in enumerate(found)
         }
+        return passes, [bool(one[3]) for one in found]
+
+    def _judge(
+        self,
+        passes: Mapping[int, Pass],
+        repeated: Sequence[bool],
+        once_more: Callable[[], Tensor] | None,
+    ) -> Verdict | None:
+        """Where no majority tells who is wrong, all compute it ``once_more``, and who does not come
+        to the same is: a fault that comes and goes shows so. It is None, for all roles alike, where
+        that was done already."""
         keys = comparable(passes)
-        odd = unrepeatable({role: (keys[role], bool(one[3])) for role, one in enumerate(found)})
+        odd = unrepeatable({role: (keys[role], same) for role, same in enumerate(repeated)})
         if odd:
             self._give_up(
                 f"the same pass gives other bytes each time, of roles {odd} (try"
                 " --deterministic-mode)"
             )
-            return
+            return None
         self._is_repeatable = True
         if len({one.hardware for one in passes.values()}) > 1:
             self._say_who_is_alone(alone(keys))
-        stop_if_wrong(self._reports, self._iteration, judge_passes(passes))
+        verdict = judge_passes(passes)
+        if verdict is None or verdict.is_certain or once_more is None:
+            return verdict
+        again, _ = self._gather(once_more(), repeated=True)
+        return judge_repeated_passes(passes, again) or verdict
 
     def _say_who_is_alone(self, roles: list[int]) -> None:
         if roles and not self._has_said_who_is_alone:

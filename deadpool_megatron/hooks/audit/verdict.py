@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 # The words of a fingerprint (deadpool_megatron.state.fingerprint), of one or of several blocks.
 Sums = tuple[int, ...]
+_PASS = "a forward and backward pass"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,15 @@ def judge_update(
     return Verdict(tuple(sorted(wrong | {audited})), True, what)
 
 
+def judge_repeated(
+    first: Mapping[int, Sums], second: Mapping[int, Sums], what: str
+) -> Verdict | None:
+    """Judge peers that have no majority by what they have computed once more: whoever came to
+    something else than before is wrong. Returns None where all or none did."""
+    changed = [role for role in sorted(first) if first[role] != second[role]]
+    return Verdict(tuple(changed), True, what) if 0 < len(changed) < len(first) else None
+
+
 @dataclass(frozen=True)
 class Pass:
     """What one role's pass of a micro-batch gave. ``replica``: its data-parallel rank; ``stage`` of
@@ -135,7 +145,27 @@ def judge_passes(passes: Mapping[int, Pass]) -> Verdict | None:
             set(returned.roles),
             set(gradients.roles),
         )
-    return Verdict(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
+    return Verdict(tuple(sorted(wrong)), is_certain, _PASS)
+
+
+def judge_repeated_passes(first: Mapping[int, Pass], second: Mapping[int, Pass]) -> Verdict | None:
+    """Judge replicas that have no majority by the same micro-batch once more: what came to
+    something else than before was computed wrong in one of the two. Returns None where that
+    happened in all replicas or in none."""
+    wrong: set[int] = set()
+    replicas = {one.replica for one in first.values()}
+    changed: set[int] = set()
+    for replica in replicas:
+        own = {role: one for role, one in first.items() if one.replica == replica}
+        outputs = {role for role, one in own.items() if one.output != second[role].output}
+        returned = {role for role, one in own.items() if one.returned != second[role].returned}
+        gradients = {role for role, one in own.items() if one.gradient != second[role].gradient}
+        if outputs or returned or gradients:
+            changed.add(replica)
+            stages = {role: one.stage for role, one in own.items()}
+            wrong |= _first_wrong(stages, outputs, returned, gradients)
+    is_told = 0 < len(changed) < len(replicas)
+    return Verdict(tuple(sorted(wrong)), True, _PASS) if is_told else None
 
 
 def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Verdict:

@@ -15,6 +15,8 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_computed,
     judge_equals,
     judge_passes,
+    judge_repeated,
+    judge_repeated_passes,
     judge_update,
     unrepeatable,
 )
@@ -165,3 +167,34 @@ def test_what_does_not_repeat_on_some_hardware_is_not_relied_on() -> None:
     """They are few of all, and all of their kind."""
     found = {role: (("place", role in (3, 4)), role not in (3, 4)) for role in range(5)}
     assert unrepeatable(found) == [3, 4]
+
+
+# No majority: all compute it once more.
+
+
+def test_who_does_not_repeat_itself_is_wrong() -> None:
+    first = {0: RIGHT, 1: WRONG}
+    assert judge_repeated(first, {0: RIGHT, 1: RIGHT}, "u") == Verdict((1,), True, "u")
+    assert judge_repeated(first, {0: RIGHT, 1: OTHER}, "u") == Verdict((1,), True, "u")
+    assert judge_repeated(first, first, "u") is None, "both are as sure as before"
+    assert judge_repeated(first, {0: OTHER, 1: RIGHT}, "u") is None
+
+
+def test_a_pass_that_was_wrong_once_is_that_of_the_stage_where_it_began() -> None:
+    once = passes({4: "rg", 5: "rg", 6: "org"}, replicas=2)
+    right = passes({}, replicas=2)
+    found = Verdict((6,), True, "a forward and backward pass")
+    assert judge_repeated_passes(once, right) == found
+    assert judge_repeated_passes(right, once) == found, "whichever of the two it was"
+    assert judge_repeated_passes(once, once) is None
+    assert judge_repeated_passes(once, passes({0: "g"}, replicas=2)) is None, "neither is sure"
+
+
+@given(st.data())
+def test_a_flip_in_one_of_two_replicas_never_names_the_other(data: st.DataObject) -> None:
+    kinds = st.sampled_from(["o", "r", "g", "og", "rg", "org"])
+    wrong = data.draw(st.dictionaries(st.integers(4, 7), kinds, min_size=1))
+    found = judge_repeated_passes(passes(wrong, replicas=2), passes({}, replicas=2))
+    assert found is not None
+    assert found.is_certain
+    assert set(found.roles) <= {4, 5, 6, 7}
