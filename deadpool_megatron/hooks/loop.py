@@ -35,6 +35,11 @@ class Course(ABC):
     def epoch(self) -> int:
         """Number of the membership; a recovery makes a higher one."""
 
+    @property
+    @abstractmethod
+    def recomputed(self) -> int:
+        """How many finished iterations this epoch computes again, as far as was known before it."""
+
     @abstractmethod
     def is_behind(self, boundary: str) -> bool:
         """Whether the state is already that after segment ``boundary`` of the newest iteration."""

@@ -35,8 +35,8 @@ _LONGEST_CAUSE = 200
 class History:
     """``kept``: the kept line with this epoch (see layout.decision.keep_line). ``gone``: nodes that
     were given up, with the cause. ``wrong``: nodes that get no role any more, because they computed
-    or held wrong numbers, or have a broken device. ``nonfinite``: iterations whose loss was not
-    finite.
+    or held wrong numbers, or have a broken device; ``wrong_hosts``: hosts from which no node does.
+    ``nonfinite``: iterations whose loss was not finite.
 
     ``failures``: those since the newest iteration, which count for a crash loop, each as
     ``kind``, ``cause``, ``evidence`` (where to look further), ``signature`` (equal for the same
@@ -49,6 +49,7 @@ class History:
     kept: Mapping[int, int] = field(default_factory=dict)
     gone: Mapping[int, str] = field(default_factory=dict)
     wrong: frozenset[int] = frozenset()
+    wrong_hosts: frozenset[str] = frozenset()
     nonfinite: frozenset[int] = frozenset()
     failures: tuple[Mapping[str, Any], ...] = ()
     recoveries: int = 0
@@ -63,6 +64,7 @@ class History:
             "kept": [[lineage, last] for lineage, last in kept],
             "gone": {str(node): cause[:_LONGEST_CAUSE] for node, cause in self.gone.items()},
             "wrong": sorted(self.wrong),
+            "wrong_hosts": sorted(self.wrong_hosts),
             "nonfinite": sorted(self.nonfinite)[-_MOST_NONFINITE:],
             "failures": [dict(failure) for failure in self.failures],
             "recoveries": self.recoveries,
@@ -78,6 +80,7 @@ class History:
             kept={int(lineage): int(last) for lineage, last in values["kept"]},
             gone={int(node): str(cause) for node, cause in values["gone"].items()},
             wrong=frozenset(int(node) for node in values.get("wrong", ())),
+            wrong_hosts=frozenset(str(host) for host in values.get("wrong_hosts", ())),
             nonfinite=frozenset(int(k) for k in values["nonfinite"]),
             failures=tuple(dict(failure) for failure in values["failures"]),
             recoveries=int(values["recoveries"]),

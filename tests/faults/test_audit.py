@@ -42,12 +42,27 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
 
-def test_of_two_peers_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
+def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
     """The state before is saved, and the run ends rather than train on."""
-    plan = [fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark")]
+    where = {"when_role": 1, "when_iteration": 4, "action": "mark"}
+    plan = [fault(name, "audit.pass", **where) for name in ("pass", "pass-once-more")]
     outcome = run_job(tmp_path / "run", PP2_DP2, ITERATIONS, plan, settings=SETTINGS)
     assert outcome.status == 3, outcome.story()
     assert "node 0 and node 1" in outcome.final["reason"]
+
+
+def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Path) -> None:
+    """A single flip in a pass, and one in an update that is computed again."""
+    plan = [
+        fault("pass", "audit.pass", when_role=1, when_iteration=4, action="mark"),
+        fault("update", "audit.update", when_role=3, when_iteration=7, action="mark"),
+    ]
+    outcome = strike(tmp_path / "run", PP2_DP2, ITERATIONS, plan, spares=2, settings=SETTINGS)
+    found = [
+        (e.iteration, e.data["roles"], e.data["certain"]) for e in outcome.of_kind("audit-failed")
+    ]
+    assert found == [(4, [1], True), (7, [3], True)]
+    assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
 
 
 @pytest.mark.full

@@ -200,8 +200,9 @@ class Coordinator:
                 self._spawn(self._write_record(record))
             case actions.NoteGone(node, cause):
                 self._spawn(asyncio.to_thread(note_node, self._journal, GONE, node, cause))
-            case actions.NoteWrong(node, cause):
-                self._spawn(asyncio.to_thread(note_node, self._journal, WRONG, node, cause))
+            case actions.NoteWrong(node, host, cause):
+                entry = (self._journal, WRONG, node, cause)
+                self._spawn(asyncio.to_thread(note_node, *entry, host=host))
             case actions.Welcome(node, record):
                 self._orders.welcome(node, record, self._state)
             case actions.ExportDump() | actions.BeginExport() | actions.EndRun():

@@ -198,20 +198,28 @@ class DirectoryJournal(Journal):
             raise JournalError(f"cannot read {self._directory / _BEAT}: {error}") from error
 
 
-def note_node(journal: Journal, kind: str, node: int, cause: str) -> None:
+def note_node(journal: Journal, kind: str, node: int, cause: str, **more: str) -> None:
     """Note for a successor what became of a node: the record that says so may come much later.
+    ``more``: of the entry.
 
     Without the note it waits in vain for a node that was given up, and goes on then; of a wrong one
     the next audit tells. So a journal that cannot be written just now is not tried again.
     """
     with contextlib.suppress(JournalError):
-        journal.write(kind, node, {"cause": cause})
+        journal.write(kind, node, {"cause": cause, **more})
 
 
 def gone_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
     """Nodes that were given up, but those ``known``, with the cause. Raises JournalError."""
     new = (node for node in journal.numbers(GONE) if node not in known)
     return {node: str(journal.read(GONE, node)["cause"]) for node in new}
+
+
+def wrong_since(journal: Journal, known: Collection[int]) -> Mapping[int, str]:
+    """Nodes that were found to be wrong, but those ``known``, with the host from which none has a
+    role any more; empty where it has other nodes. Raises JournalError."""
+    new = (node for node in journal.numbers(WRONG) if node not in known)
+    return {node: str(journal.read(WRONG, node).get("host", "")) for node in new}
 
 
 async def write_patiently(

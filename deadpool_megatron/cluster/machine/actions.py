@@ -30,9 +30,11 @@ class NoteGone:
 
 @dataclass(frozen=True)
 class NoteWrong:
-    """Journal that a node gets no role any more, for the same reason."""
+    """Journal that a node gets no role any more, for the same reason. ``host``: no other node from
+    there does, either; empty where others are on that host."""
 
     node: int
+    host: str
     cause: str
 
 

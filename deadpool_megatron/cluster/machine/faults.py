@@ -106,9 +106,6 @@ def _put_aside(turn: Turn, node: int, why: str, kind: FailureKind) -> bool:
         return False
     fleet, cause = turn.state.fleet, f"node {node} is put aside {why}"
     fleet = replace(fleet, leaving=fleet.leaving | {node})
-    if kind is FailureKind.SILENT_CORRUPTION:
-        fleet = replace(fleet, wrong=fleet.wrong | {node})
-        turn.act(NoteWrong(node, cause))
     turn.state = turn.state._replace(fleet=fleet)
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=kind)
     return True
@@ -120,9 +117,8 @@ def _never_again(turn: Turn, node: int, failure: Failure) -> None:
     if node in fleet.wrong:
         return
     cause = f"node {node} is put aside for the rest of the run: {failure.cause}"
-    fleet = replace(fleet, leaving=fleet.leaving | {node}, wrong=fleet.wrong | {node})
-    turn.state = turn.state._replace(fleet=fleet)
-    turn.act(NoteWrong(node, cause))
+    turn.state = turn.state._replace(fleet=replace(fleet, leaving=fleet.leaving | {node}))
+    _note_wrong(turn, node, cause)
     turn.emit(Kind.NODE_ASIDE, node=node, cause=cause, kind=failure.kind)
 
 
@@ -139,6 +135,22 @@ def _has_better(turn: Turn, node: int) -> bool:
 def _recent(turn: Turn, times: tuple[float, ...]) -> tuple[float, ...]:
     since = turn.now - turn.config.settings.node_crash_window_seconds
     return tuple(time for time in times if time >= since)
+
+
+def _note_wrong(turn: Turn, node: int, cause: str) -> None:
+    """The node has no role any more, under whatever number it comes back: its host is remembered,
+    unless other nodes go on there, which are as good as any."""
+    fleet = turn.state.fleet
+    if (known := fleet.nodes.get(node)) is None:
+        return
+    is_shared = any(
+        one.host_name == known.host_name and other not in fleet.wrong
+        for other, one in fleet.nodes.items()
+        if other != node
+    )
+    host = "" if is_shared else known.host_name
+    turn.state = turn.state._replace(fleet=fleet.found_wrong(node, host))
+    turn.act(NoteWrong(node, host, cause))
 
 
 def audit_failed(turn: Turn, event: ev.AuditFailed) -> None:
@@ -161,7 +173,11 @@ def audit_failed(turn: Turn, event: ev.AuditFailed) -> None:
         return
     kind, signature = FailureKind.SILENT_CORRUPTION, ("audit", *map(str, event.roles))
     failure = Failure(f"{cause} computed or held wrong numbers", kind, signature, node=nodes[0])
-    left = [node for node in nodes if not _put_aside(turn, node, f"as {failure.cause}", kind)]
+    left = []
+    for node in nodes:
+        if not _put_aside(turn, node, f"as {failure.cause}", kind):
+            left.append(node)
+        _note_wrong(turn, node, failure.cause)
     for node in left:
         drop_node(turn, node, replace(failure, node=node))
     close(turn, failure)

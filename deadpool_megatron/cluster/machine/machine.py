@@ -8,7 +8,7 @@ a higher number; a record that was overtaken before it was durable is never anno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from immutables import Map
@@ -73,11 +73,12 @@ class Machine:
         now: float,
         *,
         gone: Mapping[int, str] = NOBODY,
-        wrong: Iterable[int] = (),
+        wrong: Mapping[int, str] = NOBODY,
     ) -> State:
         """The state of a coordinator that takes over a run: ``last`` is the newest record,
         ``durable`` the checkpoint that was made valid last, ``gone`` the nodes that were
-        given up since the record, ``wrong`` those found to be wrong since.
+        given up since the record, ``wrong`` those found to be wrong since, with their hosts (see
+        :class:`.actions.NoteWrong`).
 
         Agents have ``rejoin_seconds`` to join again, after a restart of all processes
         ``start_seconds``. Training goes on meanwhile, and afterwards in the same epoch unless
@@ -94,7 +95,8 @@ class Machine:
         failures = tuple(
             (int(one["iteration"]), Failure.from_record(one)) for one in history.failures
         )
-        never = history.wrong | frozenset(wrong)
+        never = history.wrong | wrong.keys()
+        hosts = history.wrong_hosts | {host for host in wrong.values() if host}
         seated = {seat.node for seat in last.seats.values()}
         durable, ever_ran = durable or begun.line.durable, last.restore.kind == "memory"
         return begun._replace(
@@ -102,7 +104,12 @@ class Machine:
             seats=SeatTable(last.seats),
             epoch=last.epoch,
             record=last,
-            fleet=Fleet(gone=Map({**history.gone, **gone}), leaving=never & seated, wrong=never),
+            fleet=Fleet(
+                gone=Map({**history.gone, **gone}),
+                leaving=never & seated,
+                wrong=never,
+                wrong_hosts=hosts,
+            ),
             line=KeptLine(history.kept, last.emitted_up_to, durable, ever_ran),
             blame=Blame(failures, nonfinite=history.nonfinite),
             protection=chosen,

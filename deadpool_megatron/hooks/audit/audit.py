@@ -30,6 +30,7 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.hardware import hardware
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.passes import PassAudit, why_not_compared
 from deadpool_megatron.hooks.audit.shipping import (
@@ -40,7 +41,15 @@ from deadpool_megatron.hooks.audit.shipping import (
     pack,
     unpack,
 )
-from deadpool_megatron.hooks.audit.verdict import Accusation, Sums, judge_equals, judge_update
+from deadpool_megatron.hooks.audit.verdict import (
+    Accusation,
+    Sums,
+    alone,
+    judge_computed,
+    judge_equals,
+    judge_repeated,
+    judge_update,
+)
 from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
 from deadpool_megatron.hooks.generations.optimizer import (
     UnsupportedOptimizer,
@@ -150,6 +159,8 @@ class Audit:
         else:
             self._passes = PassAudit(loop, settle, reports)
             loop.around_passes = self._passes.around
+        self._hardware = hardware(current_device())
+        self._has_said_who_is_alone = False
         self._iteration = 0
         self._previous: Generation | None = None
         # Of this iteration's audit; None: it is not audited.
@@ -185,7 +196,7 @@ class Audit:
             audited = peers.roles[self._number % len(peers.roles)]
             if audited == dist.get_rank():
                 self._damage("audit.state", self._shards[index].tensors)
-            self._updates[index] = _Update(audited, self._compute(index, audited, peers))
+            self._updates[index] = _Update(audited, self._compute_alike(index, audited, peers))
         self._seconds += time.monotonic() - started
 
     def after_update(self, index: int) -> None:
@@ -226,6 +237,27 @@ class Audit:
             what = "expert weights" if is_expert else "weights"
             self._judge(judge_equals({r: _sums(one) for r, one in found.items()}, what))
 
+    def _compute_alike(self, index: int, audited: int, peers: _Peers) -> Tensor:
+        """As :meth:`_compute`. Where no majority tells who is wrong, all compute it once more, and
+        who does not come to the same is: a fault that comes and goes shows so."""
+        sums = self._compute(index, audited, peers)
+        known, first = self._gather_computed(sums, peers)
+        what = f"the update of role {audited}"
+        verdict = judge_computed(first, known, what)
+        if verdict is not None and not verdict.is_certain:
+            _, second = self._gather_computed(self._compute(index, audited, peers), peers)
+            self._judge(judge_repeated(first, second, what))
+        return sums
+
+    def _gather_computed(
+        self, sums: Tensor, peers: _Peers
+    ) -> tuple[dict[int, int], dict[int, Sums]]:
+        """By role: its hardware, and its sums."""
+        own = torch.tensor([self._hardware], dtype=torch.int64, device=sums.device)
+        found = peers.gather(torch.cat([own, sums.flatten()]))
+        hardware_of = {role: int(row[0]) for role, row in found.items()}
+        return hardware_of, {role: _sums(row[1:]) for role, row in found.items()}
+
     def _compute(self, index: int, audited: int, peers: _Peers) -> Tensor:
         """The update of ``audited`` on copies; sums of each chunk, of shape (chunks, 2)."""
         inner, device, is_own = self._inner[index], current_device(), audited == dist.get_rank()
@@ -241,6 +273,7 @@ class Audit:
             self._bytes += flat.numel()
             del flat
             update_copies(inner, description.groups, copies)
+            self._damage("audit.update", [t for copy in copies for t in copy.tensors.values()])
             sums.append(fingerprint((t for copy in copies for t in copy.tensors.values()), device))
         if is_own:
             gradients = [p.grad for chunk in chunks(inner) for p in chunk if p.grad is not None]
@@ -272,11 +305,24 @@ class Audit:
         if update.audited == dist.get_rank():
             for number, tensors in enumerate(self._updated(index)):
                 used[number] = fingerprint(tensors, update.sums.device)
-        found = peers.gather(torch.stack([update.sums, used]))
-        again = {role: _sums(one[0]) for role, one in found.items()}
+        known, found = self._gather_computed(torch.cat([update.sums, used]), peers)
+        again = {role: sums[: used.numel()] for role, sums in found.items()}
+        used_sums = found[update.audited][used.numel() :]
+        if len(set(known.values())) > 1:
+            self._say_who_is_alone(alone(known), peers)
         what = f"the update of role {update.audited}"
-        used_sums = _sums(found[update.audited][1])
-        self._judge(judge_update(update.audited, used_sums, again, what))
+        self._judge(judge_update(update.audited, used_sums, again, known, what))
+
+    def _say_who_is_alone(self, roles: list[int], peers: _Peers) -> None:
+        if not roles or self._has_said_who_is_alone:
+            return
+        self._has_said_who_is_alone = True
+        if dist.get_rank() == min(peers.roles):
+            text = (
+                f"audits cannot judge updates that roles {roles} compute: no data-parallel peer has"
+                " the same hardware, driver and libraries"
+            )
+            self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _updated(self, index: int) -> Iterator[list[Tensor]]:
         """What this role's own update has made, by chunk."""

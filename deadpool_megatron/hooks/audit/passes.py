@@ -16,8 +16,9 @@ After Megatron's rerun machine and torchtitan's replay, which repeat a step wher
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,10 +28,20 @@ from torch import Tensor
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.events import Kind
+from deadpool_megatron.hooks.audit.hardware import hardware
 from deadpool_megatron.hooks.audit.outcome import stop_if_wrong
 from deadpool_megatron.hooks.audit.rerun import not_looking
 from deadpool_megatron.hooks.audit.shipping import broadcast_bytes
-from deadpool_megatron.hooks.audit.verdict import Pass, judge_passes, unrepeatable
+from deadpool_megatron.hooks.audit.verdict import (
+    Accusation,
+    Pass,
+    Sums,
+    alone,
+    comparable,
+    judge_passes,
+    judge_repeated_passes,
+    unrepeatable,
+)
 from deadpool_megatron.hooks.dimensions.dimension import current_device
 from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
@@ -80,6 +91,8 @@ class PassAudit:
         # Of the replica whose micro-batch it is; None: this iteration is not audited.
         self._number: int | None = None
         self._is_repeatable: bool | None = None
+        self._hardware = hardware(current_device())
+        self._has_said_who_is_alone = False
 
     def announce(self, iteration: int, number: int | None) -> None:
         """The iteration about to come; ``number`` of its audit, None where it is not audited."""
@@ -118,13 +131,18 @@ class PassAudit:
         kept = codec.encode(extras.capture_passing(self._loop))
         try:
             again = dict(arguments, num_microbatches=1)
-            once = self._run(forward_backward, again, shared, iterator is not None)
-            twice = once
-            if agreed == _REHEARSED:
-                twice = self._run(forward_backward, again, shared, iterator is not None)
+            run = functools.partial(
+                self._run, forward_backward, again, shared, iterator is not None
+            )
+            once = run()
+            repeated = agreed != _REHEARSED or torch.equal(once, run())
+            # Of all roles, before the first of them can accuse one: that ends the epoch.
+            self._settle()
+            once_more = run if agreed == _RELIED_ON else None
+            verdict = self._judge(*self._gather(once, repeated=repeated), once_more)
         finally:
             extras.restore_passing(self._loop, codec.decode(kept))
-        self._judge(once, repeated=torch.equal(once, twice))
+        stop_if_wrong(self._reports, self._iteration, verdict)
         return iterator
 
     def _agree(self, batch: Any) -> int | None:
@@ -207,37 +225,65 @@ class PassAudit:
             for name, value in kept.items():
                 setattr(config, name, value)
 
-    def _judge(self, sums: Tensor, *, repeated: bool) -> None:
+    def _gather(self, sums: Tensor, *, repeated: bool) -> tuple[dict[int, Pass], list[bool]]:
+        """The passes of all roles, and which of them were repeated to the same bytes."""
         own = [
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_rank(),
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group())),
             int(repeated),
+            self._hardware,
         ]
         row = torch.cat([torch.tensor(own, dtype=torch.int64, device=sums.device), sums.flatten()])
-        # Of all roles, before the first of them can accuse one: that ends the epoch.
-        self._settle()
         rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, row)
         found = torch.stack(rows).cpu().tolist()
-        odd = unrepeatable({role: (one[2], bool(one[3])) for role, one in enumerate(found)})
+        passes = {
+            role: Pass(one[0], one[1], one[2], *_three_sums(one[5:]), hardware=one[4])
+            for role, one in enumerate(found)
+        }
+        return passes, [bool(one[3]) for one in found]
+
+    def _judge(
+        self,
+        passes: Mapping[int, Pass],
+        repeated: Sequence[bool],
+        once_more: Callable[[], Tensor] | None,
+    ) -> Accusation | None:
+        """Where no majority tells who is wrong, all compute it ``once_more``, and who does not come
+        to the same is: a fault that comes and goes shows so. It is None, for all roles alike, where
+        that was done already."""
+        keys = comparable(passes)
+        odd = unrepeatable({role: (keys[role], same) for role, same in enumerate(repeated)})
         if odd:
             self._give_up(
                 f"the same pass gives other bytes each time, of roles {odd} (try"
                 " --deterministic-mode)"
             )
-            return
+            return None
         self._is_repeatable = True
-        passes = {
-            role: Pass(one[0], one[1], one[2], *(tuple(one[at : at + 2]) for at in (4, 6, 8)))
-            for role, one in enumerate(found)
-        }
-        stop_if_wrong(self._reports, self._iteration, judge_passes(passes))
+        if len({one.hardware for one in passes.values()}) > 1:
+            self._say_who_is_alone(alone(keys))
+        verdict = judge_passes(passes)
+        if verdict is None or verdict.is_certain or once_more is None:
+            return verdict
+        again, _ = self._gather(once_more(), repeated=True)
+        return judge_repeated_passes(passes, again) or verdict
+
+    def _say_who_is_alone(self, roles: list[int]) -> None:
+        if roles and not self._has_said_who_is_alone:
+            self._has_said_who_is_alone = True
+            self._warn(
+                f"audits cannot judge the passes of roles {roles}: no data-parallel replica has the"
+                " same hardware, driver and libraries"
+            )
 
     def _give_up(self, why: str) -> None:
         self._is_repeatable = False
+        self._warn(f"audits do not compare passes: {why}")
+
+    def _warn(self, text: str) -> None:
         if dist.get_rank() == 0:
-            text = f"audits do not compare passes: {why}"
             self._reports.send_event(Kind.LOG, None, {"level": "warning", "text": text})
 
     def _damage(self, point: str, output: Tensor) -> None:
@@ -246,6 +292,11 @@ class PassAudit:
         # Not detached: autograd would see that it was changed.
         value = output.data.reshape(-1)[:1].view(torch.uint8)
         value[-2] ^= 0x40
+
+
+def _three_sums(values: Sequence[int]) -> tuple[Sums, Sums, Sums]:
+    """Of the output, of what came back, of the gradient."""
+    return tuple(values[:2]), tuple(values[2:4]), tuple(values[4:6])
 
 
 def _put_back(batch: Any, iterator: Any) -> Iterator[Any]:

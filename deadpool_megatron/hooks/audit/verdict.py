@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 # The words of a fingerprint (deadpool_megatron.state.fingerprint), of one or of several blocks.
 Sums = tuple[int, ...]
+_PASS = "a forward and backward pass"
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """``roles``: all of them are wrong; if not ``is_certain``, at least one of them is.
-    ``what`` differs, in words."""
+    """``roles``: all of them are wrong, or share the work that is; if not ``is_certain``, their
+    peers may be wrong in their stead. ``what`` differs, in words."""
 
     roles: tuple[int, ...]
     is_certain: bool
@@ -36,27 +37,60 @@ def judge_equals(held: Mapping[int, Sums], what: str) -> Accusation | None:
     return Accusation(tuple(sorted(held)), False, what)
 
 
+def judge_computed(
+    computed: Mapping[int, Sums], hardware: Mapping[int, int], what: str
+) -> Accusation | None:
+    """Judge peers that have computed the same: each by those with the same hardware, for others may
+    come to other bytes and be as right.
+
+    ``computed``: role -> sums; ``hardware``: role -> a number, equal for the same. Returns None
+    where all that can be compared are equal.
+    """
+    odd = _odd({role: (hardware[role], sums) for role, sums in computed.items()})
+    return Accusation(tuple(sorted(odd.roles)), odd.is_certain, what) if odd.roles else None
+
+
+def alone(keys: Mapping[int, Hashable]) -> list[int]:
+    """Returns roles that nobody can be compared with. ``keys``: role -> equal for those who can."""
+    counts = Counter(keys.values())
+    return sorted(role for role, key in keys.items() if counts[key] < 2)
+
+
 def judge_update(
-    audited: int, used: Sums, again: Mapping[int, Sums], what: str
+    audited: int,
+    used: Sums,
+    again: Mapping[int, Sums],
+    hardware: Mapping[int, int],
+    what: str,
 ) -> Accusation | None:
     """Judge an update of role ``audited``, whose result has the sums ``used``.
 
     ``again``: role -> sums of what it has computed from the state before and the gradients; the
     audited role is one of them, so that it is wrong by its own word if it does not get twice the
-    same. Returns None where all are equal.
+    same. ``hardware``: see :func:`judge_computed`. Returns None where all are equal.
     """
-    others = judge_equals(again, what)
+    others = judge_computed(again, hardware, what)
     if used == again[audited]:
         return others
     wrong = set(others.roles) if others is not None and others.is_certain else set()
     return Accusation(tuple(sorted(wrong | {audited})), True, what)
 
 
+def judge_repeated(
+    first: Mapping[int, Sums], second: Mapping[int, Sums], what: str
+) -> Accusation | None:
+    """Judge peers that have no majority by what they have computed once more: whoever came to
+    something else than before is wrong. Returns None where all or none did."""
+    changed = [role for role in sorted(first) if first[role] != second[role]]
+    return Accusation(tuple(changed), True, what) if 0 < len(changed) < len(first) else None
+
+
 @dataclass(frozen=True)
 class Pass:
     """What one role's pass of a micro-batch gave. ``replica``: its data-parallel rank; ``stage`` of
-    the pipeline; ``place``: equal for roles that must come to the same. ``output`` was passed on,
-    ``returned`` is the gradient of it that came back, ``gradient`` that of the role's weights."""
+    the pipeline; ``place``: equal for roles that must come to the same on the same ``hardware``, a
+    number. ``output`` was passed on, ``returned`` is the gradient of it that came back,
+    ``gradient`` that of the role's weights."""
 
     replica: int
     stage: int
@@ -64,13 +98,24 @@ class Pass:
     output: Sums
     returned: Sums
     gradient: Sums
+    hardware: int = 0
 
 
-def unrepeatable(repeats: Mapping[int, tuple[int, bool]]) -> list[int]:
+def comparable(passes: Mapping[int, Pass]) -> dict[int, Hashable]:
+    """Returns for each role what is equal for those that it can be compared with: its place, and
+    the hardware of its whole replica, since what a stage makes goes through all others."""
+    replicas: dict[int, list[tuple[int, int]]] = {}
+    for _, one in sorted(passes.items()):
+        replicas.setdefault(one.replica, []).append((one.place, one.hardware))
+    return {role: (one.place, tuple(sorted(replicas[one.replica]))) for role, one in passes.items()}
+
+
+def unrepeatable(repeats: Mapping[int, tuple[Hashable, bool]]) -> list[int]:
     """Roles for which a pass did not give twice the same, of places where that is no exception.
 
-    ``repeats``: role -> its place, and whether it did. Where half of a place or more did not, that
-    place tells nothing: who is odd there may be as right as the others, and so may be all behind.
+    ``repeats``: role -> equal for those that it can be compared with, a place; and whether it did.
+    Where half of a place or more did not, that place tells nothing: who is odd there may be as
+    right as the others, and so may be all behind.
     """
     odd: list[int] = []
     for place in {place for place, _ in repeats.values()}:
@@ -84,28 +129,50 @@ def judge_passes(passes: Mapping[int, Pass]) -> Accusation | None:
     """Judge roles by the pass of one micro-batch; in each replica, the first that is wrong.
 
     ``passes``: role -> sums. What is wrong goes on: forward to later stages, backward to earlier
-    ones, and to all roles that work on one stage, one of which has begun it.
+    ones, and to all roles that work on one stage, one of which has begun it. So there may be more
+    of them, though it is certain that their replica is wrong: none of them can be relied on.
     """
-    outputs = _odd({role: (one.place, one.output) for role, one in passes.items()})
-    returned = _odd({role: (one.place, one.returned) for role, one in passes.items()})
-    gradients = _odd({role: (one.place, one.gradient) for role, one in passes.items()})
+    keys = comparable(passes)
+    outputs = _odd({role: (keys[role], one.output) for role, one in passes.items()})
+    returned = _odd({role: (keys[role], one.returned) for role, one in passes.items()})
+    gradients = _odd({role: (keys[role], one.gradient) for role, one in passes.items()})
     if not (outputs.roles or returned.roles or gradients.roles):
         return None
     wrong: set[int] = set()
     is_certain = outputs.is_certain and returned.is_certain and gradients.is_certain
     for replica in {passes[r].replica for r in {*outputs.roles, *returned.roles, *gradients.roles}}:
-        first = _first_wrong(
+        wrong |= _first_wrong(
             {role: one.stage for role, one in passes.items() if one.replica == replica},
             set(outputs.roles),
             set(returned.roles),
             set(gradients.roles),
         )
-        is_certain = is_certain and len(first) == 1
-        wrong |= first
-    return Accusation(tuple(sorted(wrong)), is_certain, "a forward and backward pass")
+    return Accusation(tuple(sorted(wrong)), is_certain, _PASS)
 
 
-def _odd(held: Mapping[int, tuple[int, Sums]]) -> Accusation:
+def judge_repeated_passes(
+    first: Mapping[int, Pass], second: Mapping[int, Pass]
+) -> Accusation | None:
+    """Judge replicas that have no majority by the same micro-batch once more: what came to
+    something else than before was computed wrong in one of the two. Returns None where that
+    happened in all replicas or in none."""
+    wrong: set[int] = set()
+    replicas = {one.replica for one in first.values()}
+    changed: set[int] = set()
+    for replica in replicas:
+        own = {role: one for role, one in first.items() if one.replica == replica}
+        outputs = {role for role, one in own.items() if one.output != second[role].output}
+        returned = {role for role, one in own.items() if one.returned != second[role].returned}
+        gradients = {role for role, one in own.items() if one.gradient != second[role].gradient}
+        if outputs or returned or gradients:
+            changed.add(replica)
+            stages = {role: one.stage for role, one in own.items()}
+            wrong |= _first_wrong(stages, outputs, returned, gradients)
+    is_told = 0 < len(changed) < len(replicas)
+    return Accusation(tuple(sorted(wrong)), True, _PASS) if is_told else None
+
+
+def _odd(held: Mapping[int, tuple[Hashable, Sums]]) -> Accusation:
     """Who differs from its peers, by place; not certain where any of them have no majority."""
     roles: list[int] = []
     is_certain = True

@@ -107,6 +107,7 @@ class PretrainLoop(ProtectedLoop):
             if stop.code not in (None, 0):
                 raise
         self._saves.look()
+        self._logbook.close()
 
     def warm_up(self) -> None:
         """See :class:`ProtectedLoop`: train() up to the end of its first step."""
@@ -320,10 +321,11 @@ class PretrainLoop(ProtectedLoop):
         given["skipped_iter"] = self._newest.skipped  # which a replayed step may not say
         failpoints.set_context(section="log")
         failpoints.hit("log.begin")
-        with self._logbook.lines("log", iteration, self._running.check):
+        course, every = self._running, self._args.tensorboard_log_interval
+        with self._logbook.lines("log", iteration, course.check, course.epoch):
             answer = original(**given)
-            if iteration % self._args.tensorboard_log_interval == 0:
-                self._logbook.mark_epoch(self._running.epoch, iteration)
+            shown = iteration % every == 0
+            self._logbook.mark(course.epoch, course.recomputed, iteration, shown=shown)
         failpoints.hit("log.end")
         failpoints.set_context(section="between")
         return answer
@@ -342,7 +344,8 @@ class PretrainLoop(ProtectedLoop):
         def run() -> None:
             failpoints.hit("evaluation.begin")
             iteration = self.counters["iteration"]
-            with self._logbook.lines(lines, iteration, self._running.check):
+            course = self._running
+            with self._logbook.lines(lines, iteration, course.check, course.epoch):
                 original(*args, **kwargs)
             self.counters["consumed_valid_samples"] = self._args.consumed_valid_samples
             failpoints.hit("evaluation.end")

@@ -65,6 +65,11 @@ class EpochCourse(Course):
         """See :class:`Course`."""
         return self._record.epoch
 
+    @property
+    def recomputed(self) -> int:
+        """See :class:`Course`."""
+        return max(0, self._record.emitted_up_to - self._record.restore.generation.iteration)
+
     def is_behind(self, boundary: str) -> bool:
         """See :class:`Course`."""
         return BOUNDARIES.index(boundary) <= BOUNDARIES.index(self._boundary)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from deadpool_megatron.hooks.audit import passes
 from deadpool_megatron.hooks.audit.passes import PassAudit
+from deadpool_megatron.hooks.audit.verdict import _PASS, Accusation
 
 
 class Chunk(nn.Module):
@@ -122,3 +123,62 @@ def test_the_generation_before_is_committed_by_all_before_anybody_is_accused(
     monkeypatch.setattr(dist, "all_gather", gather)
     rig.iteration(1)
     assert rig.done == ["pass", "pass", "settled", "compared"]
+
+
+@pytest.fixture
+def verdicts(monkeypatch: pytest.MonkeyPatch) -> list[Accusation | None]:
+    found: list[Accusation | None] = []
+    monkeypatch.setattr(passes, "stop_if_wrong", lambda *given: found.append(given[-1]))
+    return found
+
+
+HARDWARE, OUTPUT = 4, 5  # where they stand in the row of a role
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_other_bytes_of_other_hardware_accuse_nobody(
+    other: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three replicas of one role, the last of which gives another output."""
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        for replica, one in enumerate(rows):
+            one.copy_(row)
+            one[0] = replica
+        rows[2][OUTPUT] += 1
+        rows[2][HARDWARE] += other
+
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    for number in (1, 2):
+        rig.iteration(number)
+    named = None if other else Accusation((2,), True, "a forward and backward pass")
+    assert verdicts == [named, named]
+    said = "audits cannot judge the passes of roles [2]: no data-parallel replica has"
+    assert [text.startswith(said) for text in rig.told] == [True] * other, "once"
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_of_two_replicas_the_one_that_does_not_repeat_itself_is_wrong(
+    is_repeated: bool, rig: Rig, verdicts: list[Accusation | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second audit, for the first one tries whether passes repeat. The second replica gives
+    another output, once or each time."""
+    gathered = 0
+
+    def gather(rows: list[Tensor], row: Tensor) -> None:
+        nonlocal gathered
+        gathered += 1
+        for replica, one in enumerate(rows):
+            one.copy_(row)
+            one[0] = replica
+        rows[1][OUTPUT] += gathered == 2 or (gathered > 2 and is_repeated)
+
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(dist, "all_gather", gather)
+    for number in (1, 2):
+        rig.iteration(number)
+    assert rig.done.count("pass") == 4
+    assert rig.chunk.buffers[0].grad_data.sum() == 0
+    named = Accusation((0, 1), False, _PASS) if is_repeated else Accusation((1,), True, _PASS)
+    assert verdicts == [None, named]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -80,7 +81,7 @@ def write(
     check: Callable[[], None] = open_epoch,
 ) -> None:
     """As Megatron's functions do: to the writer that is there, and to the console."""
-    with book.lines(kind, iteration, check):
+    with book.lines(kind, iteration, check, epoch=1):
         writer = megatron._GLOBAL_TENSORBOARD_WRITER
         if writer is not None:
             writer.add(f"{kind} {iteration}")
@@ -149,7 +150,7 @@ def test_lines_that_were_cut_off_are_written_again(
     book.open(restored=False, first_iteration=1)
 
     def write_half() -> None:
-        with book.lines("log", 1, open_epoch):
+        with book.lines("log", 1, open_epoch, epoch=2):
             megatron._GLOBAL_TENSORBOARD_WRITER.add("log 1")
             print("what came before")
             raise KeyboardInterrupt
@@ -178,13 +179,57 @@ def test_weights_and_biases_are_held_likewise(tmp_path: Path, megatron: Any) -> 
     book.open(restored=False, first_iteration=1)
     logged: list[Any] = []
     book._wandb = SimpleNamespace(log=lambda *args: logged.append(args))
-    with pytest.raises(EpochClosed), book.lines("log", 1, closed_epoch):
+    with pytest.raises(EpochClosed), book.lines("log", 1, closed_epoch, epoch=2):
         megatron._GLOBAL_WANDB_WRITER.log({"loss": 2.0}, 1)
-    with book.lines("log", 1, open_epoch):
+    with book.lines("log", 1, open_epoch, epoch=2):
         megatron._GLOBAL_WANDB_WRITER.log({"loss": 1.0}, 1)
-        book.mark_epoch(2, 1)
+        book.mark(2, 0, 1, shown=True)
         assert logged == []
-    with book.lines("log", 1, open_epoch):  # repeated after a recovery
-        book.mark_epoch(3, 1)
+    with book.lines("log", 1, open_epoch, epoch=2):  # repeated after a recovery
+        book.mark(3, 0, 1, shown=True)
     assert logged == [({"loss": 1.0}, 1), ({"deadpool/epoch": 2}, 1)]
     assert book.writer.lines == ["deadpool/epoch 2 1"]
+
+
+@pytest.mark.usefixtures("megatron")
+def test_a_recovery_is_marked_once_at_the_first_new_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Repeated lines, an evaluation and a line that is not shown come before."""
+    clock = iter(float(second) for second in range(100, 200, 10))
+    monkeypatch.setattr(time, "time", lambda: next(clock))
+
+    def log(book: Book, iteration: int, epoch: int, *, shown: bool = True) -> None:
+        with book.lines("log", iteration, open_epoch, epoch):
+            book.mark(epoch, 1, iteration, shown=shown)
+
+    dead = Book(tmp_path)
+    dead.open(restored=False, first_iteration=1)
+    log(dead, 1, 1)
+    log(dead, 2, 1)  # at 110
+    book = Book(tmp_path, "second")
+    book.open(restored=True, first_iteration=2)
+    log(book, 2, 2)
+    with book.lines("evaluation", 2, open_epoch, epoch=2):
+        print("loss")
+    log(book, 3, 2, shown=False)  # at 120
+    log(book, 4, 2)
+    log(book, 5, 2)
+    assert dead.writer.lines == ["deadpool/epoch 1 1", "deadpool/epoch 1 2"]
+    assert book.writer.lines == [
+        "deadpool/epoch 2 4",
+        "deadpool/recovery_seconds 10.0 4",
+        "deadpool/iterations_recomputed 1 4",
+        "deadpool/epoch 2 5",
+    ]
+
+
+@pytest.mark.usefixtures("megatron")
+def test_at_the_end_the_run_of_weights_and_biases_is_ended(tmp_path: Path) -> None:
+    book, ended = Book(tmp_path), []
+    book.open(restored=False, first_iteration=1)
+    book._wandb = SimpleNamespace(finish=lambda: ended.append(True))
+    book.mute()
+    book.close()
+    book.close()
+    assert ended == [True]

@@ -169,8 +169,9 @@ def output_of_members(outcome: Outcome) -> str:
 
 
 def scalars(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
-    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them. The curve of
-    epochs, which tells of recoveries, has each iteration once, and is left out.
+    """All points of a run with :data:`BASE` by tag, sorted, as TensorBoard reads them. What tells
+    of recoveries is left out: the curve of epochs has each iteration once, and where it steps up
+    stands what that recovery has cost.
     """
     from tensorboard.backend.event_processing import event_accumulator
 
@@ -187,4 +188,11 @@ def scalars(outcome: Outcome) -> dict[str, list[tuple[int, float]]]:
     opened = {event.epoch for event in outcome.of_kind("epoch-opened")}
     assert seen == sorted(seen)
     assert set(seen) <= opened
+    steps_up = [
+        step for (step, epoch), before in zip(epochs[1:], seen, strict=False) if epoch > before
+    ]
+    for tag in ("deadpool/recovery_seconds", "deadpool/iterations_recomputed"):
+        costs = points.pop(tag, [])
+        assert [step for step, _ in costs] == steps_up
+        assert all(cost >= 0 for _, cost in costs)
     return points

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deadpool_megatron.cluster.journal.entries import WRONG, Journal, JournalError, gone_since
+from deadpool_megatron.cluster.journal.entries import (
+    Journal,
+    JournalError,
+    gone_since,
+    wrong_since,
+)
 from deadpool_megatron.cluster.machine.machine import Machine
 from deadpool_megatron.cluster.machine.state.state import State
 from deadpool_megatron.cluster.process.glance import Glance
@@ -56,8 +61,9 @@ def first_state(machine: Machine, journal: Journal, estate: Estate, now: float) 
     record = newest_record(journal, estate.record)
     if record is None:
         return machine.start(now)
-    lost = gone_since(journal, record.history.gone)
-    return machine.resume(record, estate.durable, now, gone=lost, wrong=journal.numbers(WRONG))
+    gone, wrong = record.history.gone, record.history.wrong
+    lost, found = gone_since(journal, gone), wrong_since(journal, wrong)
+    return machine.resume(record, estate.durable, now, gone=lost, wrong=found)
 
 
 def newest_durable(run: RunDirectory) -> Restore | None:

@@ -156,6 +156,7 @@ def _history(state: State, restore: Restore) -> History:
         kept=keep_line(state.line.kept, restore, state.epoch + 1),
         gone=dict(sorted(state.fleet.gone.items())),
         wrong=state.fleet.wrong,
+        wrong_hosts=state.fleet.wrong_hosts,
         nonfinite=state.blame.nonfinite,
         failures=tuple(failure.to_record(k) for k, failure in state.blame.failures),
         recoveries=state.recoveries.count + (recovery is not None),

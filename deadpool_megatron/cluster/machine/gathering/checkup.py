@@ -77,13 +77,18 @@ def objection(turn: Turn, event: ev.NodeJoined) -> str:
     One that brings state of the run, or is back with its members, is not turned away.
     """
     agreed = turn.state.agreed
-    if agreed is None or event.epoch or event.members or event.found is not None:
+    if agreed is None or not is_new(event):
         return ""
     judged = _judge_one(turn, event.facts, agreed, fresh=True)
     if judged.standing is not Standing.LEFT_OUT:
         return ""
     _emit(turn, event.node, judged, event.facts, event.domain)
     return f"left out: {judged.text}"
+
+
+def is_new(event: ev.NodeJoined) -> bool:
+    """Whether a node that joins brings nothing of the run: neither state, nor members."""
+    return not event.epoch and not event.members and event.found is None
 
 
 def agree_again(turn: Turn) -> None:

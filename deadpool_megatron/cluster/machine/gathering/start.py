@@ -29,12 +29,21 @@ def node_joined(turn: Turn, event: ev.NodeJoined) -> None:
         if node not in state.fleet.nodes:
             turn.act(DropNode(node, why))
         return
+    address = event.host, event.vault_port, event.domain
+    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
+    is_wrong, brings_nothing = joined.host_name in state.fleet.wrong_hosts, checkup.is_new(event)
+    if is_wrong and brings_nothing:
+        why = f"left out: {joined.host_name} was put aside for the rest of this run"
+        turn.refuse(f"join of node {node}", why, node)
+        turn.act(DropNode(node, why, left_out=True))
+        return
     if why := checkup.objection(turn, event):
         turn.act(DropNode(node, why, left_out=True))
         return
-    address = event.host, event.vault_port, event.domain
-    joined = NodeState(*address, event.memory_bytes, event.returns, facts=event.facts)
-    turn.state = state._replace(fleet=state.fleet.with_node(node, joined))
+    fleet = state.fleet.with_node(node, joined)
+    if is_wrong:  # what it brings may be wanted, but it gets no role
+        fleet = fleet.found_wrong(node, joined.host_name)
+    turn.state = state._replace(fleet=fleet)
     if event.found is not None:
         turn.state = turn.state._replace(memory=state.memory.with_found(node, event.found))
     spare = node not in state.seats.nodes

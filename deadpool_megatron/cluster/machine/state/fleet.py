@@ -59,6 +59,11 @@ class NodeState:
     facts: HostFacts | None = None
     judged: Judgement = field(default_factory=Judgement)
 
+    @property
+    def host_name(self) -> str:
+        """Of its machine, as far as it is known: nodes that come later from there have the same."""
+        return self.host if self.facts is None else self.facts.hostname
+
 
 @dataclass(frozen=True)
 class MemberTable(Mapping[Place, MemberState]):
@@ -142,8 +147,9 @@ class Fleet:
     """``nodes``: connected ones. ``gone``: those given up, with the cause. ``drains``: nodes whose
     roles are to move as soon as a spare can take them; ``leaving``: nodes that have no role in the
     next record; ``avoid``: nodes that get a role last; ``wrong``: those found to compute or hold
-    wrong numbers, or to have a broken device, which get none any more. ``returning``: nodes whose
-    agents ended in this recovery, and may come back.
+    wrong numbers, or to have a broken device, which get none any more; ``wrong_hosts``: those all
+    of whose nodes were found so, from where none gets any. ``returning``: nodes whose agents ended
+    in this recovery, and may come back.
     """
 
     nodes: Map[int, NodeState] = field(default_factory=Map)
@@ -153,6 +159,7 @@ class Fleet:
     leaving: frozenset[int] = frozenset()
     avoid: frozenset[int] = frozenset()
     wrong: frozenset[int] = frozenset()
+    wrong_hosts: frozenset[str] = frozenset()
     returning: frozenset[int] = frozenset()
 
     @property
@@ -188,6 +195,12 @@ class Fleet:
     def draining(self, node: int) -> Fleet:
         """Returns the fleet with the wish that the node has no role."""
         return replace(self, drains=self.drains | {node})
+
+    def found_wrong(self, node: int, host: str) -> Fleet:
+        """Returns the fleet in which the node has no role any more, and nobody from ``host``, which
+        is empty where others are on its host."""
+        hosts = {host} if host else set[str]()
+        return replace(self, wrong=self.wrong | {node}, wrong_hosts=self.wrong_hosts | hosts)
 
     def moved(self) -> Fleet:
         """Returns the fleet after a record in which the leaving nodes have no role."""

@@ -14,7 +14,8 @@ import functools
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from typing import Any
 import torch.distributed as dist
 
 from deadpool_megatron.comms import EpochClosed
+from deadpool_megatron.hooks.pretraining.iterations.wandb_rows import Call, WandbRows, name_run
 from deadpool_megatron.hooks.pretraining.scene import replaced
 
 # In the run directory.
 _NOTE = "lines-written.json"
 # In TensorBoard and W&B.
 _EPOCH_TAG = "deadpool/epoch"
+_SECONDS_TAG = "deadpool/recovery_seconds"
+_RECOMPUTED_TAG = "deadpool/iterations_recomputed"
 
 
 class Logbook:
@@ -40,6 +44,12 @@ class Logbook:
         self._wandb: Any = None
         self._opened = False
         self._note = run_directory / _NOTE
+        self._rows = WandbRows(run_directory)
+        # Of the newest lines: their epoch, and when they were written. None before the first.
+        self._epoch: int | None = None
+        self._wall_seconds: float | None = None
+        # Marks of a recovery that are still to be written.
+        self._marks: dict[str, float] = {}
 
     def open(self, restored: bool, first_iteration: int) -> None:
         """Once in a process, before its first line: ``first_iteration`` is the next to be written.
@@ -56,11 +66,24 @@ class Logbook:
             return
         if restored:
             self._take_over()
+        else:
+            self._rows.begin()
         self._open_writers()
+        if restored and self._wandb is not None:
+            self._rows.log_again(self._wandb)
         self._write_note()
 
+    def close(self) -> None:
+        """The training is over. Megatron ends W&B's run itself, but not after a recovery, when it
+        sees no writer; what W&B has not written would be lost with the process."""
+        wandb, self._wandb = self._wandb, None
+        if wandb is not None:
+            wandb.finish()
+
     @contextmanager
-    def lines(self, kind: str, iteration: int, check: Callable[[], None]) -> Iterator[None]:
+    def lines(
+        self, kind: str, iteration: int, check: Callable[[], None], epoch: int
+    ) -> Iterator[None]:
         """What the block prints and writes are the lines of ``kind`` of ``iteration``.
 
         They are written at its end, when ``check`` has not raised EpochClosed.
@@ -81,30 +104,52 @@ class Logbook:
         self._print(printed, repeated)
         if repeated:
             return
+        if self._wandb is not None:
+            given = [write for write in held if write.func == self._wandb.log]
+            self._rows.keep(
+                call for write in given if (call := _row(*write.args, **write.keywords))
+            )
         for write in held:
             write()
         self._written[kind] = iteration
+        if kind == "log" or epoch == self._epoch:  # else the marks of a recovery are yet to come
+            self._epoch, self._wall_seconds = epoch, time.time()
         if self._is_last():
             self._write_note()
 
-    def mark_epoch(self, epoch: int, iteration: int) -> None:
-        """Among the lines of an iteration: a curve that steps up with each recovery."""
+    def mark(self, epoch: int, recomputed: int, iteration: int, *, shown: bool) -> None:
+        """Among the lines of an iteration: the epoch, a curve that steps up with each recovery, and
+        with the first new line after one what it has cost. ``shown``: in this iteration; what is
+        not comes with the next one that is.
+
+        The seconds are those in which nothing new was logged, by the clocks of whoever logged.
+        """
         from megatron.training import global_vars
 
-        if (writer := global_vars._GLOBAL_TENSORBOARD_WRITER) is not None:
-            writer.add_scalar(_EPOCH_TAG, epoch, iteration)
-        if (wandb := global_vars._GLOBAL_WANDB_WRITER) is not None:
-            wandb.log({_EPOCH_TAG: epoch}, iteration)
+        writer, wandb = global_vars._GLOBAL_TENSORBOARD_WRITER, global_vars._GLOBAL_WANDB_WRITER
+        if writer is None and wandb is None:
+            return
+        if self._epoch not in (None, epoch) and self._wall_seconds is not None:
+            seconds = max(0.0, time.time() - self._wall_seconds)
+            self._marks = {_SECONDS_TAG: seconds, _RECOMPUTED_TAG: recomputed}
+        if not shown:
+            return
+        for tag, value in {_EPOCH_TAG: epoch, **self._marks}.items():
+            if writer is not None:
+                writer.add_scalar(tag, value, iteration)
+            if wandb is not None:
+                wandb.log({tag: value}, iteration)
+        self._marks = {}
 
     def _print(self, printed: io.StringIO, repeated: bool) -> None:
         if not repeated:
             print(printed.getvalue(), end="", flush=True)
 
     @contextmanager
-    def _held(self) -> Iterator[list[Callable[[], None]]]:
+    def _held(self) -> Iterator[list[functools.partial[None]]]:
         """What the block writes is put off: calls to make. Megatron looks at the types of writers,
         so they stay what they are."""
-        calls: list[Callable[[], None]] = []
+        calls: list[functools.partial[None]] = []
 
         def put_off(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
             calls.append(functools.partial(write, *args, **kwargs))
@@ -153,6 +198,7 @@ class Logbook:
             return  # nobody has come so far
         for kind, iteration in note["written"].items():
             self._written[kind] = max(self._written.get(kind, 0), iteration)
+        self._epoch, self._wall_seconds = note.get("epoch"), note.get("wall_seconds")
         with contextlib.suppress(OSError):
             if note["file"] and Path(note["file"]).stat().st_size > note["bytes"]:
                 os.truncate(note["file"], note["bytes"])
@@ -166,8 +212,10 @@ class Logbook:
             with contextlib.suppress(OSError):  # not on a file system: then nothing is cut off
                 file = str(self._writer.file_writer.event_writer._file_name)
                 size = Path(file).stat().st_size
+        note = {"written": self._written, "file": file, "bytes": size}
+        note |= {"epoch": self._epoch, "wall_seconds": self._wall_seconds}
         new = self._note.with_suffix(".new")
-        new.write_text(json.dumps({"written": self._written, "file": file, "bytes": size}))
+        new.write_text(json.dumps(note))
         new.replace(self._note)
 
     def _open_writers(self) -> None:
@@ -184,6 +232,14 @@ class Logbook:
                 self._writer = SummaryWriter(
                     log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
                 )
+        name_run(os.environ)
         global_vars._set_wandb_writer(args)
         self._wandb = global_vars._GLOBAL_WANDB_WRITER
         self._give(self._writer, self._wandb)
+
+
+def _row(
+    values: Mapping[str, Any], step: int | None = None, *_more: Any, **_named: Any
+) -> Call | None:
+    """What wandb.log() is given, if it says for which step."""
+    return None if step is None else (values, step)
