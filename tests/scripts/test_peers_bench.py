@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "scripts" / "bench"
 
 
 def load(room: str, name: str) -> ModuleType:
@@ -112,3 +115,29 @@ def test_the_command_line_works_without_any_peer() -> None:
     )
     assert bad.returncode == 2
     assert "--rounds must be" in bad.stderr
+
+
+@pytest.mark.parametrize(
+    ("page", "place", "file"),
+    [
+        ("README.md", 0, "peers-cpu.json"),
+        ("docs/figures.md", 0, "peers-cpu.json"),
+        ("docs/figures.md", 1, "peers-node-cpu.json"),
+    ],
+)
+def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:
+    """Row by row: step over unprotected, and kill to next new step."""
+    facts = json.loads((BENCH / "results" / file).read_text())["sizes"]["5M"]["sides"]
+    measured = [
+        [f"{side['ratio']:.2f}", f"{side['seconds_to_new_step']['mean']:.1f} s"]
+        if "ratio" in side
+        else ["", ""]
+        for side in facts.values()
+    ]
+    tables = re.findall(
+        r"^\| \| step over unprotected \|.*\n\|.*\n((?:\|.*\n)+)",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    rows = [line.replace("*", "").split("|")[2:4] for line in tables[place].splitlines()]
+    assert [[cell.strip() for cell in row] for row in rows] == measured
