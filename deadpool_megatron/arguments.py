@@ -41,7 +41,8 @@ def add_arguments(
             default=[],
             metavar="FLAG",
             help="let a flag of Megatron-LM through, named without its dashes, of which nobody has"
-            " said that a recovery gets over it; may be given several times (default: none)",
+            " said that a recovery gets over it, or a value of one, as FLAG=VALUE; may be given"
+            " several times (default: none)",
         )
     for entry in dataclasses.fields(Settings):
         default = entry.default if defaults is None else getattr(defaults, entry.name)

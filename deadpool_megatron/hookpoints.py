@@ -41,7 +41,8 @@ class Point:
     since: tuple[int, int] = (0, 16)
 
 
-#: Read with Megatron-LM core_v0.16.1 open; tests/megatron_lm/test_points.py compares.
+#: As they are in each supported version: tests/megatron_lm/test_points.py holds them against the
+#: sources.
 POINTS: tuple[Point, ...] = (
     Point("megatron.training.arguments", "add_megatron_arguments", ("parser",), always=True),
     Point("megatron.training.arguments", "validate_args", ("args",), always=True),

@@ -1,28 +1,35 @@
 #!/usr/bin/env bash
 # Runs the tests on a newer torch, Python and megatron-core than those of scripts/setup.sh.
 #
-#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR] [-- COMMAND...]
+#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR] [--whole] [-- COMMAND...]
+#   ./scripts/compat.sh --python PATH [the same]
 #
 # Makes a root of Debian trixie (Python 3.13) in DIR, by default in ~/.cache/deadpool-megatron/compat,
 # and installs torch and megatron-core from the package index there; finds them ready the next time.
-# The first time takes four minutes and 6 GB. Then runs, in this order, and says what each came to:
+# The first time takes four minutes and 6 GB. With --python it makes a virtual environment of that
+# interpreter in DIR instead, which needs neither root nor debootstrap. Then runs, in this order, and
+# says what each came to:
 #
 #   groups   tests/comms, with torch's own suite of torch.distributed over our groups
 #   fast     what scripts/test.sh --fast runs, but the groups and what is there for the source alone
 #   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
-#   megatron of tests/megatron_lm, with the newest supported tag: the same numbers as stock, and kills
+#   megatron of tests/megatron_lm, with the newest supported tag: the same numbers as stock, and kills;
+#            with --whole all of them but those of the other tags
 #   faults   tests/faults, whole: a quarter of an hour
 #
 # With a COMMAND nothing but that runs there, in the checkout.
 #
-# Needs root, debootstrap and a connection to a Debian mirror. All mounts are in a mount namespace of
-# their own and end with it. Exit status: 0 when all passed, 1 when not, 2 when something is missing.
+# Without --python it needs root, debootstrap and a connection to a Debian mirror; all mounts are in a
+# mount namespace of their own and end with it. Exit status: 0 when all passed, 1 when not, 2 when
+# something is missing.
 set -euo pipefail
 
 checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 torch=2.15
 megatron=0.19
 base=${XDG_CACHE_HOME:-$HOME/.cache}/deadpool-megatron/compat
+python=
+megatron_tests='-m "not full"'
 
 fail() {
     printf 'compat: %s\n' "$1" >&2
@@ -35,6 +42,12 @@ while [ $# -gt 0 ]; do
         --torch) torch=${2:?} ;;
         --megatron) megatron=${2:?} ;;
         --root) base=${2:?} ;;
+        --python) python=${2:?} ;;
+        --whole)
+            megatron_tests=--full
+            shift
+            continue
+            ;;
         *)
             sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
             [ "$1" = -h ] || [ "$1" = --help ] || exit 2
@@ -44,9 +57,9 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 
-[ "$(id -u)" = 0 ] || fail "mounts and chroot need root"
 root=$base/trixie
 venv=/venv-torch$torch-megatron$megatron
+here=/checkout
 
 make_root() {
     command -v debootstrap >/dev/null || fail "debootstrap was not found. Run: apt install debootstrap"
@@ -57,8 +70,6 @@ make_root() {
         fail "debootstrap failed; its log is $base/debootstrap.log"
     mv "$root.new" "$root"
 }
-
-[ -d "$root" ] || make_root
 
 # What runs in the namespace: mounts, then the new root. $1: its path; $2: the checkout; the rest: a
 # command.
@@ -83,18 +94,30 @@ done
 exec chroot "$root" env -i HOME="$home" PATH=/usr/sbin:/usr/bin:/sbin:/bin LANG=C.UTF-8 \
     PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=/checkout PIP_CERT=/etc/ssl/certs/ca-certificates.crt "$@"
 '
-inside() { unshare --mount bash -c "$in_root" compat "$root" "$checkout" "$@"; }
+# inside COMMAND...: where the packages are.
+if [ -n "$python" ]; then
+    version=$("$python" -c 'import platform; print(platform.python_version())') ||
+        fail "$python is no Python that runs"
+    venv=$base/python$version$venv
+    here=$checkout
+    inside() { env LANG=C.UTF-8 PYTHONDONTWRITEBYTECODE=1 "PYTHONPATH=$checkout" "$@"; }
+else
+    [ "$(id -u)" = 0 ] || fail "mounts and chroot need root; --python PATH needs none"
+    [ -d "$root" ] || make_root
+    python=python3
+    inside() { unshare --mount bash -c "$in_root" compat "$root" "$checkout" "$@"; }
+fi
 
 # Lower bounds of the package decide nothing here: what is to be tried is named.
 inside bash -euc "
-[ ! -e $venv/ready ] || exit 0
-rm -rf $venv
-python3 -m venv $venv
-$venv/bin/python -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
-$venv/bin/python -m pip install -q numpy xxhash immutables einops PyYAML zfec rich expecttest hypothesis \
+[ ! -e '$venv/ready' ] || exit 0
+rm -rf '$venv'
+'$python' -m venv '$venv'
+'$venv/bin/python' -m pip install -q 'torch==$torch.*' 'megatron-core==$megatron.*'
+'$venv/bin/python' -m pip install -q numpy xxhash immutables einops PyYAML zfec rich expecttest hypothesis \
     pytest pytest-timeout fastjsonschema psutil pydantic regex six tensorboard matplotlib mkdocs \
     prometheus-client opentelemetry-sdk opentelemetry-exporter-otlp-proto-http apprise nvidia-ml-py
-touch $venv/ready
+touch '$venv/ready'
 " || fail "torch $torch or megatron-core $megatron could not be installed"
 
 inside "$venv/bin/python" -c '
@@ -106,7 +129,7 @@ print(f"Python {python}, torch {torch.__version__}, megatron-core {core}, glibc 
 
 if [ "${1:-}" = -- ]; then
     shift
-    inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c 'cd /checkout && exec "$@"' compat "$@"
+    inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c 'cd "$0" && exec "$@"' "$here" "$@"
     exit
 fi
 
@@ -115,7 +138,7 @@ passed=0
 part() {
     local name=$1 started=$SECONDS status=0 output
     shift
-    output=$(inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c "cd /checkout && $*" 2>&1) || status=$?
+    output=$(inside env "PATH=$venv/bin:/usr/bin:/bin" bash -c "cd '$here' && $*" 2>&1) || status=$?
     if [ "$status" = 0 ]; then
         printf '== %s: passed in %d s\n' "$name" $((SECONDS - started))
         printf '%s\n' "$output" | tail -n 3
@@ -131,6 +154,6 @@ part groups "$pytest --timeout 300 tests/comms"
 part fast "$pytest --timeout 120 -m \"not slow and not matrix and not megatron_lm\" --ignore tests/comms \
     --deselect tests/test_structure.py::test_constraints_cover_everything_that_is_needed tests"
 part demo "python -m deadpool_megatron demo"
-part megatron "$pytest --timeout 300 tests/megatron_lm -m \"not full\" --deselect tests/megatron_lm/test_tags.py"
+part megatron "$pytest --timeout 300 tests/megatron_lm $megatron_tests --deselect tests/megatron_lm/test_tags.py"
 part faults "$pytest --timeout 300 tests/faults --full"
 exit "$passed"

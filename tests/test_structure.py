@@ -77,6 +77,14 @@ def test_the_version_is_the_same_everywhere(project: dict[str, Any]) -> None:
     assert all(tag == f"v{newest[1]}" for tag in tags)
 
 
+def test_each_python_that_was_run_is_a_classifier(project: dict[str, Any]) -> None:
+    table = (ROOT / "docs" / "compatibility.md").read_text()
+    row = re.search(r"^\| Python \|(.*?)\|", table, re.MULTILINE)
+    assert row is not None
+    known = {each.rpartition(" ")[2] for each in project["classifiers"] if " :: 3." in each}
+    assert set(re.findall(r"3\.\d+", row[1])) == known
+
+
 def test_constraints_fit_the_ranges(project: dict[str, Any], constraints: dict[str, str]) -> None:
     for requirement in requirements_of(project):
         pinned = constraints[canonicalize_name(requirement.name)]

@@ -1,8 +1,9 @@
 """What Megatron-LM can do that a protected run cannot, as a table: which flag, why, what instead.
 
-Read with core_v0.16.1 open. Three things lead into the table: state that an iteration changes and
-no generation holds; memory or kernels that are bound to one communicator; leftovers of an
-interrupted step that the next one trips over.
+Every flag of core_v0.16.1 was read for it, and of later versions those that stand in a row; what
+nobody has read is refused by its name (:mod:`.unreviewed`). Three things lead into the table: state
+that an iteration changes and no generation holds; memory or kernels that are bound to one
+communicator; leftovers of an interrupted step that the next one trips over.
 
 The arguments that Megatron has validated decide (:attr:`FlagRow.applies`). What can be read off the
 command line (:meth:`FlagRow.is_named_in`) is refused before anything starts, which also helps where

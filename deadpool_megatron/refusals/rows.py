@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class FlagRow:
-    """One row. ``shown``: the flags that lead here, as a user writes them, all of 0.16.1's parser.
+    """One row. ``shown``: the flags that lead here, as a user writes them.
 
-    ``only_with``: the package, or newer Megatron-LM, without which the parser does not know them.
+    ``only_with``: the package, or newer Megatron-LM, without which the parser does not know them;
+    empty: that of 0.16.1 does.
     """
 
     shown: str

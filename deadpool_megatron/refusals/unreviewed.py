@@ -1,7 +1,7 @@
 """Flags of Megatron-LM that nobody vouches for, by family, and what a command line has of them.
 
-The families are those of core_v0.16.1. A flag that stands nowhere (of a newer version, or of the
-user's own script) is unreviewed as
+The families are of core_v0.16.1 and give the reason why. What came later, or is of the user's own
+script, and stands in none of :mod:`.refused`, :mod:`.reviewed` and :mod:`.values` is unreviewed as
 well. Each is refused by its name, unless the user answers for it.
 """
 
@@ -15,8 +15,10 @@ from deadpool_megatron.refusals.families import Family
 from deadpool_megatron.refusals.refused import REFUSED
 from deadpool_megatron.refusals.reviewed import REVIEWED
 from deadpool_megatron.refusals.rows import split_words
+from deadpool_megatron.refusals.values import unread_values
 
-#: lets one unreviewed flag through, by its name without dashes; may be given several times
+#: lets one unreviewed flag through, by its name without dashes, or one value of one, as
+#: ``flag=value``; may be given several times
 ALLOW_UNREVIEWED = "--deadpool-allow-unreviewed"
 
 UNREVIEWED = (
@@ -200,8 +202,9 @@ def allowed(argv: Sequence[str]) -> list[str]:
 
 
 def _unvouched(argv: Sequence[str]) -> list[str]:
-    """Returns the script, if it is one of Megatron-LM's that was never tried, and each flag that is
-    neither reviewed, nor in a row, nor of deadpool itself."""
+    """Returns the script, if it is one of Megatron-LM's that was never tried, each flag that is
+    neither reviewed, nor in a row, nor of deadpool itself, and each value that came to a flag
+    after it was read."""
     script = [PurePath(argv[0]).name] if argv else []
     flags = [split_words(argument)[0] for argument in argv[1:]]
     known = {flag for row in REFUSED for flag in row.flags}
@@ -216,6 +219,7 @@ def _unvouched(argv: Sequence[str]) -> list[str]:
             and not flag.startswith("--deadpool-")
             and flag != "--deadpool"
         ),
+        *dict.fromkeys(unread_values(argv[1:])),
     ]
 
 

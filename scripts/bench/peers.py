@@ -30,7 +30,7 @@ from common.struck import AFTER, NODES, SIZES, TOKENS, sizes_of
 from common.trainings import WARM_UP, BenchError, parameters
 from other_systems.environments import PACKAGES, PeerUnavailableError, check, install
 from other_systems.outcomes import Outcome, OutcomeError, first_difference, outcome, ratio_of_means
-from other_systems.sides import SIDES, Run, Side, iterations, run_side, run_undisturbed
+from other_systems.sides import NOT_RUN, SIDES, Run, Side, iterations, run_side, run_undisturbed
 
 from deadpool_megatron.cli.show.story import summary
 
@@ -123,7 +123,7 @@ def facts_of(side: Side, taken: Taken, undisturbed: list[Run]) -> dict[str, Any]
 def available(labels: list[str], environments: Path) -> tuple[dict[str, Side], dict[str, str]]:
     """The sides that can be run, and for all others the reason."""
     sides: dict[str, Side] = {}
-    reasons: dict[str, str] = {}
+    reasons = dict(NOT_RUN)
     for label, side in SIDES.items():
         if label not in labels:
             reasons[label] = side.only_named or "not asked for"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import email
+import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import deadpool_megatron
 from deadpool_megatron.cli.prepare import patch
 from tests.megatron_lm.harness.checkout import checkout, needs_megatron_lm
 
@@ -60,18 +63,28 @@ class Installation:
         return subprocess.run(command, cwd=self.here, env=variables, capture_output=True, text=True)
 
 
+def environment(place: Path) -> Path:
+    """An empty one, which sees the packages that are in ``place/base``."""
+    made = place / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made)], check=True)
+    [packages] = made.glob("lib/python*/site-packages")
+    (packages / "base.pth").write_text(f"{place / 'base'}\n")
+    return made
+
+
+def pip_install(made: Path, *words: str) -> None:
+    """What an installation does, without an index to take anything from."""
+    pip = [sys.executable, "-m", "pip", "--python", str(made), "install", "-q", "--no-index"]
+    done = subprocess.run([*pip, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def install(wheel: Path, place: Path) -> Installation:
     """An environment whose other packages are in ``place/base``."""
-    environment = place / "environment"
-    for command in (
-        ["-m", "venv", "--without-pip", environment],
-        ["-m", "pip", "--python", environment, "install", "-q", "--no-index", "--no-deps", wheel],
-    ):
-        subprocess.run([sys.executable, *map(str, command)], check=True)
-    [packages] = environment.glob("lib/python*/site-packages")
-    (packages / "base.pth").write_text(f"{place / 'base'}\n")
+    made = environment(place)
+    pip_install(made, "--no-deps", str(wheel))
     (place / "here").mkdir()
-    return Installation(environment, place / "here")
+    return Installation(made, place / "here")
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +112,45 @@ def test_torch_and_megatron_are_left_to_the_machine(wheel: Path) -> None:
         metadata = email.message_from_bytes(archive.read(name))
     needs = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert {re.split(r"\W", line)[0] for line in needs} == {"numpy", "xxhash", "immutables"}
+
+
+_TORCH_AND_MEGATRON = """
+import importlib.metadata as metadata
+for name in ("torch", "megatron-core"):
+    there = metadata.distribution(name)
+    print(there.version, there.locate_file(""), there.read_text("RECORD"))
+"""
+
+
+@pytest.mark.parametrize("extra", ["", "[megatron]"])
+def test_pip_leaves_torch_and_megatron_of_an_image_alone(
+    extra: str, wheel: Path, tmp_path: Path
+) -> None:
+    """Whose packages the environment sees, as that of an image does."""
+    (tmp_path / "base").symlink_to(PACKAGES)
+    made = environment(tmp_path)
+
+    def torch_and_megatron() -> str:
+        command = [str(made / "bin" / "python"), "-c", _TORCH_AND_MEGATRON]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    before = torch_and_megatron()
+    pip_install(made, f"{wheel}{extra}")
+    assert torch_and_megatron() == before
+    [packages] = made.glob("lib/python*/site-packages")
+    assert [each.name.partition("-")[0] for each in packages.glob("*.dist-info")] == [
+        "deadpool_megatron"
+    ]
+
+
+def test_a_machine_is_checked_outside_of_a_checkout(installed: Installation) -> None:
+    done = installed.deadpool("check", "--json")
+    found = json.loads(done.stdout)
+    # Whether this machine has a problem is not asked here.
+    assert done.returncode == (0 if found["ok"] else 1), done.stderr
+    versions = found["facts"]["versions"]
+    assert versions["deadpool-megatron"] == deadpool_megatron.__version__
+    assert versions["torch"] == importlib.metadata.version("torch")
 
 
 def test_every_example_is_installed(installed: Installation) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,8 @@ from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "scripts" / "bench"
 
 
 def load(room: str, name: str) -> ModuleType:
@@ -112,3 +115,44 @@ def test_the_command_line_works_without_any_peer() -> None:
     )
     assert bad.returncode == 2
     assert "--rounds must be" in bad.stderr
+
+
+def test_what_cannot_be_run_is_named_with_its_reason() -> None:
+    program = """
+import json, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import peers
+print(json.dumps(peers.available([], pathlib.Path("none"))))
+"""
+    command = [sys.executable, "-c", program, str(BENCH)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    sides, reasons = json.loads(done.stdout)
+    assert sides == {}
+    assert reasons["torchft"].startswith("torchft 0.2: its replica groups hold the whole optimizer")
+    assert "torchft 0.2 was not run" in (ROOT / "README.md").read_text().replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("page", "place", "file"),
+    [
+        ("README.md", 0, "peers-cpu.json"),
+        ("docs/figures.md", 0, "peers-cpu.json"),
+        ("docs/figures.md", 1, "peers-node-cpu.json"),
+    ],
+)
+def test_the_tables_say_what_was_measured(page: str, place: int, file: str) -> None:
+    """Row by row: step over unprotected, and kill to next new step."""
+    facts = json.loads((BENCH / "results" / file).read_text())["sizes"]["5M"]["sides"]
+    measured = [
+        [f"{side['ratio']:.2f}", f"{side['seconds_to_new_step']['mean']:.1f} s"]
+        if "ratio" in side
+        else ["", ""]
+        for side in facts.values()
+    ]
+    tables = re.findall(
+        r"^\| \| step over unprotected \|.*\n\|.*\n((?:\|.*\n)+)",
+        (ROOT / page).read_text(),
+        re.MULTILINE,
+    )
+    rows = [line.replace("*", "").split("|")[2:4] for line in tables[place].splitlines()]
+    assert [[cell.strip() for cell in row] for row in rows] == measured

@@ -100,6 +100,12 @@ SIDES: dict[str, Side] = {
     "deadpool-node": Side("deadpool, buddy", "deadpool", "none", node=True),
 }
 
+#: what people use as well and the bench cannot run, with the reason
+NOT_RUN = {
+    "torchft": "torchft 0.2: its replica groups hold the whole optimizer state each and go on with"
+    " fewer; the optimizer of this training is sharded over the data-parallel peers",
+}
+
 
 @dataclass
 class Run:

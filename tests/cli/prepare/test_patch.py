@@ -20,7 +20,7 @@ import deadpool_megatron
 from deadpool_megatron import cli
 from deadpool_megatron.cli.prepare import patch as command
 from deadpool_megatron.hookpoints import points_of
-from tests.megatron_lm.harness.checkout import TAG, checkout, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAGS, checkout
 
 REPOSITORY = Path(__file__).parents[3]
 PATCHES = REPOSITORY / "patches"
@@ -322,12 +322,21 @@ def test_every_patch_set_is_installed() -> None:
     }
 
 
+@pytest.fixture(params=TAGS)
+def tag(request: pytest.FixtureRequest) -> str:
+    """Each supported one whose checkout is there: each has patches of its own."""
+    name: str = request.param
+    if checkout(name) is None:
+        pytest.skip(f"no checkout of {name}")
+    return name
+
+
 @pytest.fixture
-def megatron(tmp_path: Path) -> Path:
+def megatron(tag: str, tmp_path: Path) -> Path:
     """The files that the table names, copied from the checkout."""
-    source = checkout()
+    source = checkout(tag)
     assert source is not None
-    (patch_set,) = (each for each in command.find_patch_sets() if each.tag == TAG)
+    (patch_set,) = (each for each in command.find_patch_sets() if each.tag == tag)
     for name in patch_set.hashes:
         target = tmp_path / "Megatron-LM" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -335,18 +344,17 @@ def megatron(tmp_path: Path) -> Path:
     return tmp_path / "Megatron-LM"
 
 
-@needs_megatron_lm
 @pytest.mark.megatron_lm
 def test_patches_mark_every_point_and_nothing_else(
-    megatron: Path, capsys: pytest.CaptureFixture[str]
+    tag: str, megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(megatron)
-    assert facts(capsys, "apply", megatron)["tag"] == TAG
+    assert facts(capsys, "apply", megatron)["tag"] == tag
     added = {b"from deadpool_megatron.hookpoints import hookpoint\n", b"@hookpoint\n"}
     for name, content in contents(megatron).items():
         points = {
             p.function
-            for p in points_of(TAG.removeprefix("core_v"))
+            for p in points_of(tag.removeprefix("core_v"))
             if p.module.replace(".", "/") + ".py" == name
         }
         compile(content, name, "exec")
@@ -369,15 +377,14 @@ def marked_functions(source: bytes) -> set[str]:
     return marked
 
 
-@needs_megatron_lm
 @pytest.mark.megatron_lm
 def test_release_with_the_same_training_code_is_told_apart(
-    megatron: Path, capsys: pytest.CaptureFixture[str]
+    tag: str, megatron: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As core_v0.16.0, which has the four files of 0.16.1; what is under them differs."""
     version = megatron / "megatron" / "core" / "package_info.py"
     version.write_text(version.read_text().replace("PATCH = ", "PATCH = 1"))
     for action in ("apply", "check"):
         line = refused(capsys, action, megatron)
-        assert f"package_info.py is not that of {TAG} (this is 0." in line
-        assert f"use a checkout of {TAG}" in line
+        assert f"package_info.py is not that of {tag} (this is 0." in line
+        assert f"use a checkout of {tag}" in line

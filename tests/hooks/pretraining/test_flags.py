@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from deadpool_megatron.refusals.unreviewed import (
     let_through,
     unreviewed,
 )
+from deadpool_megatron.refusals.values import VALUES
 from deadpool_megatron.settings import ENVIRONMENT_NAME, Settings, flag_name
 from tests.megatron_lm.harness.arguments import small
 from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
@@ -294,6 +296,18 @@ NOBODY = "nobody has looked at what it does to state, communicators and streams"
             "--b is not reviewed",
             "--deadpool-allow-unreviewed b",
         ),
+        (
+            ["pretrain_gpt.py", "--moe-router-load-balancing-type", "aux_loss", "of_tomorrow"],
+            f"--moe-router-load-balancing-type=of_tomorrow is not reviewed: {NOBODY}; leave it out",
+            "--deadpool-allow-unreviewed moe-router-load-balancing-type=of_tomorrow",
+        ),
+        (["pretrain_gpt.py", "--rope-type=spiral"], "--rope-type=spiral is not reviewed", ""),
+        (
+            ["own.py", "--rope-type=spiral", "--deadpool-allow-unreviewed=rope-type=spiral"],
+            "",
+            "",
+        ),
+        (["pretrain_gpt.py", "--rope-type", "yarn", "--seed", "spiral"], "", ""),
         (["pretrain_gpt.py", "--bf16", "--deadpool", "--deadpool-replicas", "2"], "", ""),
         (["pretrain_gpt.py", "--of-tomorrow", "--deadpool-allow-unreviewed=of-tomorrow"], "", ""),
         (["pretrain_gpt.py", "--of-tomorrow", "--deadpool-allow-unreviewed=--of-tomorrow"], "", ""),
@@ -395,15 +409,26 @@ def test_members_and_unprotected_runs_have_no_problem() -> None:
 # With Megatron-LM's own parser.
 
 
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, dict[str, list[str]]]:
+    """By tag: each flag of its parser, and the values that are listed of it."""
+    return {
+        tag: {flag: listed or [] for flag, listed in map(json.loads, in_checkout("flags", tag=tag))}
+        for tag in TAGS
+        if checkout(tag) is not None
+    }
+
+
 @pytest.mark.full
 @pytest.mark.megatron_lm
 @needs_megatron_lm
-def test_every_flag_of_the_parsers_is_judged_and_no_other() -> None:
+def test_every_flag_of_the_parsers_is_judged_and_no_other(
+    parsers: dict[str, dict[str, list[str]]],
+) -> None:
     """With :func:`test_no_flag_is_judged_twice`: each is in exactly one list."""
     known = {
-        tag: {flag for flag in in_checkout("flags", tag=tag) if flag.startswith("--")}
-        for tag in TAGS
-        if checkout(tag) is not None
+        tag: {flag for flag in flags_of_tag if flag.startswith("--")}
+        for tag, flags_of_tag in parsers.items()
     }
     judged = {flag for family in (*REVIEWED, *UNREVIEWED) for flag in family.flags}
     judged |= {flag for row in REFUSED for flag in row.flags}
@@ -416,6 +441,28 @@ def test_every_flag_of_the_parsers_is_judged_and_no_other() -> None:
         # Nobody has read what came later: it is refused until somebody has.
         assert all(unreviewed(["pretrain_gpt.py", flag]) for flag in flags_of_tag - judged)
         assert not [flag for flag in flags_of_tag if flag.startswith("--deadpool")]
+
+
+@pytest.mark.full
+@pytest.mark.megatron_lm
+@needs_megatron_lm
+def test_no_value_of_a_reviewed_flag_is_new(parsers: dict[str, dict[str, list[str]]]) -> None:
+    """What passes by its name passes with the values that were read, and with no other."""
+    passing = {flag for family in REVIEWED for flag in family.flags}
+    passing |= {flag for row in REFUSED for flag in row.flags}
+    listed = {
+        flag: {value for of_tag in parsers.values() for value in of_tag.get(flag, ())}
+        for flag in sorted(passing)
+    }
+    read = {flag: set(values.split()) for flag, values in VALUES.items()}
+    assert [
+        f"{flag} {value}"
+        for flag, values in listed.items()
+        for value in sorted(values - read.get(flag, set()))
+        if not any(row.is_named_in([flag, value]) for row in REFUSED)
+    ] == []
+    if len(parsers) == len(TAGS):
+        assert [flag for flag, values in read.items() if not values <= listed[flag]] == []
 
 
 @pytest.mark.megatron_lm

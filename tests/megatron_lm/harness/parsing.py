@@ -120,13 +120,22 @@ def _as_asked(question: dict[str, Any]) -> Iterator[None]:
 
 
 def _flags() -> list[str]:
-    """Every flag of the parser without ours."""
+    """Every flag of the parser without ours, and the values that it lists, as a user writes them;
+    None where it lists none."""
     import argparse
+    import enum
 
     from megatron.training import arguments
 
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    return sorted(parser._option_string_actions)
+
+    def written(choices: Any) -> list[str] | None:
+        if choices is None:
+            return None
+        return [each.name if isinstance(each, enum.Enum) else str(each) for each in choices]
+
+    found = sorted(parser._option_string_actions.items())
+    return [json.dumps([flag, written(action.choices)]) for flag, action in found]
 
 
 def _points() -> list[str]:
