@@ -21,8 +21,6 @@ from tests.netns.lab.hosts import Hosts
 pytestmark = pytest.mark.netns
 _NODES, _SPARES = 4, 2
 _ITERATIONS = 50
-# Longer than any limit of fence or takeover, and than a new coordinator waits for nodes.
-_GONE_SECONDS = 20.0
 # Of the 3.2 s after which a node that is cut off ends its members, trying anew takes the rest.
 _CUT_SECONDS = 1.5
 _SETTINGS = ("--deadpool-hash-interval", "1", "--deadpool-rejoin-seconds", "10")
@@ -81,15 +79,22 @@ def test_no_fault_then_faults_that_nobody_may_notice(tmp_path: Path, measured: M
 
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="needs /dev/fuse")
 @pytest.mark.skipif(bool(disk.missing()), reason=disk.missing())
-def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: Measured) -> None:
+@pytest.mark.parametrize(
+    ("gone_seconds", "step_seconds"),
+    # Longer than any limit of fence or takeover, and than a new coordinator waits for nodes.
+    [(20.0, 0.6), pytest.param(60.0, 1.6, marks=pytest.mark.exhaustive)],
+)
+def test_the_whole_run_directory_hangs_for_everybody(
+    gone_seconds: float, step_seconds: float, tmp_path: Path, measured: Measured
+) -> None:
     """Files that are open, too. Nobody is fenced, nobody takes over, training goes on."""
-    with disk.mounted(tmp_path) as shared, training(shared.path, 0.6) as cluster:
+    with disk.mounted(tmp_path) as shared, training(shared.path, step_seconds) as cluster:
         members = [pid for node in range(_NODES) for pid in cluster.members(node)]
         began = time.time()
         for host in cluster.hosts:
             host.hide(cluster.run.path, "hang")
         with shared.standing_still():
-            time.sleep(_GONE_SECONDS)
+            time.sleep(gone_seconds)
         for host in cluster.hosts:
             host.reveal(cluster.run.path)
         cluster.wait_progress(3)
@@ -98,9 +103,9 @@ def test_the_whole_run_directory_hangs_for_everybody(tmp_path: Path, measured: M
         assert cluster.epoch() == 1
         assert cluster.events(Kind.NODE_LOST) == []
         assert cluster.term().number == 1
-        assert pause < _GONE_SECONDS / 2, "training went on meanwhile"
+        assert pause < gone_seconds / 2, "training went on meanwhile"
         measured(
-            f"training: the run directory hangs for everybody for {_GONE_SECONDS:g} s",
+            f"training: the run directory hangs for everybody for {gone_seconds:g} s",
             f"no takeover, no new epoch; longest pause between two steps {pause:.1f} s",
         )
 
