@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.harness.jobs import Outcome
 from tests.megatron_lm.harness.arguments import MOE
-from tests.megatron_lm.harness.checkout import needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, TAGS, needs_megatron_lm
 from tests.megatron_lm.harness.runs import (
     PP2_DP2,
     SEGMENTS,
@@ -110,7 +110,21 @@ LAYOUTS: dict[str, tuple[dict[str, object], list[dict[str, Any]]]] = {
             dies("log", "log.end", 3, 7),
         ],
     ),
+    "experts by quantiles, yarn": (
+        {
+            **PP2_DP2,
+            **MOE,
+            "position_embedding_type": "yarn",
+            "moe_router_score_function": "sqrtsoftplus",
+            "moe_router_load_balancing_type": "quantile_balancing",
+        },
+        # The bias of an expert changes in each iteration, with the end of the backward pass.
+        [COMMON[0], *COMMON[2:]],
+    ),
 }
+#: values that this tag does not have
+if TAGS[-1] != TAG:
+    del LAYOUTS["experts by quantiles, yarn"]
 
 
 # Nothing of an audit is left in the state, dropout's random numbers included.

@@ -20,7 +20,9 @@ from deadpool_megatron.arguments import ALLOW_UNTESTED
 from deadpool_megatron.hookpoints import Point, hookpoint, is_marked, points_of
 from deadpool_megatron.hooks.pretraining import names
 
-TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.1")
+#: what package_info.py says: core_v0.19.0 calls itself 0.19.1, and the package index has the same
+#: files as 0.19.0, and as 0.19.2 with another way to overlap experts, which is refused
+TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
 _PACKAGE_INFO = "megatron.core.package_info"
 Importer = Callable[[str], Any]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from deadpool_megatron.hookpoints import hookpoint, is_marked, points_of
 from deadpool_megatron.hooks.pretraining import versions
 from deadpool_megatron.hooks.pretraining.versions import UntestedMegatron
-from tests.megatron_lm.harness.checkout import TAG, needs_megatron_lm
+from tests.megatron_lm.harness.checkout import TAG, TAGS, checkout, needs_megatron_lm
 from tests.megatron_lm.harness.parsing import in_checkout
 
 VERSION = "0.16.1"
@@ -62,6 +63,26 @@ def test_a_tested_one(modules: dict[str, Any]) -> None:
     assert [found.point for found in report.points] == list(points_of(VERSION))
     assert not any(found.trouble or found.marked for found in report.points)
     versions.check(report, allow_untested=False)
+
+
+#: by tag: what its package_info.py says, and what the package index calls its newest releases
+RELEASES = {
+    "core_v0.16.1": ("0.16.1", ("0.16.0", "0.16.1")),
+    "core_v0.17.1": ("0.17.1", ("0.17.1",)),
+    "core_v0.18.2": ("0.18.2", ("0.18.2",)),
+    "core_v0.19.0": ("0.19.1", ("0.19.0", "0.19.2")),
+}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_release_is_tried_whatever_it_calls_itself(tag: str) -> None:
+    """A core of the package index over the tree of a tag is not refused for its name alone."""
+    itself, released = RELEASES[tag]
+    assert {itself, *released} <= set(versions.TESTED)
+    tree = checkout(tag)
+    if tree is not None:
+        info = runpy.run_path(str(tree / "megatron" / "core" / "package_info.py"))
+        assert versions.released(info["__version__"]) in (itself, *released)
 
 
 def test_a_git_checkout_of_a_tested_one(modules: dict[str, Any]) -> None:
