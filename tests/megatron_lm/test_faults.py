@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 
 @pytest.fixture(scope="module")
 def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Eleven kills, in eleven iterations."""
+    """Twelve kills, in twelve iterations."""
     plan = [
         # Node 2 dies when the role that writes has written half of its line.
         dies("in-the-log", "comm", 3, 1, when_section="log", when_op="barrier", nodes=[2]),
@@ -32,6 +32,7 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         dies("log-begin", "log.begin", 3, 9),
         dies("update", "optimizer.inside", 2, 10),
         dies("log-end", "log.end", 3, 11),
+        dies("role 0 in a save", "save.written", 0, 12),
     ]
     return strike(tmp_path_factory.mktemp("struck") / "run", gpt(**BASE), plan)
 
