@@ -76,6 +76,14 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
         assert all(expected.items() <= look.items() for look in looks)
 
 
+def test_processes_of_one_node_share_its_cores(tmp_path: Path) -> None:
+    found = environments(tmp_path, nproc=2)
+    assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"1"}
+    (tmp_path / "other").mkdir()
+    found = environments(tmp_path / "other", nproc=2, OMP_NUM_THREADS="3")
+    assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"3"}
+
+
 def test_gloo_needs_nothing(tmp_path: Path) -> None:
     found = environments(tmp_path, "--deadpool-communicator", "gloo")["0-0"]
     assert {variable.name for variable in VARIABLES}.isdisjoint(found)

@@ -30,6 +30,9 @@ def run_agent(options: AgentOptions) -> int:
     if nccl_environment.is_needed(info.settings.communicator):
         # Of the agent itself: a parked process imports torch before it knows its member.
         nccl_environment.complete(os.environ)
+    if info.nproc_per_node > 1:
+        # As under torchrun: with torch's default each process would take all cores of the node.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     needed = descriptors.needed_by_agent(info.nodes + info.spares, info.nproc_per_node)
     if complaint := descriptors.raise_limit(needed):
         print(f"deadpool: {complaint}", file=sys.stderr, flush=True)

@@ -49,8 +49,7 @@ def megatron_lm(device: Device, size: Size, checkout: Path | None, out: Path) ->
         return Findings(not_run="no checkout of Megatron-LM was given (--megatron-lm)")
     folder = ROOT / "configs" / "megatron-lm"
     words = (folder / "small.args").read_text().split()
-    if device is Device.CPU:
-        words += (folder / "cpu.args").read_text().split()
+    words += ["--bf16"] if device is Device.CUDA else (folder / "cpu.args").read_text().split()
     program = [str(checkout / "pretrain_gpt.py"), *words]
     program += ["--train-iters", str(size.iterations), "--lr-warmup-iters", "2", "--deadpool"]
     communicator = "nccl" if device is Device.CUDA else "gloo"
