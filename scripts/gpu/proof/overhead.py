@@ -8,6 +8,7 @@ that share it is not what is measured; a role each on two GPUs or more, which se
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import time
 from enum import StrEnum
@@ -31,11 +32,14 @@ _SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 1"
     " --global-batch-size 8"
 )
-# 0.8 billion parameters: with what a step needs most of a GPU of 40 GB, 20 GB of host memory.
+# As many layers as there is memory for: 16 of them, 0.8 billion parameters, are most of a GPU of
+# 40 GB with what a step needs, and 40 GB of slots and copies.
 _LARGE = (
-    "--num-layers 16 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048"
+    "--hidden-size 2048 --num-attention-heads 16 --seq-length 2048"
     " --micro-batch-size 2 --global-batch-size 32 --bf16"
 )
+_LAYER_BYTES = 5 << 29
+_LEAST_LAYERS = 4
 
 
 class Side(StrEnum):
@@ -50,10 +54,20 @@ class Side(StrEnum):
         return 1 if self is Side.PROTECTED else _NEVER
 
 
+def _layers() -> int:
+    """What fits into the first GPU and into shared memory."""
+    import torch
+
+    on_device, _ = torch.cuda.mem_get_info(0)
+    on_host = shutil.disk_usage("/dev/shm").free
+    return max(_LEAST_LAYERS, min(on_device, on_host) // _LAYER_BYTES)
+
+
 def measure(device: Device, size: Size, _checkout: Path | None, out: Path) -> Findings:
     """A B A B."""
     nodes = _nodes(device)
-    words = f"{_LARGE if device is Device.CUDA else _SMALL} {_COMMON}".split()
+    sizes = f"{_LARGE} --num-layers {_layers()}" if device is Device.CUDA else _SMALL
+    words = f"{sizes} {_COMMON}".split()
     program = ["-m", "deadpool_megatron.trainer", *words, "--train-iters", str(size.iterations)]
     job = Job(device, device.communicator, nodes, program)
     scheme = "local" if nodes == 1 else "buddy"
