@@ -1,10 +1,11 @@
-"""The 65B job under a real Slurm, on fewer nodes: what reaches each of them.
+"""The 65B job under a real Slurm, on as many nodes as it asks for: what reaches each of them.
 
 tests/launch/test_pretrain_65b.py hands the same to Megatron's validation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,18 @@ env -0 >{told}/$SLURM_PROCID.environment
 """
 
 
+_NODES = 66
+
+
+@pytest.fixture
+def large() -> Iterator[Cluster]:
+    """64 nodes and two spares, each a host of namespaces with a slurmd of its own."""
+    with Cluster(_NODES) as cluster:
+        yield cluster
+
+
 def test_every_node_is_told_the_same_and_has_what_megatron_wants(
-    cluster: Cluster, tmp_path: Path
+    large: Cluster, tmp_path: Path
 ) -> None:
     programs, told = tmp_path / "bin", tmp_path / "told"
     programs.mkdir()
@@ -31,22 +42,18 @@ def test_every_node_is_told_the_same_and_has_what_megatron_wants(
     (programs / "deadpool").write_text(_DEADPOOL.format(told=told))
     (programs / "deadpool").chmod(0o755)
     variables = {
-        "NODES": "4",
-        "SPARES": "2",
         "CHECKOUT": str(SCRIPTS.parents[1]),
         "RUNS": str(tmp_path / "runs"),
         "MEGATRON": "/Megatron-LM",
-        "PATH": f"{programs}:{cluster.environment()['PATH']}",
+        "PATH": f"{programs}:{large.environment()['PATH']}",
     }
     # From a directory without an environment of its own, which the script would take first.
-    submit = ("env", "-C", str(tmp_path), "sbatch", "--parsable", "--nodes=6")
-    output = f"--output={cluster.directory}/job-%j.out"
-    number = int(
-        cluster.control(*submit, output, str(SCRIPTS / "pretrain_65b.sbatch"), **variables)
-    )
-    cluster.wait_job(number)
+    submit = ("env", "-C", str(tmp_path), "sbatch", "--parsable")
+    output = f"--output={large.directory}/job-%j.out"
+    number = int(large.control(*submit, output, str(SCRIPTS / "pretrain_65b.sbatch"), **variables))
+    large.wait_job(number)
     arguments = {path.read_text() for path in told.glob("*.arguments")}
-    assert len(list(told.glob("*.arguments"))) == 6, cluster.output(number)
+    assert len(list(told.glob("*.arguments"))) == _NODES, large.output(number)
     (line,) = arguments
     words = line.split("\0")[:-1]
     assert words[words.index("--nproc-per-node") + 1] == "8"
@@ -54,4 +61,4 @@ def test_every_node_is_told_the_same_and_has_what_megatron_wants(
     for path in told.glob("*.environment"):
         seen = dict(pair.split("=", 1) for pair in path.read_text().split("\0")[:-1] if "=" in pair)
         assert seen["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-        assert seen["SLURM_STEP_NUM_NODES"] == "6"
+        assert seen["SLURM_STEP_NUM_NODES"] == str(_NODES)
