@@ -14,10 +14,11 @@ from deadpool_megatron.cli.common import Refused, RunNotReachable
 from deadpool_megatron.cli.control import asking
 from deadpool_megatron.cluster.journal.requests import Request, Stage, Verb
 from deadpool_megatron.cluster.run_directory.directory import RunDirectory, write_json
+from deadpool_megatron.layout.schemes import ProtectionPlan
 
 WHAT: dict[str, dict[str, Any]] = {
     "drain": {"node": 1},
-    "protect": {"words": "buddy"},
+    "protect": {"plan": ProtectionPlan().to_dict(), "words": "buddy"},
     "persist": {"directory": "/run/exports"},
     "stop": {"dump": True},
     "kill": {"part": "vault", "number": 1, "signal": "KILL"},
