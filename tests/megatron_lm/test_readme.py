@@ -28,7 +28,7 @@ ITERATIONS = 12
 SECONDS = 240.0
 
 
-#: and trains a model of this size: bf16 on a processor without instructions for it is slow
+#: and trains a larger model, whose step takes two slow cores some seconds
 SIZES = {
     "--hidden-size": 64,
     "--seq-length": 64,
