@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--netns", action="store_true", help="run the tests on hosts made of namespaces (root)"
     )
+    parser.addoption(
+        "--within",
+        type=float,
+        metavar="MINUTES",
+        help="leave out those of --full that have not begun after so many minutes, and say so",
+    )
     parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
 
@@ -71,7 +77,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(no_gpu)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    within = item.config.getoption("--within")
+    if within is None or item.get_closest_marker("full") is None:
+        return
+    if time.monotonic() - item.config.stash[_STARTED_SECONDS] > 60 * within:
+        pytest.skip(f"{within:g} minutes were over before its turn (--within)")
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_STARTED_SECONDS] = time.monotonic()
     # Inherited by everything that the tests start, however far down.
     os.environ[SESSION_VARIABLE] = uuid.uuid4().hex
     session.config.stash[_SEGMENTS_BEFORE] = _segments()
@@ -121,6 +137,7 @@ def _megatron_lm_line(terminalreporter: pytest.TerminalReporter) -> str:
     return f"Megatron-LM tests: {found}" if found else ""
 
 
+_STARTED_SECONDS: pytest.StashKey[float] = pytest.StashKey()
 _SEGMENTS_BEFORE: pytest.StashKey[set[Path]] = pytest.StashKey()
 _LEFTOVERS: pytest.StashKey[list[str]] = pytest.StashKey()
 
