@@ -9,6 +9,7 @@ import socket
 import threading
 
 from deadpool_megatron.vault.net.transport import Channel, SocketChannel, Transport
+from tests.common.waiting import PATIENCE_SECONDS
 
 _LOOK_SECONDS = 0.005
 
@@ -84,10 +85,10 @@ class FakeTransport(Transport):
         return SocketChannel(connection, self._deadline_seconds, None, "")
 
     def await_one(self) -> Channel:
-        """The next connection, however long it takes to be dialled on a busy machine."""
-        while (channel := self.accept(_LOOK_SECONDS)) is None:
-            pass
-        return channel
+        """The next connection, as long as it may take to be dialled on a busy machine."""
+        connection = self._network.answer(self._address, PATIENCE_SECONDS)
+        assert connection is not None, f"nobody dialled {self._address}"
+        return SocketChannel(connection, self._deadline_seconds, None, "")
 
     def close(self) -> None:
         self._network.forget(self._address)
