@@ -43,8 +43,9 @@ from deadpool_megatron.wire.framing import MAGIC, encode
 _SHARD_BYTES = 1 << 30
 _EXTRAS_BYTES = 1 << 16
 _LINE_OF_MEGATRON = "iteration " + "x" * 350
-# What stands for the newest iteration, and the one before, in an inventory that is ready.
-_LAST, _BEFORE = "999999937", "999999929"
+# What stands for the newest iteration, the one before, and the closed epoch in an inventory that is
+# ready.
+_LAST, _BEFORE, _CLOSED = "999999937", "999999929", "999999893"
 _LOOK_SECONDS = 0.05
 _TELLING_SECONDS = 1.0  # as a real agent whose members always have news
 _MEMORY_BYTES = 100 * _SHARD_BYTES
@@ -136,11 +137,14 @@ class Cluster:
             self._inventory(agent.node)
             await asyncio.sleep(0)
 
-    def inventory(self, node: int) -> str:
-        """JSON of what the vault of a node holds: own roles and copies, two generations each."""
+    def inventory(self, node: int, epoch: int) -> str:
+        """JSON of what the vault of a node holds when an epoch is closed: own roles and copies, two
+        generations each. The epoch need not be the newest: an order may be repeated late.
+        """
         assert self.record is not None
         last = max(self.iteration, self.record.restore.generation.iteration, 1)
-        return self._inventory(node).replace(_LAST, str(last)).replace(_BEFORE, str(last - 1))
+        text = self._inventory(node).replace(_CLOSED, str(epoch))
+        return text.replace(_LAST, str(last)).replace(_BEFORE, str(last - 1))
 
     def _inventory(self, node: int) -> str:
         record = self.record
@@ -157,7 +161,7 @@ class Cluster:
             generations = [Generation(record.epoch, int(text)) for text in (_LAST, _BEFORE)]
             inventory = Inventory(
                 node,
-                record.epoch,
+                int(_CLOSED),
                 tuple(Holding(role, one, parts) for role in held for one in generations),
                 tuple(self.layout(role) for role in held),
             )
@@ -373,9 +377,8 @@ class Agent:
     def _close(self, epoch: int) -> None:
         self._cluster.moments.note("close", epoch)
         self._closed = epoch
-        start = (
-            f'{{"t":"inventory","epoch":{epoch},"inventory":{self._cluster.inventory(self.node)}'
-        )
+        inventory = self._cluster.inventory(self.node, epoch)
+        start = f'{{"t":"inventory","epoch":{epoch},"inventory":{inventory}'
         self._report_frame(lambda number: _frame(f'{start},"n":{number}}}'))
 
     def _beat(self) -> None:
