@@ -3,15 +3,16 @@
 ``Session`` is what a training program uses; ``Program`` and ``ProtectedLoop`` (most simply a
 ``SteppedLoop``) are what it provides.
 
-loop          what a training program provides
-reports       what a member says while it plays a role
-generations/  what is captured and put back
-leftovers     what an interrupted step leaves behind: a table
-dimensions/   tensor, pipeline, data: what each rebuilds and compares
-audit/        the search for silent corruption, every so many iterations
-checkpoints/  on disk: saves, skeletons, loading
-process/      the life of a process: session, entry into an epoch, course through it
-pretraining/  Megatron-LM's own scripts under protection
+loop             what a training program provides
+reports          what a member says while it plays a role
+training_state/  what of Megatron's state is captured and put back
+generations/     when it is captured, sealed, waited for and computed again
+leftovers        what an interrupted step leaves behind: a table
+dimensions/      tensor, pipeline, data: what each rebuilds and compares
+audit/           the search for silent corruption, every so many iterations
+checkpoints/     on disk: saves, skeletons, loading
+process/         the life of a process: session, entry into an epoch, course through it
+pretraining/     Megatron-LM's own scripts under protection
 """
 
 from deadpool_megatron.hooks.loop import Course, Emit, Program, ProtectedLoop, SteppedLoop

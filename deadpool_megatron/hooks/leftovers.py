@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron.core import parallel_state, rerun_state_machine
 
-from deadpool_megatron.hooks.generations import fp8_state
-from deadpool_megatron.hooks.generations.optimizer import inner_optimizers
 from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
+from deadpool_megatron.hooks.training_state import fp8_state
+from deadpool_megatron.hooks.training_state.optimizer import inner_optimizers
 
 _SCHEDULE_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     torch.set_num_threads(1)
     select_platform().install()
-    from deadpool_megatron.hooks.generations.optimizer import (
+    from deadpool_megatron.hooks.training_state.optimizer import (
         UnsupportedOptimizer,  # imports Megatron
     )
 

@@ -1,7 +1,7 @@
 """Ways to cut and update a model survive the loss of nodes and of a process, bit for bit.
 
 Overlap, virtual pipeline and experts in a pipeline are in tests/megatron_lm/test_layouts.py, and in
-test_aborted_nccl.py and test_recompute.py.
+test_aborted_nccl.py and schemes/test_recompute.py.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.generations import extras
-from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
+from deadpool_megatron.hooks.training_state import extras
+from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist import frozen_file, frozen_folder
 from deadpool_megatron.persist.frozen_file import FrozenFileError
 from deadpool_megatron.vault.errors import NoRoom

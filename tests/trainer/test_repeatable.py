@@ -77,7 +77,7 @@ def test_overlap_changes_no_bit(text: str) -> None:
 
 def replicated_parameters(arguments: str) -> dict[str, str]:
     """Digests of the parameters that all tensor ranks of a stage must agree on."""
-    from deadpool_megatron.hooks.generations.hashing import state_digests
+    from deadpool_megatron.hooks.training_state.hashing import state_digests
 
     loop, _ = make_loop(arguments)
     steps(loop, 4)

@@ -51,12 +51,6 @@ from deadpool_megatron.hooks.audit.verdict import (
     judge_update,
 )
 from deadpool_megatron.hooks.dimensions.dimension import current_device, parameters
-from deadpool_megatron.hooks.generations.optimizer import (
-    UnsupportedOptimizer,
-    inner_optimizers,
-    is_distributed,
-    plain_tensors,
-)
 from deadpool_megatron.hooks.generations.replay import (
     all_tensors,
     chunks,
@@ -65,6 +59,12 @@ from deadpool_megatron.hooks.generations.replay import (
 )
 from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.training_state.optimizer import (
+    UnsupportedOptimizer,
+    inner_optimizers,
+    is_distributed,
+    plain_tensors,
+)
 from deadpool_megatron.layout.cadence import is_due
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.state import extras as codec

@@ -43,9 +43,9 @@ from deadpool_megatron.hooks.audit.verdict import (
     unrepeatable,
 )
 from deadpool_megatron.hooks.dimensions.dimension import current_device
-from deadpool_megatron.hooks.generations import extras
 from deadpool_megatron.hooks.loop import ForwardBackward, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.training_state import extras
 from deadpool_megatron.state import extras as codec
 from deadpool_megatron.state.fingerprint import fingerprint
 

@@ -12,15 +12,15 @@ from deadpool_megatron.hooks.dimensions.dimension import (
     compare_with_peers,
     parameters,
 )
-from deadpool_megatron.hooks.generations import fp8_state
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.leftovers import bucket_groups
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.training_state import fp8_state
+from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
     is_distributed,
     plain_tensors,
 )
-from deadpool_megatron.hooks.generations.sharing import SharedCapture
-from deadpool_megatron.hooks.leftovers import bucket_groups
-from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.training_state.sharing import SharedCapture
 
 
 class DataHook(DimensionHook):

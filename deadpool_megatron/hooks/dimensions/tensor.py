@@ -12,8 +12,8 @@ from deadpool_megatron.hooks.dimensions.dimension import (
     compare_with_peers,
     parameters,
 )
-from deadpool_megatron.hooks.generations.optimizer import plain_tensors
 from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.training_state.optimizer import plain_tensors
 
 
 class TensorHook(DimensionHook):

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from deadpool_megatron.hooks.generations.optimizer import ShardState, inner_optimizers
 from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.hooks.generations.replay import InnerUpdate, parameters_of, replay
+from deadpool_megatron.hooks.training_state.optimizer import ShardState, inner_optimizers
 from deadpool_megatron.layout.part_kinds import SUMS_PART, UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation
 from deadpool_megatron.layout.replaying import from_key, key, unpack_sums

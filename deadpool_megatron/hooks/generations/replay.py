@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.training_state.optimizer import (
     UnsupportedOptimizer,
     inner_optimizers,
     param_group_tensors,

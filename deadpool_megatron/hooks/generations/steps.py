@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from deadpool_megatron import failpoints
-from deadpool_megatron.hooks.generations.optimizer import ShardState, inner_optimizers
 from deadpool_megatron.hooks.generations.replay import (
     InnerUpdate,
     parameters_of,
@@ -26,6 +25,7 @@ from deadpool_megatron.hooks.generations.replay import (
     used_values,
 )
 from deadpool_megatron.hooks.generations.slot_views import SlotViews
+from deadpool_megatron.hooks.training_state.optimizer import ShardState, inner_optimizers
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.layout.records import Generation, PartInfo
 from deadpool_megatron.layout.replaying import step_parts

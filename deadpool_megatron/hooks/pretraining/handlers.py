@@ -11,12 +11,12 @@ from typing import Any
 
 from deadpool_megatron.hookpoints import POINTS, Handler
 from deadpool_megatron.hooks import Session
-from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.pretraining import flags, scene
 from deadpool_megatron.hooks.pretraining.build import NothingToTrain
 from deadpool_megatron.hooks.pretraining.command_line import CommandLine
 from deadpool_megatron.hooks.pretraining.families import family
 from deadpool_megatron.hooks.pretraining.program import PretrainProgram, run_directory
+from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.persist.skeleton import SkeletonError
 
 EXIT_BAD_INPUT = 2

@@ -27,7 +27,6 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from deadpool_megatron import failpoints
 from deadpool_megatron.hooks.dimensions.dimension import current_device
-from deadpool_megatron.hooks.generations import hashing
 from deadpool_megatron.hooks.loop import Course, Emit, ProtectedLoop
 from deadpool_megatron.hooks.pretraining import faultpoints, stages
 from deadpool_megatron.hooks.pretraining.build import Build
@@ -38,6 +37,7 @@ from deadpool_megatron.hooks.pretraining.iterations.logbook import Logbook
 from deadpool_megatron.hooks.pretraining.iterations.newest import POSITIONS, SHOULD_EXIT, Newest
 from deadpool_megatron.hooks.pretraining.iterations.reporting import Reporter
 from deadpool_megatron.hooks.pretraining.scene import acting, replaced
+from deadpool_megatron.hooks.training_state import hashing
 
 # Of Megatron's arguments: where the data is.
 _PLACES = (*POSITIONS, "consumed_valid_samples")

@@ -23,16 +23,8 @@ from deadpool_megatron.hooks.dimensions.data import DataHook
 from deadpool_megatron.hooks.dimensions.dimension import DimensionHook
 from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
 from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-from deadpool_megatron.hooks.generations import extras as megatron_extras
 from deadpool_megatron.hooks.generations.layouts import role_layout
 from deadpool_megatron.hooks.generations.memory import admit, park
-from deadpool_megatron.hooks.generations.optimizer import (
-    ShardState,
-    StepHooks,
-    complete_state,
-    refuse_unknown_state,
-    statistics_span_the_world,
-)
 from deadpool_megatron.hooks.generations.pinning import PinnedSlots
 from deadpool_megatron.hooks.generations.protection import Protection
 from deadpool_megatron.hooks.generations.recomputing import ReplayRefused, load_shards
@@ -41,6 +33,14 @@ from deadpool_megatron.hooks.generations.steps import StepKeeper
 from deadpool_megatron.hooks.leftovers import Leftovers
 from deadpool_megatron.hooks.loop import Program, ProtectedLoop, model_config
 from deadpool_megatron.hooks.reports import Reports
+from deadpool_megatron.hooks.training_state import extras as megatron_extras
+from deadpool_megatron.hooks.training_state.optimizer import (
+    ShardState,
+    StepHooks,
+    complete_state,
+    refuse_unknown_state,
+    statistics_span_the_world,
+)
 from deadpool_megatron.layout.part_kinds import extras_part
 from deadpool_megatron.layout.reckoning.footprint import extras_room_bytes
 from deadpool_megatron.layout.records import EpochRecord, Generation

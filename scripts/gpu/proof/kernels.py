@@ -98,7 +98,7 @@ def _state_tensors(layer: Any, optimizer: Any) -> list[Any]:
     """Weights, buffers, the optimizer's state, and what FP8 keeps beside them."""
     import torch
 
-    from deadpool_megatron.hooks.generations import fp8_state
+    from deadpool_megatron.hooks.training_state import fp8_state
 
     kept = [v for state in optimizer.state.values() for v in state.values()]
     scales = [tensor for _, tensor in fp8_state.named_tensors([layer])]

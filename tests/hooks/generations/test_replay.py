@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer
 from deadpool_megatron.hooks.generations.replay import (
     InnerUpdate,
     parameters_of,
@@ -18,6 +17,7 @@ from deadpool_megatron.hooks.generations.replay import (
     replay,
     used_values,
 )
+from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer
 from deadpool_megatron.layout.part_kinds import UPDATE_PART, gradients_part
 from deadpool_megatron.state.packing import Part, move_into_arenas
 from tests.state.loading import load
@@ -217,14 +217,14 @@ class _Slots:
 
 def train_and_replay(arguments: str) -> dict[str, Any]:
     """On one rank: six iterations with steps kept, then all of them again from the first state."""
-    from deadpool_megatron.hooks.generations import extras
-    from deadpool_megatron.hooks.generations.optimizer import (
+    from deadpool_megatron.hooks.generations.steps import StepKeeper
+    from deadpool_megatron.hooks.training_state import extras
+    from deadpool_megatron.hooks.training_state.optimizer import (
         ShardState,
         StepHooks,
         complete_state,
         inner_optimizers,
     )
-    from deadpool_megatron.hooks.generations.steps import StepKeeper
     from deadpool_megatron.layout.records import Generation
     from deadpool_megatron.platform import select_platform
     from deadpool_megatron.state import extras as codec

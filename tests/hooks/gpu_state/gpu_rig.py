@@ -10,8 +10,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from deadpool_megatron.hooks.generations import extras, fp8_state
-from deadpool_megatron.hooks.generations.optimizer import ShardState
+from deadpool_megatron.hooks.training_state import extras, fp8_state
+from deadpool_megatron.hooks.training_state.optimizer import ShardState
 from deadpool_megatron.state.extras import decode, encode
 from tests.state.loading import load
 

@@ -18,9 +18,9 @@ from megatron.core import fp8_utils, parallel_state
 
 from deadpool_megatron.hooks import leftovers
 from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.generations import fp8_state
-from deadpool_megatron.hooks.generations.hashing import state_digests
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.training_state import fp8_state
+from deadpool_megatron.hooks.training_state.hashing import state_digests
+from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     complete_state,

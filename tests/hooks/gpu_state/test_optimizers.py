@@ -15,9 +15,9 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from deadpool_megatron.hooks.dimensions.data import DataHook
-from deadpool_megatron.hooks.generations import extras
-from deadpool_megatron.hooks.generations.hashing import state_digests
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.training_state import extras
+from deadpool_megatron.hooks.training_state.hashing import state_digests
+from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     complete_state,

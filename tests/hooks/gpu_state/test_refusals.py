@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.enums import Fp8Recipe
 
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.training_state.optimizer import (
     UnsupportedOptimizer,
     raw_tensors,
     refuse_unknown_state,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from deadpool_megatron.hooks.generations import loss_sums
 from deadpool_megatron.hooks.pretraining.iterations import values
+from deadpool_megatron.hooks.training_state import loss_sums
 
 # Positions in what train_step() answers in 0.16.
 LOSSES, SKIPPED, SHOULD_EXIT, GRAD_NORM = 0, 1, 3, 5

@@ -19,8 +19,7 @@ from deadpool_megatron.comms.nccl.blocks import Blocks
 from deadpool_megatron.comms.nccl.fabric import NcclGroup
 from deadpool_megatron.platform.cpu import CpuPlatform
 from deadpool_megatron.platform.cuda import CudaPlatform
-
-from .ranks import Member, run
+from tests.comms.ranks import Member, run
 
 THIRD = torch.device("cuda", 2)
 EPOCH: Any = SimpleNamespace(closed=False, check=lambda operation: None, progress=Progress())

@@ -18,8 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from deadpool_megatron.comms import EpochClosed
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.blocks import Blocks
-
-from .ranks import Member, run
+from tests.comms.ranks import Member, run
 
 pytestmark = pytest.mark.slow
 KIND = "fake-nccl"

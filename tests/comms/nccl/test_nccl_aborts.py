@@ -24,8 +24,7 @@ from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.settings import NCCL_DEFAULTS, Settings
 from tests.common.waiting import wait_for
-
-from .ranks import DEADLINE_SECONDS, Member, Ranks, run
+from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
 
 pytestmark = pytest.mark.slow
 KIND = "fake-nccl"

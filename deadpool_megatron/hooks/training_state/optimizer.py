@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.sharing import SharedCapture
+from deadpool_megatron.hooks.training_state.sharing import SharedCapture
 from deadpool_megatron.state.packing import Part, move_into_arenas
 
 

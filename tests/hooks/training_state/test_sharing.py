@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deadpool_megatron.hooks.generations.optimizer import ShardState
-from deadpool_megatron.hooks.generations.sharing import pieces
+from deadpool_megatron.hooks.training_state.optimizer import ShardState
+from deadpool_megatron.hooks.training_state.sharing import pieces
 from deadpool_megatron.settings import Settings, SettingsError
 
 

@@ -17,13 +17,13 @@ from megatron.core.transformer.moe.moe_utils import (
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from deadpool_megatron.hooks.checkpoints.frozen_weights import FrozenWeights
-from deadpool_megatron.hooks.generations import extras, loss_sums
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.process.entry import EpochEntry
+from deadpool_megatron.hooks.training_state import extras, loss_sums
+from deadpool_megatron.hooks.training_state.optimizer import (
     ShardState,
     UnsupportedOptimizer,
     refuse_unknown_state,
 )
-from deadpool_megatron.hooks.process.entry import EpochEntry
 from deadpool_megatron.layout.records import EpochRecord, Generation, Restore, Seat
 from deadpool_megatron.settings import Settings
 from deadpool_megatron.state.extras import ExtrasError, decode, encode

@@ -8,14 +8,14 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations import fp8_state, loss_sums
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.training_state import fp8_state, loss_sums
+from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
     param_group_tensors,
     param_group_values,
     restore_param_group_values,
 )
-from deadpool_megatron.hooks.loop import ProtectedLoop
 from deadpool_megatron.state.extras import (
     ExtrasError,
     capture_random_states,

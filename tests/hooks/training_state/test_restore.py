@@ -51,10 +51,10 @@ def go_back(arguments: str, holders: int = 0) -> dict[str, Any]:
     from deadpool_megatron.hooks.dimensions.data import DataHook
     from deadpool_megatron.hooks.dimensions.pipeline import PipelineHook
     from deadpool_megatron.hooks.dimensions.tensor import TensorHook
-    from deadpool_megatron.hooks.generations import extras
-    from deadpool_megatron.hooks.generations.hashing import state_digests
-    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
     from deadpool_megatron.hooks.leftovers import Leftovers
+    from deadpool_megatron.hooks.training_state import extras
+    from deadpool_megatron.hooks.training_state.hashing import state_digests
+    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
     from deadpool_megatron.state.extras import decode, encode
     from deadpool_megatron.trainer.arguments import parse_args
     from deadpool_megatron.trainer.loop import TrainingLoop
@@ -144,7 +144,7 @@ def test_what_peers_have_captured_a_part_of_each_is_put_together(flags: str) -> 
 
 def same_bytes(arguments: str) -> list[tuple[int, ...]]:
     """On one rank: which roles hold the same bytes of each part."""
-    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
+    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
     from deadpool_megatron.trainer.arguments import parse_args
     from deadpool_megatron.trainer.loop import TrainingLoop
 
@@ -166,7 +166,7 @@ def packed_again(arguments: str) -> bool:
     takes another role in place, is laid out as that of the first one."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from deadpool_megatron.hooks.generations.optimizer import ShardState, complete_state
+    from deadpool_megatron.hooks.training_state.optimizer import ShardState, complete_state
     from deadpool_megatron.trainer.arguments import parse_args
     from deadpool_megatron.trainer.loop import TrainingLoop
 

@@ -11,8 +11,7 @@ from deadpool_megatron.comms import Communicators
 from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl import warming
 from deadpool_megatron.comms.nccl.fake import FakeCommunicator, FakeNcclFabric
-
-from .ranks import Member, run
+from tests.comms.ranks import Member, run
 
 
 def calls_of_a_warm_up(member: Member) -> tuple[list[str], bool, bool]:

@@ -28,8 +28,8 @@ import torch
 from megatron.core import fp8_utils
 from torch import Tensor
 
-from deadpool_megatron.hooks.generations.optimizer import UnsupportedOptimizer, raw_tensors
 from deadpool_megatron.hooks.loop import ProtectedLoop, model_config
+from deadpool_megatron.hooks.training_state.optimizer import UnsupportedOptimizer, raw_tensors
 from deadpool_megatron.state.extras import ExtrasError
 
 _DIRECTIONS = ("scaling_fwd", "scaling_bwd")

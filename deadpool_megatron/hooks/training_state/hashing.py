@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from deadpool_megatron.hooks.generations import fp8_state
-from deadpool_megatron.hooks.generations.extras import tracked_random_states
-from deadpool_megatron.hooks.generations.optimizer import (
+from deadpool_megatron.hooks.loop import ProtectedLoop
+from deadpool_megatron.hooks.training_state import fp8_state
+from deadpool_megatron.hooks.training_state.extras import tracked_random_states
+from deadpool_megatron.hooks.training_state.optimizer import (
     inner_optimizers,
     raw_tensors,
     state_tensors,
 )
-from deadpool_megatron.hooks.loop import ProtectedLoop
 
 _Entry = tuple[str, torch.Tensor | str]
 

@@ -22,16 +22,15 @@ from deadpool_megatron.comms.nccl import fake as fake_nccl
 from deadpool_megatron.comms.nccl.stream_order import JUNK_LOG
 from deadpool_megatron.platform.base import CopyFailedError
 from deadpool_megatron.platform.cpu import CpuPlatform
-
-from .ranks import DEADLINE_SECONDS, Member, Ranks, run
-from .test_forwarding import everything
+from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks, run
+from tests.comms.test_forwarding import everything
 
 pytestmark = pytest.mark.slow
 KIND = "fake-nccl"
 
 
 def same_as_gloo(member: Member) -> bool:
-    from .ranks import plain_gloo
+    from tests.comms.ranks import plain_gloo
 
     fake_nccl.allow_unbatched = True
     with plain_gloo(member):

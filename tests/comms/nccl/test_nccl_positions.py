@@ -15,8 +15,7 @@ from deadpool_megatron.comms.inner import GroupSpec, Position
 from deadpool_megatron.comms.nccl.fabric import NcclFabric
 from deadpool_megatron.comms.nccl.positions import read_positions
 from tests.common.waiting import wait_for
-
-from .ranks import DEADLINE_SECONDS, Member, Ranks
+from tests.comms.ranks import DEADLINE_SECONDS, Member, Ranks
 
 
 def recorded(**status: Any) -> bytes:
