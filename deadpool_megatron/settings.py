@@ -105,7 +105,7 @@ class Settings:
         "auto", "how members start: auto, fork (from a preloaded agent) or exec (fresh process)"
     )
 
-    beat_interval_seconds: float = _setting(0.1, "period of the beats of members and agents")
+    beat_interval_seconds: float = _setting(0.2, "period of the beats of members and agents")
     freeze_seconds: float = _setting(
         3.0, "a member whose process shows no sign of life for this long is taken for frozen"
     )

@@ -5,9 +5,11 @@ of the run secret and the nonces of both sides, one for each direction; each rec
 which is not sent. So whatever is altered, put in, sent again, left out or moved by somebody on the
 way ends the connection before a byte of it is used (bulk: before it counts as received).
 
-Frames are proved by HMAC-SHA256. Of bulk bytes, the copies of states, a checksum of 128 bits enters
-the HMAC instead of a digest: its seed comes out of the keys, and it is never sent itself. SHA-256
-would cost as much as TLS; who wants a proof with the strength of a cipher for states takes TLS.
+Frames are proved by keyed BLAKE2b (RFC 7693), which a coordinator of thousands of agents computes
+tens of thousands of times a second: HMAC-SHA256 takes five times as long for so few bytes. Of bulk
+bytes, the copies of states, a checksum of 128 bits enters the MAC instead of the bytes: its seed
+comes out of the keys, and it is never sent itself. A MAC of all of them would cost as much as TLS;
+who wants a proof with the strength of a cipher for states takes TLS.
 """
 
 from __future__ import annotations
@@ -48,21 +50,24 @@ class Direction:
     """The records of one direction of a connection, in order."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = hmac.digest(key, b"tag", "sha256")
+        own = hmac.digest(key, b"tag", "sha256")
+        self._mac = hashlib.blake2b(key=own, digest_size=_TAG_BYTES)
         self._seed = int.from_bytes(hmac.digest(key, b"bulk", "sha256")[:8], "big")
         self._number = 0
 
     def tag(self, header: int, data: Buffer) -> bytes:
         """Of the next record."""
         if header & _BULK:
-            digest = xxhash.xxh3_128_digest(data, self._seed)
-        elif isinstance(data, bytes) and len(data) > _SHARED_BYTES:
-            digest = _digest(data)
+            proved: Buffer = xxhash.xxh3_128_digest(data, self._seed)
+        elif len(data) > _SHARED_BYTES:
+            proved = _kept_digest(data) if isinstance(data, bytes) else _digest(data)
         else:
-            digest = hashlib.sha256(data).digest()
+            proved = data
         self._number += 1
-        counted = _COUNTED.pack(self._number, header) + digest
-        return hmac.digest(self._key, counted, "sha256")[:_TAG_BYTES]
+        mac = self._mac.copy()
+        mac.update(_COUNTED.pack(self._number, header))
+        mac.update(proved)
+        return mac.digest()
 
     def seal(self, data: bytes) -> bytes:
         """One record with these bytes."""
@@ -76,9 +81,11 @@ class Direction:
             raise AlteredError
 
 
-@functools.lru_cache(maxsize=1)
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+def _digest(data: Buffer) -> bytes:
+    return hashlib.blake2b(data, digest_size=32).digest()
+
+
+_kept_digest = functools.lru_cache(maxsize=1)(_digest)
 
 
 def _length(header: int) -> int:

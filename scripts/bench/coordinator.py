@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from common.ending import end_in_order
 from common.machine import machine_facts, write_facts
 from control_plane import long_life
 from control_plane.agents import Cluster
@@ -303,7 +304,7 @@ class Bench:
 
 
 def allow_files(agents: int) -> str:
-    """Raise the limit of open files as far as needed; answers why it cannot be, or nothing."""
+    """Raise the limit of open files as far as needed. Returns why it cannot be, or nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = agents + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -347,6 +348,7 @@ def main() -> int:
     if problem := allow_files(max(args.agents)):
         print(f"coordinator.py: {problem}", file=sys.stderr)
         return 2
+    end_in_order()
     facts = machine_facts()
     results: list[Found] = []
     for size in args.agents:

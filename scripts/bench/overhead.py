@@ -148,7 +148,7 @@ def _mean_of_threads(runs: list[Measured]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -138,7 +138,7 @@ def available(labels: list[str], environments: Path) -> tuple[dict[str, Side], d
 
 
 def install_all(environments: Path) -> int:
-    """Make all environments; answers the exit status."""
+    """Make all environments; returns the exit status."""
     status = 0
     for peer in PACKAGES:
         try:
@@ -179,7 +179,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     args = parse_arguments()
     if args.install:
         return install_all(args.environments)

@@ -127,7 +127,7 @@ def _per_gb(
 
 
 def main() -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -69,7 +69,7 @@ def facts_of(runs: list[Protected], undisturbed: RunResult) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

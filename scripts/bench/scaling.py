@@ -82,7 +82,7 @@ def measure(size: Size, args: argparse.Namespace, base: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -29,7 +29,7 @@ _SAMPLES = 16
 def training_arguments(size: str, steps: int) -> list[str]:
     """Flags of the trainer, the same on both sides."""
     return [
-        *(*size_flags(size), "--log-interval", "1", "--bf16"),
+        *(*size_flags(size), "--log-interval", "1"),
         *("--global-batch-size", str(_SAMPLES)),
         *("--train-iters", str(WARM_UP + 1 + steps)),
     ]

@@ -369,7 +369,8 @@ class Agent:
             if self._link.beat_is_due:
                 self._link.beat(self._told)
             self._look_for_cut(time.monotonic())
-            await asyncio.sleep(self._settings.beat_interval_seconds)
+            # A period that the coordinator asks for need not be a multiple of the setting.
+            await asyncio.sleep(self._settings.beat_interval_seconds / 2)
 
     # Contact with the coordinator.
 

@@ -25,7 +25,7 @@ _PORTS = range(21000, 31000)
 
 
 def main(argv: list[str]) -> int:
-    """Fork the ranks and wait for them; answers the first exit status that is not 0."""
+    """Fork the ranks and wait for them; returns the first exit status that is not 0."""
     world_size, arguments = int(argv[0]), argv[1:]
     from slow_steps import VARIABLE, slow_down  # beside this program
 

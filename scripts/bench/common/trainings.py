@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from common.ending import end_in_order
 from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
 from deadpool_megatron.trainer.config import TrainerConfig
 
@@ -81,11 +82,12 @@ def watch(
     unmeasured_steps: int = 0,
     silence_seconds: float = _SILENCE_SECONDS,
 ) -> Measured:
-    """Run to the end; ``new_steps`` answers how many steps were reported since it was asked last.
+    """Run to the end; ``new_steps`` returns how many steps were reported since it was asked last.
 
     ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
     fails, or reports nothing for ``silence_seconds``.
     """
+    end_in_order()
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     environment |= variables or {}

@@ -99,7 +99,7 @@ def train(namespace: argparse.Namespace, config: TrainerConfig) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run from the command line; answers the exit status."""
+    """Run from the command line; returns the exit status."""
     namespace, config = parse(argv)
     config.check_world_size(int(os.environ["WORLD_SIZE"]))
     failpoints.load()

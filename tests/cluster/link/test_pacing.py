@@ -31,7 +31,7 @@ def test_a_late_beat_casts_no_doubt_on_contact(agents: int, fence_seconds: float
     settings = Settings(
         fence_seconds=fence_seconds,
         node_silence_seconds=fence_seconds * 4 / 3,
-        freeze_seconds=0.6,
+        freeze_seconds=1.0,
         takeover_seconds=fence_seconds,
     )
     beat = beat_seconds(agents, settings)

@@ -282,7 +282,7 @@ class Members:
         }
 
     def check(self) -> None:
-        """Look for frozen members; to be called every beat interval."""
+        """Look for frozen members; to be called once in a beat interval, or more often."""
         now = time.monotonic()
         late = now - self._checked_at - self._settings.beat_interval_seconds
         self._checked_at = now
