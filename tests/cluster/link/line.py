@@ -1,4 +1,4 @@
-"""A line between one agent's link and coordinators, in memory and in virtual time, that can be cut.
+"""A line between agents' links and coordinators, in memory and in virtual time, that can be cut.
 
 The real :class:`CoordinatorLink`, :class:`Peers` and :class:`Orders` talk over streams that exist
 in this process only. A cut happens at a chosen frame, in one of several ways. Time jumps to the
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -141,15 +141,21 @@ class Office:
     """The coordinator of one term, as far as agents and orders go."""
 
     def __init__(self, line: Line, term: int) -> None:
-        info = SimpleNamespace(settings=line.settings, nodes=1, spares=0, world_size=1)
+        nodes = len(line.agents)
+        info = SimpleNamespace(settings=line.settings, nodes=nodes, spares=0, world_size=nodes)
         options: Any = SimpleNamespace(info=info, term=SimpleNamespace(number=term))
         self.peers = Peers(line.settings, self, term)
         self.orders = Orders(options, self.peers)
         self.said: list[Any] = []
-        self.is_left = False
+        self.left: set[int] = set()
         self.newer_terms: list[str] = []
         self.terms: list[int] = []
         self._state: Any = SimpleNamespace(open_epoch=0, phase=Phase.RUNNING)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a node was given away."""
+        return bool(self.left)
 
     def agent_joined(self, peer: AgentPeer, message: Mapping[str, Any], again: bool) -> None:
         self.terms.append(int(message["term"]))
@@ -161,8 +167,8 @@ class Office:
         del peer
 
     def agent_left(self, peer: AgentPeer, cause: str) -> None:
-        self.is_left = True
-        del peer, cause
+        self.left.add(peer.node)
+        del cause
 
     def superseded(self, why: str) -> None:
         self.newer_terms.append(why)
@@ -174,49 +180,69 @@ class Office:
         raise AssertionError(f"{who}: {why}")
 
 
-class Line:
-    """``cuts``: number of the frame, counted over all connections, to what happens at it."""
+class Agent:
+    """The link of one agent, and what it was ordered."""
 
-    def __init__(self, cuts: Mapping[int, How]) -> None:
+    def __init__(self, line: Line, node: int) -> None:
+        self.obeyed: list[dict[str, Any]] = []
+        self.link = CoordinatorLink(
+            lambda: ("coordinator", line.term),
+            b"",
+            "run",
+            line.settings,
+            lambda: {
+                "t": "join",
+                "node": node,
+                "boot": f"agent {node}",
+                "hostname": f"host {node}",
+                "told": 0,
+            },
+            self._take,
+        )
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        if message["t"] not in ("welcome", "probe"):
+            self.obeyed.append(dict(message))
+
+
+class Line:
+    """``cuts``: number of the frame, counted over all connections of all agents, to what happens at
+    it. ``link``, ``obeyed``: of the first agent.
+    """
+
+    def __init__(self, cuts: Mapping[int, How], nodes: Sequence[int] = (NODE,)) -> None:
         self.settings = Settings()
         self.cuts = dict(cuts)
         self.frames = 0
+        self.term = 1
+        self.agents = {node: Agent(self, node) for node in nodes}
+        self.link, self.obeyed = self.agents[nodes[0]].link, self.agents[nodes[0]].obeyed
         self.office = Office(self, 1)
         self._offices = {1: self.office}
-        self.obeyed: list[dict[str, Any]] = []
         self.numbers = itertools.count(1)
-        self.link = CoordinatorLink(
-            lambda: ("coordinator", self._term),
-            b"",
-            "run",
-            self.settings,
-            lambda: {"t": "join", "node": NODE, "boot": "agent", "hostname": "host", "told": 0},
-            self._take,
-        )
-        self._term = 1
         self._serving: set[asyncio.Task[None]] = set()
 
     def take_over(self) -> Office:
         """Another coordinator is the newest; the old one does not know it yet."""
-        self._term += 1
-        self.office = self._offices[self._term] = Office(self, self._term)
+        self.term += 1
+        self.office = self._offices[self.term] = Office(self, self.term)
         return self.office
 
     def go_back(self) -> Office:
         """The first coordinator is named as the newest again."""
-        self._term = 1
+        self.term = 1
         self.office = self._offices[1]
         return self.office
 
     async def live(self, scenario: Callable[[], Awaitable[None]]) -> None:
-        """Run the link and its beats beside the scenario."""
-        running = asyncio.create_task(self.link.run(60.0))
+        """Run the links and their beats beside the scenario."""
+        running = [asyncio.create_task(agent.link.run(60.0)) for agent in self.agents.values()]
         beating = asyncio.create_task(self._beat())
         try:
             await scenario()
-            assert not running.done(), running
+            assert not any(task.done() for task in running), running
         finally:
-            for task in (running, beating, *self._serving):
+            for task in (*running, beating, *self._serving):
                 task.cancel()
 
     async def until(self, what: str, ready: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -245,16 +271,17 @@ class Line:
 
     async def _beat(self) -> None:
         while True:
-            if self.link.beat_is_due:
-                self.link.beat()
+            for agent in self.agents.values():
+                if agent.link.beat_is_due:
+                    agent.link.beat()
             await asyncio.sleep(_TICK_SECONDS)
 
-    def _take(self, message: Mapping[str, Any]) -> None:
-        if message["t"] not in ("welcome", "probe"):
-            self.obeyed.append(dict(message))
 
-
-def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -> Line:
+def play(
+    cuts: Mapping[int, How],
+    scenario: Callable[[Line], Awaitable[None]],
+    nodes: Sequence[int] = (NODE,),
+) -> Line:
     """Run a scenario on a line with these cuts, in virtual time."""
 
     async def nothing(*_: object) -> None:
@@ -265,7 +292,7 @@ def play(cuts: Mapping[int, How], scenario: Callable[[Line], Awaitable[None]]) -
         patch.setattr(agent_link, "time", clock)
         patch.setattr(greetings, "time", clock)
         patch.setattr(peers, "time", clock)
-        line = Line(cuts)
+        line = Line(cuts, nodes)
         patch.setattr(greetings, "open_stream", line.open)
         await line.live(lambda: scenario(line))
         return line

@@ -13,19 +13,21 @@ from hypothesis import strategies as st
 from deadpool_megatron.cluster.coordinator.orders import Orders
 from deadpool_megatron.cluster.machine import actions
 from deadpool_megatron.layout.records import Generation
-from tests.cluster.link.line import NODE, How, Line, play
+from tests.cluster.link.line import NODE, Agent, How, Line, play
 
 # Each with a number by which it is known again.
-ORDERS: dict[str, Callable[[Orders, int], None]] = {
-    "start": lambda o, n: o.give(actions.StartMembers(NODE, {0: n}, {})),
-    "kill": lambda o, n: o.give(actions.KillMember(NODE, 0, n)),
-    "close": lambda o, n: o.give(actions.CloseEpoch(n, "a failure")),
-    "pause": lambda o, n: o.give(actions.Pause(1, n)),
-    "dump": lambda o, n: o.give(actions.Dump((NODE,), "/dump", Generation(1, n), "step")),
-    "durable-done": lambda o, n: o.durable_done(n),
-    "export-take": lambda o, n: o.send(NODE, {"t": "export-take", "iteration": n}),
-    "stop": lambda o, n: o.stop(str(n), remove=False),
+ORDERS: dict[str, Callable[[Orders, int, int], None]] = {
+    "start": lambda o, n, node: o.give(actions.StartMembers(node, {0: n}, {})),
+    "kill": lambda o, n, node: o.give(actions.KillMember(node, 0, n)),
+    "close": lambda o, n, node: o.give(actions.CloseEpoch(n, "a failure")),
+    "pause": lambda o, n, node: o.give(actions.Pause(1, n)),
+    "dump": lambda o, n, node: o.give(actions.Dump((node,), "/dump", Generation(1, n), "step")),
+    "durable-done": lambda o, n, node: o.durable_done(n),
+    "export-take": lambda o, n, node: o.send(node, {"t": "export-take", "iteration": n}),
+    "stop": lambda o, n, node: o.stop(str(n), remove=False),
 }
+NODES = (3, 4, 8)
+_TO_ALL = ("close", "pause", "durable-done", "stop")
 _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "start": lambda m: m["slots"]["0"],
     "kill": lambda m: m["incarnation"],
@@ -35,10 +37,10 @@ _NUMBER: dict[str, Callable[[Mapping[str, Any]], int]] = {
 }
 
 
-def obeyed(line: Line) -> list[tuple[str, int]]:
+def obeyed(agent: Line | Agent) -> list[tuple[str, int]]:
     """What the agent was ordered, in order."""
     default: Callable[[Mapping[str, Any]], int] = lambda m: m["iteration"]  # noqa: E731
-    return [(m["t"], int(_NUMBER.get(m["t"], default)(m))) for m in line.obeyed]
+    return [(m["t"], int(_NUMBER.get(m["t"], default)(m))) for m in agent.obeyed]
 
 
 def exchange(line: Line, steps: list[str]) -> tuple[list[tuple[str, int]], list[int]]:
@@ -50,7 +52,7 @@ def exchange(line: Line, steps: list[str]) -> tuple[list[tuple[str, int]], list[
             line.link.send({"t": "report", "value": number})
             reported.append(number)
         else:
-            ORDERS[step](line.office.orders, number)
+            ORDERS[step](line.office.orders, number, NODE)
             ordered.append((step, number))
     return ordered, reported
 
@@ -68,7 +70,7 @@ def test_order_that_is_cut_off_arrives(kind: str, how: How) -> None:
     async def scenario(line: Line) -> None:
         await beginning(line)
         line.cuts = {line.frames: how}
-        ORDERS[kind](line.office.orders, 7)
+        ORDERS[kind](line.office.orders, 7, NODE)
         await line.until(kind, lambda: line.obeyed)
         await asyncio.sleep(10.0)
         assert obeyed(line) == [(kind, 7)]
@@ -122,6 +124,52 @@ def test_nothing_is_lost_doubled_or_stalled(
         assert line.office.said == reported
 
     play(cuts, scenario)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.tuples(st.sampled_from([*ORDERS, "report"]), st.sampled_from(NODES)), max_size=12),
+    st.dictionaries(st.integers(0, 120), st.sampled_from(How), max_size=6),
+)
+def test_what_is_cut_from_one_agent_comes_to_it_alone(
+    steps: list[tuple[str, int]], cuts: dict[int, How]
+) -> None:
+    """Several agents, of whose connections any are cut at any frame: each obeys what was ordered to
+    it, once and in order, and who was given away costs the others nothing."""
+
+    async def scenario(line: Line) -> None:
+        office = line.office
+        ordered: dict[int, list[tuple[str, int]]] = {node: [] for node in NODES}
+        reported: dict[int, list[int]] = {node: [] for node in NODES}
+        await line.until(
+            "connections", lambda: office.peers.agents.keys() | office.left >= set(NODES)
+        )
+        for step, node in steps:
+            number = next(line.numbers)
+            if step == "report":
+                line.agents[node].link.send({"t": "report", "value": number})
+                reported[node].append(number)
+                continue
+            ORDERS[step](office.orders, number, node)
+            for one in NODES if step in _TO_ALL else (node,):
+                ordered[one].append((step, number))
+            await asyncio.sleep(0.3)
+
+        def is_done(node: int) -> bool:
+            return node in office.left or (
+                obeyed(line.agents[node]) == ordered[node]
+                and [n for n in office.said if n in reported[node]] == reported[node]
+            )
+
+        for node in NODES:
+            await line.until(f"node {node}: {ordered} {reported}", lambda node=node: is_done(node))
+        await asyncio.sleep(2.0)
+        assert all(is_done(node) for node in NODES)
+        # One cut costs nobody a node, nor does what is only late.
+        assert 2 * len(office.left) <= len(cuts)
+        assert len(office.left) <= sum(how is not How.LATE for how in cuts.values())
+
+    play(cuts, scenario, NODES)
 
 
 @settings(max_examples=60)
