@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests.common import gpus
+from tests.common.turns import in_turn
 
 SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
@@ -42,7 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--within",
         type=float,
         metavar="MINUTES",
-        help="leave out those of --full that have not begun after so many minutes, and say so",
+        help="run those of --full last, by turns from commit to commit, and leave out, and say so,"
+        " what has not begun after so many minutes",
     )
     parser.addoption("--cell", help="LAYOUT:CELL of the fault matrix to run alone")
 
@@ -70,6 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=deselected)
     if config.getoption("--cell") is None:
         items[:] = [item for item in items if item.name != "test_one_cell"]
+    if config.getoption("--within") is not None:
+        items[:] = in_turn(items, _is_full, lambda item: item.path, _commit())
     if not Path("/dev/nvidiactl").exists():
         no_gpu = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
@@ -77,10 +82,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(no_gpu)
 
 
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
+    within = config.getoption("--within")
+    last = next((item for item in items if _is_full(item)), None)
+    if within is None or last is None:
+        return ""
+    return f"those of --full come last, from {last.path.name} on, within {within:g} minutes"
+
+
+def _is_full(item: pytest.Item) -> bool:
+    return item.get_closest_marker("full") is not None
+
+
+def _commit() -> str:
+    command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""  # a tree without git: always the same order
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
-    if within is None or item.get_closest_marker("full") is None:
+    if within is None or not _is_full(item):
         return
     if time.monotonic() - item.config.stash[_STARTED_SECONDS] > 60 * within:
         pytest.skip(f"{within:g} minutes were over before its turn (--within)")
