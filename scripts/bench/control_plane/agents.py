@@ -214,8 +214,10 @@ class Agent:
         return self.welcomed and time.monotonic() - self._heard_at <= doubt
 
     def start(self) -> None:
-        """Connect now, and again after each end of the connection."""
-        self._cluster.spawn(self._connect())
+        """Connect now, and again after each end of the connection; one attempt at a time."""
+        if self.alive and self._fresh is None and not self.in_touch:
+            self._fresh = Wire(self, self._cluster.secret, self._cluster.run_id)
+            self._cluster.spawn(self._connect(self._fresh))
 
     def kill(self) -> None:
         """The end of the node."""
@@ -224,12 +226,10 @@ class Agent:
             if wire is not None:
                 wire.abort()
 
-    async def _connect(self) -> None:
-        """One attempt. It is given up as a real agent gives it up: by time, or at its end."""
-        cluster, loop = self._cluster, asyncio.get_running_loop()
-        wire = self._fresh = Wire(self, cluster.secret, cluster.run_id)
+    async def _connect(self, wire: Wire) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            if (address := cluster.address()) is None:
+            if (address := self._cluster.address()) is None:
                 raise OSError("no coordinator yet")
             await loop.create_connection(lambda: wire, *address)
         except OSError:
@@ -268,7 +268,7 @@ class Agent:
     def took(self, wire: Wire, message: dict[str, Any]) -> None:
         """See Speaker."""
         kind = message["t"]
-        if kind == "welcome":
+        if kind == "welcome" and wire is self._fresh:
             self._welcome(wire, message)
         if wire is not self._wire:
             return  # of the connection that was left, or a refusal
@@ -389,8 +389,7 @@ class Agent:
         cluster, now = self._cluster, time.monotonic()
         if self._wire is None:
             return
-        if not self.in_touch and self._fresh is None:
-            self.start()
+        self.start()
         sign, told = f'"b":{now},"o":{self._ordered},"t":"beat"', ""
         if self._telling.is_due(now):
             told = f",{self._beat_of(cluster.iteration)}"
