@@ -22,6 +22,7 @@ SEGMENT_ROOT = Path("/dev/shm")
 SESSION_VARIABLE = "DEADPOOL_TEST_SESSION"
 # Ending processes get this long to be gone before they count as left over.
 _GRACE_SECONDS = 5.0
+_GIT_SECONDS = 30.0
 
 
 # How long an example may take says how busy the machine is. A test that has its own number of
@@ -97,9 +98,11 @@ def _is_full(item: pytest.Item) -> bool:
 def _commit() -> str:
     command = ("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    except OSError:
-        return ""  # a tree without git: always the same order
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""  # always the same order then
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.ending import end_in_order
+from common.ending import ending_in_order
 from common.machine import machine_facts, write_facts
 from control_plane import long_life
 from control_plane.agents import Cluster
@@ -331,6 +331,7 @@ async def _measure(size: int, seconds: float, directory: Path) -> Found:
     return await Bench(size, seconds, directory).run()
 
 
+@ending_in_order()
 def main() -> int:
     """See the module text."""
     parser = argparse.ArgumentParser(
@@ -348,7 +349,6 @@ def main() -> int:
     if problem := allow_files(max(args.agents)):
         print(f"coordinator.py: {problem}", file=sys.stderr)
         return 2
-    end_in_order()
     facts = machine_facts()
     results: list[Found] = []
     for size in args.agents:

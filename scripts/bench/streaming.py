@@ -30,7 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.ending import end_in_order
+from common.ending import ending_in_order
 from common.machine import ROOT, machine_facts, write_facts
 from common.slow_steps import PLACE, PLACES, VARIABLE
 
@@ -267,6 +267,7 @@ def _ratios(above: Mapping[str, float], below: Mapping[str, float]) -> dict[str,
     return {key: above[key] / below[key] for key in ("mean", "p50")}
 
 
+@ending_in_order()
 def main() -> int:
     """Run from the command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -295,7 +296,6 @@ def main() -> int:
         parser.error(f"unknown arguments {' '.join(flags)}; --deadpool-* go to the protected runs")
     if reason := missing():
         parser.error(f"no hosts can be made here: {reason}")
-    end_in_order()
     facts: dict[str, Any] = {
         "bench": "streaming",
         "machine": machine_facts(),

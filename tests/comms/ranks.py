@@ -184,9 +184,19 @@ class Ranks:
         os.kill(self.store_pid, signal.SIGKILL)
         os.waitpid(self.store_pid, 0)
 
+    def go_without_store(self, function: Callable[..., Any]) -> dict[int, Any]:
+        """Run it in all ranks; between its "ready" and the order "go" the store dies."""
+        self.start(function)
+        for rank in range(self.size):
+            self.hear(rank, "ready")
+        self.kill_store()
+        for rank in range(self.size):
+            self.say(rank, "order", "go")
+        return self.results()
+
 
 def run(size: int, function: Callable[..., Any], *args: Any, **settings: Any) -> dict[int, Any]:
-    """Run ``function`` in ``size`` ranks to its end; answers its results by rank."""
+    """Run ``function`` in ``size`` ranks to its end; returns its results by rank."""
     with Ranks(size, **settings) as ranks:
         return ranks.start(function, *args).results()
 

@@ -136,10 +136,4 @@ def without_store(member: Member) -> bool:
 @pytest.mark.parametrize("kind", ["gloo", "fake-nccl"])
 def test_nothing_touches_the_store_after_attach(kind: str) -> None:
     with Ranks(2, kind=kind) as ranks:
-        ranks.start(without_store)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
-        ranks.kill_store()
-        for rank in range(2):
-            ranks.say(rank, "order", "go")
-        assert all(ranks.results().values())
+        assert all(ranks.go_without_store(without_store).values())

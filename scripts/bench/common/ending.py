@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 
-def end_in_order() -> None:
-    """From here on SIGTERM ends this process as an exception does, through every ``finally``: else
-    the runs that it watches, in sessions of their own, would go on without it.
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Within it SIGTERM ends this process as an exception does, through every ``finally``: else the
+    runs that it watches, in sessions of their own, would go on without it. Main thread only.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    before = signal.signal(signal.SIGTERM, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del frame
+    # One is enough: a second one, as from timeout(1), would cut short what the first has begun.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + number)

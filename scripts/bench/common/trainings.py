@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.ending import end_in_order
+from common.ending import ending_in_order
 from common.machine import MARK, cpu_seconds, memory_bytes, thread_seconds
 from deadpool_megatron.trainer.config import TrainerConfig
 
@@ -73,6 +73,7 @@ def run_plain(
         return watch(command, log, steps, new_steps, variables, unmeasured_steps)
 
 
+@ending_in_order()
 def watch(
     command: list[str],
     log: Path,
@@ -87,7 +88,6 @@ def watch(
     ``unmeasured_steps``: so many follow after the measured ones. Raises BenchError when the run
     fails, or reports nothing for ``silence_seconds``.
     """
-    end_in_order()
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     environment |= variables or {}

@@ -334,13 +334,7 @@ def lazy(member: Member) -> bool:
 
 def test_lazy_communicators_fail_without_the_store() -> None:
     with Ranks(2, kind=KIND, close_wait_seconds=0.1) as ranks:
-        ranks.start(lazy)
-        for rank in range(2):
-            ranks.hear(rank, "ready")
-        ranks.kill_store()
-        for rank in range(2):
-            ranks.say(rank, "order", "go")
-        assert all(ranks.results().values())
+        assert all(ranks.go_without_store(lazy).values())
 
 
 def whole_set(member: Member) -> bool:
