@@ -1,6 +1,7 @@
 """Length-prefixed JSON frames over a stream socket, for blocking sockets and for asyncio.
 
-Frame: magic ``DPM1`` (4 bytes), length of the JSON text (4 bytes, big endian), JSON object (UTF-8).
+Frame: magic ``DPM2`` (4 bytes), length of the JSON text (4 bytes, big endian), JSON object (UTF-8).
+The magic changes with the form of frames and records, so that versions do not talk past each other.
 Bulk bytes follow a frame outside of it; the frame's ``nbytes`` says how many (see vault/).
 """
 
@@ -13,7 +14,7 @@ import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAGIC = b"DPM1"
+MAGIC = b"DPM2"
 _HEADER = struct.Struct(">4sI")
 HEADER_BYTES = _HEADER.size
 MAXIMUM_FRAME_BYTES = 32 << 20
@@ -48,7 +49,7 @@ def decode_header(header: bytes, limit_bytes: int = MAXIMUM_FRAME_BYTES) -> int:
     """Length of the JSON text. Raises WireError for a wrong magic or an oversized frame."""
     magic, length = _HEADER.unpack(header)
     if magic != MAGIC:
-        raise WireError(f"not a deadpool frame: starts with {magic!r}")
+        raise WireError(f"not a deadpool frame of this version: starts with {magic!r}")
     if length > limit_bytes:
         raise WireError(f"frame of {length} bytes is over {limit_bytes}")
     return int(length)

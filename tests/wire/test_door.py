@@ -227,7 +227,7 @@ def test_strangers_leave_no_descriptor_behind() -> None:
     async def scenario(inside: Recorder, address: Address) -> None:
         (await enter(address)).close()
         before = descriptors()
-        for payload in (b"", b"DPM1", b"GET /", framing.encode({"t": "hello", "run": "x"})):
+        for payload in (b"", framing.MAGIC, b"GET /", framing.encode({"t": "hello", "run": "x"})):
             with socket.create_connection(address) as connection:
                 connection.sendall(payload)
         await inside.until(lambda: len(inside.refusals) == 3)

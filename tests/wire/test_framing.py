@@ -28,8 +28,10 @@ def _damaged(draw: st.DrawFn) -> bytes:
         st.lists(
             _messages.map(framing.encode)
             | st.binary(max_size=30)
-            | st.binary(max_size=20).map(lambda body: b"DPM1" + len(body).to_bytes(4, "big") + body)
-            | st.integers(0, 2**32 - 1).map(lambda size: b"DPM1" + size.to_bytes(4, "big")),
+            | st.binary(max_size=20).map(
+                lambda body: framing.MAGIC + len(body).to_bytes(4, "big") + body
+            )
+            | st.integers(0, 2**32 - 1).map(lambda size: framing.MAGIC + size.to_bytes(4, "big")),
             max_size=4,
         )
     )
@@ -146,7 +148,7 @@ def test_bodies_that_are_expensive_to_read(body: bytes) -> None:
 
 
 def test_an_oversized_frame_is_refused_before_it_is_kept() -> None:
-    header = b"DPM1" + (framing.MAXIMUM_FRAME_BYTES + 1).to_bytes(4, "big")
+    header = framing.MAGIC + (framing.MAXIMUM_FRAME_BYTES + 1).to_bytes(4, "big")
     with pytest.raises(WireError, match="is over"):
         FrameBuffer().feed(header)
     with pytest.raises(WireError, match="is over"):
