@@ -75,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--cell") is None:
         items[:] = [item for item in items if item.name != "test_one_cell"]
     if config.getoption("--within") is not None:
-        items[:] = in_turn(items, _is_full, lambda item: item.path, _commit())
+        items[:] = in_turn(items, _may_be_left_out, lambda item: item.path, _commit())
     if not Path("/dev/nvidiactl").exists():
         no_gpu = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
@@ -85,14 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
     within = config.getoption("--within")
-    last = next((item for item in items if _is_full(item)), None)
+    last = next((item for item in items if _may_be_left_out(item)), None)
     if within is None or last is None:
         return ""
     return f"those of --full come last, from {last.path.name} on, within {within:g} minutes"
 
 
-def _is_full(item: pytest.Item) -> bool:
-    return item.get_closest_marker("full") is not None
+def _may_be_left_out(item: pytest.Item) -> bool:
+    full = item.get_closest_marker("full")
+    return full is not None and not full.kwargs.get("every_time", False)
 
 
 def _commit() -> str:
@@ -108,7 +109,7 @@ def _commit() -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     within = item.config.getoption("--within")
-    if within is None or not _is_full(item):
+    if within is None or not _may_be_left_out(item):
         return
     if time.monotonic() - item.config.stash[_STARTED_SECONDS] > 60 * within:
         pytest.skip(f"{within:g} minutes were over before its turn (--within)")

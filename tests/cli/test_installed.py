@@ -169,6 +169,7 @@ def test_every_example_is_installed(installed: Installation) -> None:
     assert "configs/tiny.args is there and differs" in done.stderr
 
 
+@pytest.mark.full(every_time=True)
 def test_a_node_is_lost_and_replaced(installed: Installation) -> None:
     done = installed.deadpool("demo", "--iterations", "8")
     assert done.returncode == 0, done.stdout + done.stderr

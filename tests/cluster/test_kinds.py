@@ -65,6 +65,7 @@ def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) ->
     assert final["recoveries"][-1]["seats_changed"]["1"][1][0] == 2
 
 
+@pytest.mark.full
 def test_a_device_error_asks_for_the_health_of_its_node(tmp_path: Path) -> None:
     """A process would start again in place; the site's own check knows better."""
     sick = tmp_path / "sick"

@@ -73,6 +73,7 @@ def was_opened(fifo: Path) -> bool:
     return True
 
 
+@pytest.mark.full
 def test_a_takeover_opens_no_file_of_events_of_long_ago(tmp_path: Path) -> None:
     """And gives the account of the whole run all the same."""
     with Agents(tmp_path / "r", options=_PATIENT) as run:

@@ -76,6 +76,7 @@ def test_what_nccl_needs_is_there_and_what_the_user_has_set_stays(
         assert all(expected.items() <= look.items() for look in looks)
 
 
+@pytest.mark.full
 def test_processes_of_one_node_share_its_cores(tmp_path: Path) -> None:
     found = environments(tmp_path, nproc=2)
     assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"1"}
@@ -113,6 +114,7 @@ def test_nodes_of_one_host_share_its_gpus_out(
     }
 
 
+@pytest.mark.full
 def test_a_contrary_value_ends_the_run_with_a_line_that_names_it(tmp_path: Path) -> None:
     script, run = tmp_path / "take.py", tmp_path / "run"
     script.write_text(TAKE)

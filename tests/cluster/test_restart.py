@@ -57,7 +57,7 @@ def test_every_member_and_the_coordinator_at_once(tmp_path: Path) -> None:
         assert set(decided(run.events())[1:]) == {"memory"}
 
 
-@pytest.mark.parametrize("how", ["launcher", "everything"])
+@pytest.mark.parametrize("how", ["everything", pytest.param("launcher", marks=pytest.mark.full)])
 def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> None:
     first = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=1)
     first.wait_iteration(5)
@@ -101,6 +101,7 @@ def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None
     run.wait_clean()
 
 
+@pytest.mark.full
 def test_all_agents_and_their_standbys_are_killed_and_started_again(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", *ENDLESS, nodes=2, spares=0) as agents:
         agents.wait_iteration(5)
@@ -133,6 +134,7 @@ def test_an_agent_that_comes_back_brings_the_only_copy(tmp_path: Path) -> None:
         assert f"takes up the slots of node {node}" in log
 
 
+@pytest.mark.full
 def test_what_healthy_and_dead_nodes_held_is_put_together(tmp_path: Path) -> None:
     """Who is left writes what it holds; what the dead node left in memory completes it."""
     options = ("--deadpool-protection", "local", "--deadpool-spare-timeout-seconds", "1")

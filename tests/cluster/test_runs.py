@@ -184,6 +184,7 @@ def test_coordinator_killed_between_journal_and_announcement(tmp_path: Path) -> 
         run.check_result(12)
 
 
+@pytest.mark.full
 def test_coordinator_killed_while_members_meet(tmp_path: Path) -> None:
     """The agents say again what their members wrote and want: the epoch stays open."""
     faults = [{"id": "c", "point": "coordinator.store", "match": {"epoch": 1}, "nth": 2}]
@@ -231,7 +232,9 @@ def _texts(run: Run) -> list[str]:
     return [str(event.data["text"]) for event in run.events(Kind.LOG)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
 def test_killed_or_stopped_agent_is_a_lost_node(tmp_path: Path, number: int) -> None:
     with Run(tmp_path / "r") as run:
         run.wait_iteration(3)
@@ -304,6 +307,7 @@ def test_replayed_step_with_other_numbers_ends_the_run(tmp_path: Path) -> None:
     assert "state dumped to" in final["reason"], "for whoever wants to look into it"
 
 
+@pytest.mark.full
 def test_replayed_step_with_other_numbers_may_be_reported_only(tmp_path: Path) -> None:
     faults = [{"id": "n", "point": "member.seal", "match": {"role": 1, "iteration": 6}}]
     with Run(
@@ -374,6 +378,7 @@ def test_interrupt_ends_in_order(tmp_path: Path, number: int) -> None:
     assert final["reason"] == "interrupted"
 
 
+@pytest.mark.full
 def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Also where nobody can end the run in order."""
     with Run(tmp_path / "r", options=("--deadpool-takeover-seconds", "60")) as run:
@@ -385,6 +390,7 @@ def test_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert not run.run.final.exists()
 
 
+@pytest.mark.full
 def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path: Path) -> None:
     options = ("--deadpool-spare-timeout-seconds", "2")
     with Run(tmp_path / "r", options=options) as run:

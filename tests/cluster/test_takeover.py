@@ -33,6 +33,7 @@ def test_agents_alone_make_a_run_and_the_coordinator_is_beside_the_spare(tmp_pat
     assert "is over" in again.stderr
 
 
+@pytest.mark.full
 def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) -> None:
     """Whoever gave it may be gone: it is carried out once, by the next one."""
     fault = {"id": "coordinator", "point": "coordinator.request"}
@@ -48,6 +49,7 @@ def test_the_order_to_end_outlives_the_coordinator_that_took_it(tmp_path: Path) 
     assert dumped.data["generation"][1] == final["steps"][-1]["iteration"], "nothing is lost"
 
 
+@pytest.mark.full
 def test_standbys_take_over_through_etcd_and_under_tls(tmp_path: Path) -> None:
     """Nothing of this goes through files: neither terms nor signs of life nor decisions."""
     (tmp_path / "etcd").mkdir()
@@ -136,6 +138,7 @@ def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -
     assert sum(one["steps_recomputed"] for one in final["recoveries"]) == 0
 
 
+@pytest.mark.full
 def test_standbys_that_claim_at_the_same_time_make_one_term(tmp_path: Path) -> None:
     """Each stops right before its claim until all of them are there: one of them wins."""
     faults = [

@@ -21,7 +21,7 @@ from deadpool_megatron.events import Event, Kind
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import Layout, Outcome, assert_unnoticed, fault, reference, run_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 
 FAKE = "--deadpool-communicator fake-nccl"
 #: what a role computes in an iteration; whatever reports it in any epoch must report the same
@@ -68,12 +68,7 @@ PLANS: dict[Layout, tuple[list[dict[str, Any]], int, str]] = {
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        layouts.PP2_DP2,
-        pytest.param(layouts.FP16, marks=pytest.mark.full),
-        pytest.param(layouts.OVERLAP, marks=pytest.mark.full),
-        pytest.param(layouts.VIRTUAL, marks=pytest.mark.full),
-    ],
+    [layouts.PP2_DP2, layouts.FP16, layouts.OVERLAP, layouts.VIRTUAL],
     ids=lambda layout: layout.name,
 )
 def test_junk_of_a_step_goes_nowhere(
@@ -92,7 +87,6 @@ def test_junk_of_a_step_goes_nowhere(
     assert "allreduce" in {entry["operation"] for entry in read}
 
 
-@pytest.mark.full
 def test_junk_in_a_save_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object collectives allocate by junk sizes and unpickle junk bytes: any error may come."""
     plan = [

@@ -15,6 +15,7 @@ ITERATIONS = 12
 SETTINGS = "--deadpool-audit-interval 1"
 
 
+@pytest.mark.full
 def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> None:
     """A weight, a shard of the optimizer's state, a gradient, what a forward pass gives: each time
     of a node that has a spare.
@@ -42,6 +43,7 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
 
+@pytest.mark.full
 def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
     """The state before is saved, and the run ends rather than train on."""
     where = {"when_role": 1, "when_iteration": 4, "action": "mark"}

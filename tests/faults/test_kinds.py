@@ -53,6 +53,7 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
 def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     tmp_path: Path, communicator: str

@@ -42,13 +42,8 @@ def strike(tmp_path: Path, plan: list[dict[str, Any]], **options: Any) -> Outcom
 FIRST = fault("first", "backward", when_role=0, when_iteration=4, target="node")
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        "restore",
-        *(pytest.param(p, marks=FULL) for p in ("drain", "adopt", "rebuild", "sync", "verify")),
-    ],
-)
+@FULL
+@pytest.mark.parametrize("phase", ["restore", "drain", "adopt", "rebuild", "sync", "verify"])
 def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str) -> None:
     """Role 3 holds no copy of role 0, so the state is in memory all the time."""
     epoch = {} if phase == "drain" else {"when_epoch": 2}
@@ -57,9 +52,8 @@ def test_a_survivor_dies_in_each_phase_of_a_recovery(tmp_path: Path, phase: str)
     assert max(recomputed(outcome)) <= 1
 
 
-@pytest.mark.parametrize(
-    "phase", ["adopt", *(pytest.param(p, marks=FULL) for p in ("rebuild", "restore"))]
-)
+@FULL
+@pytest.mark.parametrize("phase", ["adopt", "rebuild", "restore"])
 def test_the_spare_dies_while_it_takes_over(tmp_path: Path, phase: str) -> None:
     second = fault("second", f"recovery.{phase}", when_role=0, when_epoch=2, target="node")
     outcome = strike(tmp_path, [FIRST, second], spares=2)
@@ -80,12 +74,13 @@ def test_the_waiting_spare_dies(tmp_path: Path) -> None:
     strike(tmp_path, [early, FIRST], spares=2)
 
 
+@FULL
 @pytest.mark.parametrize(
     ("point", "match"),
     [
-        pytest.param("recovery.rebuild", {"when_epoch": 2}, marks=FULL),
+        ("recovery.rebuild", {"when_epoch": 2}),
         ("step.begin", {"when_iteration": 4, "when_epoch": 2}),
-        pytest.param("forward", {"when_iteration": 5, "when_epoch": 2}, marks=FULL),
+        ("forward", {"when_iteration": 5, "when_epoch": 2}),
     ],
     ids=["in-rebuild", "in-replay", "right-after"],
 )
@@ -113,6 +108,7 @@ def test_two_nodes_at_once_then_a_crash(tmp_path: Path) -> None:
     assert (new[0], new[1], new[2]) == (old[0], old[1], old[2] + 1)
 
 
+@FULL
 def test_vault_killed_agent_killed_vault_stopped(tmp_path: Path) -> None:
     plan = [
         fault("vault-killed", "step.begin", when_role=1, when_iteration=3, target="vault"),
@@ -176,6 +172,7 @@ def test_ten_failures_in_one_run(tmp_path: Path) -> None:
     assert set(restart_kinds(outcome)[1:]) == {"memory"}
 
 
+@FULL
 def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
     plan = [
         fault("wire", "vault.chunk", when_role=1, when_iteration=3, action="mark"),
@@ -186,6 +183,7 @@ def test_corruption_on_the_wire_and_in_the_slot(tmp_path: Path) -> None:
     assert outcome.of_kind("corruption"), "the damaged bytes were found, not loaded"
 
 
+@FULL
 def test_owner_and_buddy_gone_falls_to_the_durable_checkpoint(tmp_path: Path) -> None:
     """Nodes 0 and 1 hold each other's copies; the last checkpoint is three iterations old. When the
     next failure leads back to it through memory, the evaluation that it has in it stays done."""
@@ -255,6 +253,7 @@ def test_a_node_lost_in_the_backward_pass_costs_no_finished_iteration(
     assert recomputed(outcome) == [0]
 
 
+@FULL
 def test_drain_swaps_a_node_and_recomputes_nothing(tmp_path: Path) -> None:
     """Asked for from outside, while the run goes on."""
     directory = tmp_path / "run"

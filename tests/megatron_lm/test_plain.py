@@ -15,6 +15,7 @@ from tests.megatron_lm.harness.runs import BASE, copy_tree, gpt, stock, tree
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow, needs_megatron_lm]
 
 
+@pytest.mark.full(every_time=True)
 def test_protected_equals_stock_and_patches_are_inert(tmp_path: Path, patched: Path) -> None:
     wanted = stock(tmp_path / "stock", tree())
     steps = undisturbed(gpt(**BASE)).final["steps"]

@@ -115,6 +115,7 @@ def await_step(run_directory: Path, number: int, running: subprocess.Popen[str])
     )
 
 
+@pytest.mark.full(every_time=True)
 def test_a_node_is_killed_as_readme_says(here: Path) -> None:
     clone, *commands = the_block()
     assert clone.startswith(f"git clone --depth 1 --branch {TAGS[-1]} https://")

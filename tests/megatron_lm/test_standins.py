@@ -55,6 +55,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankParent]:
     assert set(tree.rglob("*")) == before, "something was written into the checkout"
 
 
+@pytest.mark.full
 def test_where_everything_comes_from(parent: RankParent) -> None:
     assert parent.facts["core"].startswith(str(_tree()))
     assert parent.facts["training"].startswith(str(_tree()))
@@ -63,13 +64,8 @@ def test_where_everything_comes_from(parent: RankParent) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=() if name == "sequence-parallel" else pytest.mark.full)
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 @LOADS
 def test_trains_and_resumes_exactly(parent: RankParent, layout: str, tmp_path: Path) -> None:
     flags = {"train_iters": ITERATIONS, "ckpt_format": "torch_dist", **LAYOUTS[layout]}

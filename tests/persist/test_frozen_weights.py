@@ -307,6 +307,7 @@ def frozen_program(flags: str = "", held: str = "", nodes: int = 4) -> Program:
     return Program((*command, "--train-iters", "10"), nodes, 4 // nodes)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_lost_roles_get_them_back(tmp_path: Path) -> None:
     """A node whose peer lives, and later a process that is started again."""

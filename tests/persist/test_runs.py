@@ -32,6 +32,7 @@ def warnings(outcome: Outcome) -> list[str]:
     return [text for text in texts if "in the background" in text]
 
 
+@pytest.mark.full
 def test_an_export_is_what_the_run_saved(text: str, tmp_path: Path) -> None:
     """Every fourth iteration is saved by the run and exported, after an evaluation."""
     saved, run = tmp_path / "saved", tmp_path / "run"

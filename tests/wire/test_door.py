@@ -125,7 +125,7 @@ def test_a_moment_without_descriptors_does_not_end_the_door() -> None:
     behind(scenario, most_strangers=16, listener=Short())
 
 
-@pytest.mark.parametrize("strangers", [800, 1500])
+@pytest.mark.parametrize("strangers", [800, pytest.param(1500, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("many_files")
 def test_who_says_nothing_stays_in_the_kernel(strangers: int) -> None:
     """All agents come back after a takeover, with 256 strangers let in, as of 1024 open files."""

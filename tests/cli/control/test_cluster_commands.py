@@ -50,6 +50,7 @@ def start(tmp_path: Path) -> Iterator[object]:
         child.wait()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """It has only an address, an id and the secret; the other one coordinates."""
@@ -77,6 +78,7 @@ def test_agent_without_the_run_directory(start, tmp_path: Path) -> None:  # type
     assert not segment_root(run_id).exists()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
@@ -90,6 +92,7 @@ def test_agent_with_a_node_id_that_is_taken_is_refused(tmp_path: Path) -> None:
     assert final["recoveries"] == []
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_late_agent_is_a_spare(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with Run(tmp_path / "r", spares=0) as run:

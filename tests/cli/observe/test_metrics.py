@@ -112,6 +112,7 @@ def dashboard() -> list[str]:
     return [e.replace("$instance", ".*").replace("$__rate_interval", "10s") for e in found]
 
 
+@pytest.mark.full
 @needs_prometheus
 @pytest.mark.slow
 def test_a_server_sees_a_run_lose_a_node(tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ def test_the_account_of_a_run_is_the_time_of_its_nodes(
     assert float(goodput[1]) == account.goodput()
 
 
+@pytest.mark.full
 def test_a_host_that_is_off_is_told_before_a_server_gives_the_scrape_up(tmp_path: Path) -> None:
     """Two coordinators are named, and neither answers: the run is seen to be away, and its other
     numbers are there."""

@@ -204,6 +204,7 @@ def test_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
     assert "<title>taken" not in shown
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
 def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
@@ -234,7 +235,7 @@ def test_a_browser_sees_a_run_lose_a_node(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium: scripts/system-packages.sh")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.full)])
 def test_a_large_run_is_drawn_for_the_eye(scheme: str, tmp_path: Path) -> None:
     """512 roles, each in its place, in the colours that the eye's device wants."""
     with served(large_run()) as address:

@@ -353,6 +353,7 @@ def test_users_of_etcd(tmp_path: Path) -> None:
         server.kill()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_run_with_its_journal_in_etcd_survives_its_coordinator(
     etcd: EtcdServer, tmp_path: Path

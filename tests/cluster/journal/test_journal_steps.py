@@ -52,6 +52,7 @@ def test_a_writer_to_etcd_killed_at_any_line_leaves_a_whole_entry_or_none(tmp_pa
     assert found["whole"] > 2
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_coordinator_killed_at_any_line_of_a_decision_announces_only_what_is_durable(
     tmp_path: Path,

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.harness import layouts
 from tests.faults.harness.jobs import fault, recomputed, restart_kinds, run_job, strike
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix]
+pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.full]
 LAYOUT = layouts.PP2_DP2
 ITERATIONS = 12
 LOCAL = "--deadpool-protection local"

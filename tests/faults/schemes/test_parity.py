@@ -9,7 +9,7 @@ import pytest
 from tests.faults.harness.jobs import assert_unnoticed, fault, recomputed, reference, run_job
 from tests.faults.harness.layouts import PP2_DP2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 12
 
 

@@ -38,6 +38,7 @@ def lost(role: int, iteration: int) -> dict[str, object]:
     return fault(f"role{role}-at-{iteration}", "optimizer.inside", target="node", **where)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_nodes_lost_along_a_chain(tmp_path: Path) -> None:
     """At 4: three steps behind the first state. At 5: one step behind that. At 9: a whole copy.

@@ -94,6 +94,7 @@ def rows(file: Path) -> list[tuple[int, dict[str, Any]]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_a_killed_process_had_logged_is_logged_by_its_successor(tmp_path: Path) -> None:
     """Both go on with one run of W&B, and each has each point once."""
