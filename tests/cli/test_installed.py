@@ -122,6 +122,7 @@ for name in ("torch", "megatron-core"):
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("extra", ["", "[megatron]"])
 def test_pip_leaves_torch_and_megatron_of_an_image_alone(
     extra: str, wheel: Path, tmp_path: Path
@@ -143,6 +144,7 @@ def test_pip_leaves_torch_and_megatron_of_an_image_alone(
     ]
 
 
+@pytest.mark.full
 def test_a_machine_is_checked_outside_of_a_checkout(installed: Installation) -> None:
     done = installed.deadpool("check", "--json")
     found = json.loads(done.stdout)

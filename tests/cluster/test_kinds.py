@@ -49,6 +49,7 @@ def test_crash_by_a_signal_is_told_with_its_last_words(tmp_path: Path) -> None:
     assert kinds_of(final) == ["process-crash"]
 
 
+@pytest.mark.full
 def test_three_crashes_on_one_node_move_its_role_to_the_spare(tmp_path: Path) -> None:
     with Run(tmp_path / "r") as run:
         for count in range(1, 4):

@@ -155,6 +155,7 @@ def make_old(run: Agents) -> Old:
     return Old(files, fifos)
 
 
+@pytest.mark.full
 def test_events_that_cannot_be_written_for_a_while_cost_nothing(tmp_path: Path) -> None:
     with Agents(tmp_path / "r", options=_PATIENT) as run:
         run.wait_iteration(30)  # more bytes than a record has

@@ -85,6 +85,7 @@ def test_processes_of_one_node_share_its_cores(tmp_path: Path) -> None:
     assert {one["OMP_NUM_THREADS"] for one in found.values()} == {"3"}
 
 
+@pytest.mark.full
 def test_gloo_needs_nothing(tmp_path: Path) -> None:
     found = environments(tmp_path, "--deadpool-communicator", "gloo")["0-0"]
     assert {variable.name for variable in VARIABLES}.isdisjoint(found)
@@ -100,6 +101,7 @@ def smi(folder: Path, gpus: int) -> dict[str, str]:
     return {"PATH": f"{program.parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("visible", "shares"),
     [("0,1,2,3,4,5", ("0,1", "2,3", "4,5")), ("7,6,5,4,3,2,1,0", ("7,6", "5,4", "3,2"))],

@@ -81,6 +81,7 @@ def test_a_run_started_again_goes_on_from_memory(tmp_path: Path, how: str) -> No
     assert f"run {run_id} is started again; slots of" in run.output.read_text()
 
 
+@pytest.mark.full
 def test_a_killed_launcher_leaves_slots_and_nothing_else(tmp_path: Path) -> None:
     run = Run(tmp_path / "r", *ENDLESS, nodes=2, spares=0)
     run.wait_iteration(3)

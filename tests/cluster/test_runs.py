@@ -38,6 +38,7 @@ def test_killed_node_is_replaced_by_the_spare(tmp_path: Path) -> None:
     assert recovery["seats_changed"] == {"0": [[0, 0, 0], [2, 0, 0]], "1": [[0, 1, 0], [2, 1, 0]]}
 
 
+@pytest.mark.full
 def test_killed_and_stopped_vaults_come_back_without_an_interruption(tmp_path: Path) -> None:
     with Run(tmp_path / "r", spares=0) as run:
         run.wait_iteration(5)
@@ -90,6 +91,7 @@ def _computed(run: Run) -> int:
     return int.from_bytes((run.run.path / "lockstep").read_bytes()[8:16], "little")
 
 
+@pytest.mark.full
 def test_member_that_dies_while_there_is_no_coordinator_is_replaced(tmp_path: Path) -> None:
     faults = [_stop_at_claim(node) for node in (0, 1)]
     with Run(tmp_path / "r", spares=0, faults=faults) as run:
@@ -350,6 +352,7 @@ def test_requests_are_waited_for_and_outlive_the_coordinator(tmp_path: Path) -> 
         run.finish()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_bug_ends_the_run_and_another_goes_on_from_its_newest_iteration(tmp_path: Path) -> None:
     first = tmp_path / "first"
@@ -408,6 +411,7 @@ def test_a_journal_that_is_gone_ends_the_run_saved(tmp_path: Path) -> None:
         assert f"continue with 'deadpool run --resume {run.run.path}" in said
 
 
+@pytest.mark.full
 def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
     with Run(tmp_path / "r") as run:
         run.wait_for("run.json", lambda: (run.run.path / "run.json").exists())
@@ -415,6 +419,7 @@ def test_interrupt_before_anything_runs(tmp_path: Path) -> None:
         assert run.launcher.wait(60) == 130
 
 
+@pytest.mark.full
 def test_exec_start_method_uses_parked_processes(tmp_path: Path) -> None:
     faults = [{"id": "m", "point": "member.step", "match": {"role": 1, "iteration": 5}}]
     options = ("--deadpool-start-method", "exec")

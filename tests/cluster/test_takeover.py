@@ -116,6 +116,7 @@ def test_spare_attaches_to_a_run_that_has_none_left(tmp_path: Path) -> None:
     assert final["recoveries"][0]["seats_changed"]["0"][1][0] == 2
 
 
+@pytest.mark.full
 def test_a_node_that_is_told_to_end_gives_its_roles_away_first(tmp_path: Path) -> None:
     """As an evicted pod, here with the coordinator in it: the one that takes its place comes while
     it waits, and nothing is lost.

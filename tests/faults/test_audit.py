@@ -10,12 +10,11 @@ from deadpool_megatron.cluster.run_directory.bad_nodes import read_bad_nodes
 from tests.faults.harness.jobs import Layout, fault, run_job, strike
 from tests.faults.harness.layouts import FOUR_SHARDS, PIPELINE, PP2_DP2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 ITERATIONS = 12
 SETTINGS = "--deadpool-audit-interval 1"
 
 
-@pytest.mark.full
 def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> None:
     """A weight, a shard of the optimizer's state, a gradient, what a forward pass gives: each time
     of a node that has a spare.
@@ -43,7 +42,6 @@ def test_flipped_bits_name_their_nodes_and_leave_no_trace(tmp_path: Path) -> Non
     assert {e.iteration for e in outcome.of_kind("audited")} == set(range(1, ITERATIONS + 1))
 
 
-@pytest.mark.full
 def test_of_two_peers_that_are_both_sure_nobody_knows_who_is_wrong(tmp_path: Path) -> None:
     """The state before is saved, and the run ends rather than train on."""
     where = {"when_role": 1, "when_iteration": 4, "action": "mark"}
@@ -67,7 +65,6 @@ def test_of_two_peers_the_one_that_does_not_repeat_itself_is_wrong(tmp_path: Pat
     assert [e.node for e in outcome.of_kind("node-aside")] == [1, 3]
 
 
-@pytest.mark.full
 def test_the_stage_that_computed_a_pass_wrong_is_named_not_its_replica(tmp_path: Path) -> None:
     """Of three replicas of two stages: what the first stage of the second gives on is wrong."""
     layout = Layout("pp2-dp3", PIPELINE, nodes=6, members_per_node=1)

@@ -16,7 +16,7 @@ from tests.faults.harness.jobs import (
     undisturbed,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "own-loop.md"
 REPLICAS = 3
 

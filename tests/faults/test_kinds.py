@@ -13,7 +13,7 @@ from tests.cluster.running import deadpool
 from tests.faults.harness.jobs import Program, fault, run_program, strike, trainer
 from tests.faults.harness.layouts import FOUR_SHARDS, PP2_DP2
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 # As in other tests of this layout, so that they share one undisturbed run.
 ITERATIONS = 12
 HANGING_TRAINER = str(Path(__file__).parent / "harness" / "hanging_trainer.py")
@@ -31,7 +31,6 @@ def test_a_poisoned_loss_is_rolled_back_and_leaves_no_trace(tmp_path: Path) -> N
     assert (told.iteration, told.data["policy"]) == (5, "rollback")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
 def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     tmp_path: Path, communicator: str
@@ -53,7 +52,6 @@ def test_a_slow_node_is_reported_and_its_roles_go_to_the_spare(
     assert [bad.kind for bad in read_bad_nodes(tmp_path)] == ["slow-node"]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("communicator", ["gloo", "fake-nccl"])
 def test_the_role_that_hangs_is_named_and_the_others_keep_their_processes(
     tmp_path: Path, communicator: str

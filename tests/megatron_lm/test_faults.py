@@ -52,6 +52,7 @@ def test_tensorboard_has_each_point_once(struck: Outcome) -> None:
     assert scalars(struck) == wanted
 
 
+@pytest.mark.full(every_time=True)
 def test_at_both_ends_in_a_patched_tree(tmp_path: Path, patched: Path) -> None:
     """The unpatched tree is the reference."""
     plan = [

@@ -51,6 +51,7 @@ def test_a_script_that_is_not_there(tmp_path: Path) -> None:
     assert "there is no script" in refused(tmp_path, gpt(within=tmp_path))
 
 
+@pytest.mark.full
 def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
     (tmp_path / "pretrain_gpt.py").touch()
     assert "not a Megatron-LM checkout" in refused(tmp_path, gpt(within=tmp_path))

@@ -110,6 +110,7 @@ def test_real_text_equally_each_time(parent: RankParent, tmp_path: Path) -> None
     assert _losses(once)[ITERATIONS] < _losses(once)[1] - 0.2
 
 
+@pytest.mark.full
 def test_nothing_is_replaced_on_a_gpu_machine_and_what_is_refused(tmp_path: Path) -> None:
     answers = _run(f"""
 absent = torch.cuda.is_available

@@ -26,6 +26,7 @@ def _run(program: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_nothing_is_replaced_on_a_gpu_machine_nor_too_late() -> None:
     changed, refused = json.loads(
         _run(
@@ -55,6 +56,7 @@ except RuntimeError as error:
     assert "before megatron.core is imported" in refused
 
 
+@pytest.mark.slow
 def test_what_they_answer() -> None:
     answers = json.loads(_run(_PROGRAM))
     assert answers == {

@@ -409,6 +409,7 @@ def recover(nodes: Nodes) -> EpochRecord | None:
     raise AssertionError("no end")
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=False))
 def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case) -> None:
@@ -427,6 +428,7 @@ def test_no_loss_that_a_scheme_survives_costs_a_committed_generation(case: Case)
             expect_any_loss_survived(nodes, reached + 2, record.epoch + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 5)
 @given(cases(damage=True))
 def test_damaged_bytes_are_never_restored(case: Case) -> None:
@@ -440,6 +442,7 @@ def test_damaged_bytes_are_never_restored(case: Case) -> None:
             assert case.damaged or len(case.lost) > SCHEMES[case.scheme][1]
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 10)
 @given(cases(damage=False), st.integers(0, 20))
 def test_what_is_damaged_everywhere_costs_one_generation_at_most(case: Case, which: int) -> None:

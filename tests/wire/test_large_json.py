@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ _VALUES = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(_VALUES, st.integers(0, 3000))
 def test_the_text_is_that_of_the_standard_library(values: dict[str, Any], many: int) -> None:
     whole = {**values, "restore": {"sources": {str(role): values for role in range(many // 50)}}}

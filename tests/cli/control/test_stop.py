@@ -12,6 +12,7 @@ from tests.cluster.counting_member import expected_sha256
 from tests.cluster.running import Run, deadpool
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_state_is_saved_and_another_run_goes_on_from_it(tmp_path: Path) -> None:
     first = tmp_path / "first"

@@ -176,6 +176,7 @@ def spares(server: Prometheus) -> list[float]:
     return server.values('deadpool_nodes{state="spare"}')
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_account_of_a_run_is_the_time_of_its_nodes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

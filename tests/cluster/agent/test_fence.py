@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -160,6 +161,7 @@ def test_a_takeover_behind_an_unreadable_journal_may_be_as_old_as_the_look_befor
     assert "for 9.1 s" in fence.verdict(109.1)
 
 
+@pytest.mark.slow
 # Seen: the new term was found 4.5 s after its claim, and counted from there.
 @example(
     cut=[(0.05, 10.42)],

@@ -109,6 +109,7 @@ records = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 4)
 @given(found=st.lists(records, min_size=1, max_size=4), node=nodes, data=st.data())
 def test_a_node_has_its_part_of_the_newest_record(

@@ -106,6 +106,8 @@ def one_does_not_come(member: Member) -> Any:
     assert found is not None
     assert [one.started for one in found.values()] == [None], "torch keeps no events of starts"
     answer = [(name, one.enqueued, one.completed, one.collective) for name, one in found.items()]
+    member.say(("answered", None))
+    member.order("come").wait(DEADLINE_SECONDS)  # not before the other one has looked, too
     if member.rank == 1:
         dist.all_reduce(torch.ones(1))
     if work is not None:
@@ -118,10 +120,11 @@ def one_does_not_come(member: Member) -> Any:
 def test_the_fake_tells_what_its_device_does() -> None:
     with Ranks(2, kind="fake-nccl") as ranks:
         ranks.start(one_does_not_come)
-        for rank in range(2):
-            ranks.hear(rank, "looked")
-        for rank in range(2):
-            ranks.say(rank, "order", "go")
+        for heard, order in (("looked", "go"), ("answered", "come")):
+            for rank in range(2):
+                ranks.hear(rank, heard)
+            for rank in range(2):
+                ranks.say(rank, "order", order)
         waiting, absent = ranks.results().values()
     [(name, enqueued, completed, collective)] = waiting
     assert name.endswith("(0,1)")

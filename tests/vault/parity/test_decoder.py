@@ -214,6 +214,7 @@ def damages(draw: st.DrawFn) -> tuple[int, int, int, set[int], set[int]]:
     return data, parities, lost, damaged, unlisted
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 6)
 @given(damages())
 def test_whatever_is_damaged_what_is_sealed_is_right(
