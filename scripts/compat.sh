@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests on a newer torch, Python and megatron-core than those of scripts/setup.sh.
 #
-#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR] [--whole] [-- COMMAND...]
+#   sudo ./scripts/compat.sh [--torch 2.15] [--megatron 0.19] [--root DIR] [-- COMMAND...]
 #   ./scripts/compat.sh --python PATH [the same]
 #
 # Makes a root of Debian trixie (Python 3.13) in DIR, by default in ~/.cache/deadpool-megatron/compat,
@@ -13,9 +13,8 @@
 #   groups   tests/comms, with torch's own suite of torch.distributed over our groups
 #   fast     what scripts/test.sh --fast runs, but the groups and what is there for the source alone
 #   demo     deadpool demo: a node of a training run is killed, and the rest goes on bit-identical
-#   megatron of tests/megatron_lm, with the newest supported tag: the same numbers as stock, and kills;
-#            with --whole all of them but those of the other tags
-#   faults   tests/faults, whole: a quarter of an hour
+#   megatron tests/megatron_lm, but for the other tags: pretrain_gpt.py of the newest supported one
+#   faults   tests/faults, whole: a quarter of an hour, as the tests before it
 #
 # With a COMMAND nothing but that runs there, in the checkout.
 #
@@ -29,7 +28,6 @@ torch=2.15
 megatron=0.19
 base=${XDG_CACHE_HOME:-$HOME/.cache}/deadpool-megatron/compat
 python=
-megatron_tests='-m "not full"'
 
 fail() {
     printf 'compat: %s\n' "$1" >&2
@@ -43,11 +41,6 @@ while [ $# -gt 0 ]; do
         --megatron) megatron=${2:?} ;;
         --root) base=${2:?} ;;
         --python) python=${2:?} ;;
-        --whole)
-            megatron_tests=--full
-            shift
-            continue
-            ;;
         *)
             sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "$0"
             [ "$1" = -h ] || [ "$1" = --help ] || exit 2
@@ -154,6 +147,6 @@ part groups "$pytest --timeout 300 tests/comms"
 part fast "$pytest --timeout 120 -m \"not slow and not matrix and not megatron_lm\" --ignore tests/comms \
     --deselect tests/test_structure.py::test_constraints_cover_everything_that_is_needed tests"
 part demo "python -m deadpool_megatron demo"
-part megatron "$pytest --timeout 300 tests/megatron_lm $megatron_tests --deselect tests/megatron_lm/test_tags.py"
+part megatron "$pytest --timeout 300 tests/megatron_lm --full --deselect tests/megatron_lm/test_tags.py"
 part faults "$pytest --timeout 300 tests/faults --full"
 exit "$passed"

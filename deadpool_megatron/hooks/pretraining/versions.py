@@ -162,7 +162,7 @@ def install_points() -> tuple[str, ...]:
     }
     waiting = {point: one for point, one in originals.items() if not is_marked(one)}
     if waiting and len(waiting) < len(originals):
-        left = ", ".join(point.function for point in waiting)
+        left = ", ".join(sorted({point.module for point in waiting}))
         raise UntestedMegatron(
             "this Megatron-LM is patched in part: run 'deadpool patch apply' or 'deadpool patch"
             f" revert' on it (not patched are {left})"
